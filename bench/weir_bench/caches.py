@@ -107,6 +107,11 @@ class Weir(Decoding):
         self.folds: list[float] = []
         self.cache.on_fold = lambda folded: self.folds.append(folded.seconds)
 
+    def step(self) -> None:
+        """One token of each row, as streams and servers feed it."""
+        if self.cache.run_step(self.token[:, 0].tolist()) is None:
+            super().step()
+
     def fill(self, tokens: int) -> None:
         """Feed so many random tokens."""
         generator = torch.Generator().manual_seed(0)

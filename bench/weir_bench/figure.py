@@ -193,7 +193,7 @@ class Figure:
 
 
 ORDER = (
-    *("decode", "recompute", "policies", "folds"),
+    *("decode", "around", "recompute", "policies", "folds"),
     *("weights", "slots", "prefill", "kvpress"),
     *("batches", "deterministic", "flat", "kernel", "rows", "products", "prompts", "start"),
 )

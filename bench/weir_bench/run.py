@@ -20,7 +20,8 @@ from weir import kernels, native
 from weir_bench.figure import FIGURES, Row, Setting, Skipped, chosen
 from weir_bench.timing import settled
 
-for _name in ("decode", "flat", "kernels", "kvpress", "policies", "prompts", "rows", "start"):
+_FILES = "around decode flat kernels kvpress policies prompts rows start".split()
+for _name in _FILES:
     import_module(f"weir_bench.figures.{_name}")  # which registers its figures
 
 

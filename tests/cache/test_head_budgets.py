@@ -128,18 +128,6 @@ def test_reports_and_sizes_are_of_heads(llama, ids, naive):
     assert seen.pairs == 4 and (seen.head[seen.layer == 0] == 1).sum() == 7
 
 
-def test_a_second_reading_asks_all_heads(llama, ids):
-    again = "recent(8) | reconstruct(4)"
-    whole, cut = (
-        weir.Stream(llama, policy, chunk=4)
-        for policy in (again, f"[[{again}, recent(3) | recent(5) | reconstruct(4)], {again}]")
-    )
-    one, other = (stream.feed(ids(1, 50), all_logits=True) for stream in (whole, cut))
-    close_runs(one, other, llama)
-    for layer in (0, 1):
-        assert torch.equal(whole.slots(layer).position, cut.slots(layer).position)
-
-
 @pytest.mark.parametrize(
     ("policy", "said"),
     [

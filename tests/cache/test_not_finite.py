@@ -13,8 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import weir
-from weir.cache.layer import Layer
-from weir.cache.layer.layer import finite_columns
+from weir.cache.layer.transaction import Transaction, finite_columns
 from weir.cache.plan import ForwardPlan
 from weir.errors import NotFiniteError
 
@@ -216,11 +215,11 @@ def test_where_numbers_are_looked_at_late_a_refused_call_leaves_none_behind(
 ):
     """On an accelerator nobody waits for numbers: they stand in the slots when they are refused."""
 
-    def late(layer: Layer, keys: Tensor, values: Tensor, plan: ForwardPlan) -> None:
+    def late(running: Transaction, keys: Tensor, values: Tensor, plan: ForwardPlan) -> None:
         looked = [keys, values] if plan.step else [finite_columns(keys, values)]
-        layer.unchecked = looked
+        running.unchecked = looked
 
-    monkeypatch.setattr(Layer, "_check_finite", late)
+    monkeypatch.setattr(Transaction, "check_finite", late)
     cache = weir.StreamingCache(llama, "sink(2) | recent(6)", chunk=8, batch=2, failures="keep")
     tokens = torch.cat([good(ids, 13), good(ids, 13, seed=1)])
     bad = tokens[:, :3].clone()

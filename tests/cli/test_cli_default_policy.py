@@ -64,17 +64,20 @@ def test_what_is_given_goes_before_it(chat, given, measured):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
-    [((), "weir(budget=504)"), (("--slots", "exact"), "weir(slots=exact, budget=504)")],
+    ("given", "free", "form", "said"),
+    [
+        ((), 10**9, "exact ", "weir(slots=exact, budget=504)"),
+        ((), 4 * 73_000, "quantized ", "weir(budget=504)"),
+        (("--slots", "int8"), 10**9, "", "weir(slots=int8, budget=504)"),
+    ],
 )
-def test_without_any_it_is_the_default_as_large_as_the_window(
-    chat, tmp_path, monkeypatch, given, said
+def test_without_any_it_is_the_default_as_large_as_the_window_and_exact_if_that_fits(
+    chat, tmp_path, monkeypatch, given, free, form, said
 ):
+    monkeypatch.setattr("weir.models.free_memory", lambda device: free)
     monkeypatch.setattr("weir.cache.default_policy.FILE", "nothing.toml")
     told = chat(*given).err
-    assert (
-        ". It has 504 slots, as many as the window and the free memory allow. /help" in told
-    )  # 512 but a chunk
+    assert f"; 504 {form}slots, as its window and the free memory allow. /help" in told
     assert f"\n{said}: " in told
 
 

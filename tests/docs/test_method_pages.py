@@ -16,7 +16,7 @@ from weir.pools import POOLS
 METHODS = Path(__file__).parents[2] / "docs" / "methods"
 PAGES = {path.stem: path.read_text("utf-8") for path in METHODS.glob("*.md")}
 PIPE = re.compile(r"^```text\n(\w+)(\(.*?\))\s+=\s+(.+?)\n", re.MULTILINE)
-WITHOUT_A_PIPE = {"dense", "window", "recompute", "pinned", "quantized", "pyramid"}
+WITHOUT_A_PIPE = {"dense", "window", "recompute", "kvzip", "pinned", "quantized", "pyramid"}
 SECTIONS = {
     name: (f"{name}{arguments}", pipe, part)
     for text in PAGES.values()

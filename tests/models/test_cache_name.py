@@ -77,8 +77,7 @@ def test_no_call_of_weirs_own_uses_a_deprecated_name(fresh_llama, ids, caplog) -
         copy.deepcopy(made)
 
     def second_reading() -> None:
-        policy = "recent(12) | reconstruct(6)"
-        weir.Stream(model, policy, chunk=4).feed(ids(1, 40)[0])
+        weir.Stream(model, "kvzip(12, asks=false)", chunk=4).feed(ids(1, 40)[0])
 
     def compiled() -> None:
         compile_steps(model, torch_compile=False)

@@ -26,8 +26,8 @@ TOKENS = 300
 INSIDE = 100
 """Tokens that are inside every layer's budget, of a pyramid's smallest too."""
 LAYERS = 3
-APART = {"recompute", "pinned", "pyramid", "quantized"}
-"""Policies around another, or without a cache."""
+APART = {"recompute", "kvzip", "pinned", "pyramid", "quantized"}
+"""Policies around another, or that a cache alone cannot follow."""
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 
 import pytest
@@ -60,14 +60,15 @@ ZERO_SINK = {"weir_sink": {"kind": "zero"}, "attn_implementation": "weir_zero_si
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A one for each native step, and for each that was tried beside the model's own."""
     found: list[int] = []
-    run, check = StepProgram.run, native_step.check_program
+    own, check = (StepProgram.run, StepProgram.run_whole), native_step.check_program
 
     def counted(own: Callable[..., Any], *given: Any, **more: Any) -> Any:
         answer = own(*given, **more)
         found.append(1)
         return answer
 
-    monkeypatch.setattr(StepProgram, "run", lambda *given: counted(run, *given))
+    for run in own:
+        monkeypatch.setattr(StepProgram, run.__name__, partialmethod(partial(counted, run)))
     monkeypatch.setattr(native_step, "check_program", partial(counted, check))
     monkeypatch.setattr(native_step.NativeStep, "wait", True)
     return found

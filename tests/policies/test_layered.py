@@ -48,8 +48,8 @@ def test_a_layer_of_a_pyramid_is_that_layer():
         (
             "pinned([h2o(8), h2o(16)], n=3, header=2)",
             (
-                "beginning(3) | recent(4) | header(2) | heavy(4)",
-                "beginning(3) | recent(8) | header(2) | heavy(8)",
+                "beginning(3) | recent(4) | header(2) | kept(3) | heavy(4)",
+                "beginning(3) | recent(8) | header(2) | kept(3) | heavy(8)",
             ),
         ),
     ],

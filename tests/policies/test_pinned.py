@@ -13,17 +13,18 @@ from weir.policies.registry import NAMED
 @pytest.mark.parametrize(
     ("inner", "pipe"),
     [
-        ("streaming_llm(64)", "beginning(8) | sink(4) | recent(60) | header(16)"),
-        ("window(64)", "beginning(8) | recent(64) | header(16)"),
-        ("h2o(64)", "beginning(8) | recent(32) | header(16) | heavy(32)"),
-        ("snapkv(64)", "beginning(8) | header(16) | snap(64)"),
+        ("streaming_llm(64)", "beginning(8) | sink(4) | recent(60) | header(16) | kept(8)"),
+        ("window(64)", "beginning(8) | recent(64) | header(16) | kept(8)"),
+        ("h2o(64)", "beginning(8) | recent(32) | header(16) | kept(8) | heavy(32)"),
+        ("snapkv(64)", "beginning(8) | header(16) | kept(8) | snap(64)"),
         (
             "sink(4) | recent(40) | reservoir(20, weighted=true)",
-            "beginning(8) | sink(4) | recent(40) | header(16) | reservoir(20, weighted=true)",
+            "beginning(8) | sink(4) | recent(40) | header(16) | kept(8) | "
+            "reservoir(20, weighted=true)",
         ),
     ],
 )
-def test_two_pools_more_stand_where_tokens_still_come_in_order(inner, pipe):
+def test_three_pools_more_stand_where_tokens_still_come_in_order(inner, pipe):
     found = weir.policy(f"pinned({inner}, n=8)")
     assert found.for_layer(0, 1) == weir.policy(pipe)
     assert found.stands_for == pipe
@@ -34,10 +35,19 @@ def test_two_pools_more_stand_where_tokens_still_come_in_order(inner, pipe):
 @pytest.mark.parametrize(
     ("policy", "pipe"),
     [
-        ("window(64), n=8, format=int8", "beginning(8):int8 | recent(64) | header(16)"),
-        ("window(64), n=8, format=same", "beginning(8):int8 | recent(64) | header(16)"),
-        ("kcenter(8):int4, n=8, format=same", "beginning(8):int4 | header(16) | kcenter(8):int4"),
-        ("kcenter(8):int4, n=8", "beginning(8) | header(16) | kcenter(8):int4"),
+        (
+            "window(64), n=8, format=int8",
+            "beginning(8):int8 | recent(64) | header(16) | kept(8):int8",
+        ),
+        (
+            "window(64), n=8, format=same",
+            "beginning(8):int8 | recent(64) | header(16) | kept(8):int8",
+        ),
+        (
+            "kcenter(8):int4, n=8, format=same",
+            "beginning(8):int4 | header(16) | kept(8):int4 | kcenter(8):int4",
+        ),
+        ("kcenter(8):int4, n=8", "beginning(8) | header(16) | kept(8) | kcenter(8):int4"),
     ],
 )
 def test_the_beginning_can_have_quantized_slots(policy, pipe):
@@ -54,7 +64,7 @@ def test_a_format_that_cannot_be_is_refused(given):
 
 
 def test_every_policy_with_a_limit_can_be_pinned():
-    for name in set(NAMED) - {"dense", "recompute", "pinned"}:
+    for name in set(NAMED) - {"dense", "recompute", "kvzip", "pinned"}:
         inner = weir.policy(name)
         found = with_pin(inner)
         slots = inner.for_layer(0, 2).slots

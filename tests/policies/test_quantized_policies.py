@@ -37,7 +37,7 @@ def test_a_format_stands_behind_a_pool():
         (
             "pinned(h2o(16), n=3, header=2)",
             "",
-            "beginning(3) | recent(8) | header(2) | heavy(8):int8",
+            "beginning(3) | recent(8) | header(2) | kept(3) | heavy(8):int8",
         ),
     ],
 )
@@ -51,7 +51,7 @@ def test_first_and_newest_tokens_stay_exact(inner, more, pipe):
 def test_pins_and_pyramids_keep_the_formats():
     pinned = with_pin(with_slots(weir.policy("kcenter(16)"), "int8"), 3)
     assert pinned.for_layer(0, 1).stands_for == (
-        "beginning(3) | recent(8) | header(16) | kcenter(8):int8"
+        "beginning(3) | recent(8) | header(16) | kept(3) | kcenter(8):int8"
     )
     pyramid = weir.policy("quantized(pyramid(recent(8) | heavy(24), beta=2), newest=4)")
     layers = [pyramid.for_layer(layer, 3) for layer in range(3)]

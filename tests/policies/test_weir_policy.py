@@ -31,7 +31,7 @@ from weir.policies import fit_budgets
         ("centers(40, slots=exact)", "sink(4) | recent(23) | "
          "kcenter(13, quiet=2, half_life=4096)"),
         ("pinned(weir(40), 3, 2)",
-         "beginning(3) | sink(4) | recent(16) | recent(20):int4 | header(2)"),
+         "beginning(3) | sink(4) | recent(16) | recent(20):int4 | header(2) | kept(3)"),
     ],
 )  # fmt: skip
 def test_the_first_and_the_newest_stay_exact(text, pipe):

@@ -49,7 +49,7 @@ def feed(model, cache, tokens):
 def test_most_policies_can_drop():
     names = {text.rpartition("| ")[2].partition("(")[0] for text in CAN}
     assert {"recent", "heavy", "kcenter", "hive", "snap", "tova", "reservoir", "header"} <= names
-    assert {"subgen", "balance", "residue", "match", "tail", "reconstruct"}.isdisjoint(names)
+    assert {"subgen", "balance", "residue", "match", "tail"}.isdisjoint(names)
 
 
 @pytest.mark.parametrize("text", CAN)
@@ -149,7 +149,6 @@ def test_rows_are_dropped_from_alone_and_fold_together():
         ("recent(4) | residue(6, window=4)", "residue"),
         ("recent(4) | match(heavy(6), window=4)", "match"),
         ("recent(4) | reservoir(6, weighted=true)", "reservoir"),
-        ("recent(4) | reconstruct(6)", "reconstruct"),
         ("dense", "every token"),
     ],
 )

@@ -31,6 +31,7 @@ PIPES = {
     "sink": ["sink(3) | recent(6)"],
     "beginning": ["beginning(3) | sink(2) | recent(5)"],
     "header": ["recent(5) | header(3)", "recent(4) | header(3) | heavy(5)"],
+    "kept": ["beginning(3) | recent(5) | kept(3)", "beginning(3) | recent(4) | kept(3) | heavy(5)"],
     "recent": ["recent(8)", "recent(3) | recent(5)", "recent(none)"],
     "reservoir": ["recent(4) | reservoir(6)", "recent(4) | reservoir(6, weighted=true)"],
     "uniform": [
@@ -68,7 +69,6 @@ PIPES = {
     ],
     "match": ["recent(4) | match(heavy(6), window=4)", "match(kcenter(9), half_life=none)"],
     "gated": ["recent(4) | gated(6)"],
-    "reconstruct": ["recent(4) | reconstruct(6)"],
     "snap": ["snap(12, window=4, kernel=3)", "snap(12, window=4, average=true)"],
     "knorm": ["recent(4) | knorm(6)"],
     "keydiff": ["sink(2) | recent(4) | keydiff(6)"],
@@ -260,6 +260,7 @@ def test_seeds_change_what_is_held_by_stochastic_pools_only(name):
 TOO_SMALL = {
     "beginning": "beginning(0) | recent(4)",
     "header": "sink(4) | header(0)",
+    "kept": "beginning(3) | kept(4)",
     "sink": "sink(0) | recent(4)",
     "recent": "recent(0)",
     "reservoir": "recent(4) | reservoir(0)",
@@ -273,7 +274,6 @@ TOO_SMALL = {
     "residue": "recent(4) | residue(0)",
     "match": "recent(4) | match(snap(9))",
     "snap": "snap(32, window=32)",
-    "reconstruct": "recent(4) | reconstruct(0)",
     "gated": "recent(4) | gated(0)",
     "knorm": "recent(4) | knorm(0)",
     "keydiff": "recent(4) | keydiff(0)",

@@ -74,7 +74,6 @@ OUT_OF_BOUNDS = {
     "qfilters(8, queries=»0)": COUNT,
     "chunks(heavy(6), size=»0)": COUNT,
     "gated(6, kernel=»2)": "odd",
-    "reconstruct(6, kernel=»2)": "odd",
     "balancekv(outliers=»1.0)": "from 0 to less than 1",
 }
 

@@ -31,12 +31,14 @@ TAKES_ARGS = TAKES_TOOLS.replace(
 )
 
 
-def random_client(template: str | None = CHATML, rows: int = 3) -> EngineClient:
+def random_client(
+    template: str | None = CHATML, rows: int = 3, policy: str = POLICY, chunk: int = 32
+) -> EngineClient:
     """Its model has random weights, and no token that ends an answer where there is no template."""
     tokenizer = make_tokenizer(template)
     model = make_llama(layers=1, vocab_size=len(tokenizer), tie_word_embeddings=False)
     if template is not None:
         model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids("<|im_end|>")
     store = SessionStore(keep=64)
-    engine = Engine(model, POLICY, rows, store, chunk=32)
+    engine = Engine(model, policy, rows, store, chunk=chunk)
     return EngineClient(engine, tokenizer, "small", Limits(prompt=20_000))

@@ -12,7 +12,7 @@ from anything import TAKES_TOOLS, random_client
 from servers import CHATML, make_client, make_tokenizer, serving
 
 from weir.serve.api import Keys
-from weir.serve.prompts import DROPPED
+from weir.serve.messages import DROPPED
 from weir.serve.sessions.records import unpack_ids
 
 USER = {"role": "user", "content": "Read it."}
@@ -320,3 +320,59 @@ def test_exported_sessions_know_their_outputs(server):
     assert [item["id"] for item in items(server, new)] == ["call_a/b"]
     assert drop(server, new).status_code == 200
     assert SECRET not in held_text(server, new)
+
+
+OTHER = {"type": "function", "function": {"name": "write", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize("change", ["tools", "clock"])
+def test_it_stays_dropped_where_the_tools_or_the_system_message_change(server, change):
+    system = {"role": "system", "content": "It is 10:40."}
+    first = ask(server, [system, *HISTORY], "one")
+    assert drop(server, "one").status_code == 200
+    later = {"role": "system", "content": "It is 10:41."} if change == "clock" else system
+    history = [later, *HISTORY, said(first), USER]
+    tools = [TOOL, OTHER] if change == "tools" else [TOOL]
+    second = ask(server, history, "one", tools=tools)
+    reread = second.json()["usage"]["weir"]["reread"]
+    assert reread["why"] == ("tools" if change == "tools" else "changed")
+    assert SECRET not in second.text
+    turn = server.store.list_turns("", "one")[-1]
+    ids = [i for part in server.store.ancestry("", turn.node) for i in unpack_ids(part.ids)]
+    text = server.engine_client.tokenizer.decode(ids)
+    assert SECRET not in text
+    assert DROPPED in text
+    # And from there, where nothing of it was read.
+    tools = [TOOL] if change == "tools" else tools
+    third = ask(server, [system, *HISTORY, said(first), USER, said(second), USER], tools=tools)
+    assert SECRET not in third.text
+    fourth = [{"role": "system", "content": "x"}, *HISTORY, said(first), USER, said(second), USER]
+    ask(server, fourth, "four", tools=tools)
+    assert SECRET not in read_text(server, "four")
+    assert items(server, "four") == []
+    assert drop(server, "four").json() == {
+        "id": "call_a/b",
+        "object": "session.item",
+        "deleted": True,
+        "tokens": 0,
+        "again": True,
+    }
+
+
+def test_what_is_told_of_turns_does_not_quote_it():
+    with serving(make_client(template=TAKES_TOOLS)) as server:  # a dozen slots
+        first = ask(server, HISTORY, "one")
+        assert drop(server, "one").status_code == 200
+        history = [*HISTORY, said(first), {"role": "user", "content": "z" * 80}]
+        second = ask(server, history, "one", weir={"tell_forgotten": True})
+        usage = second.json()["usage"]["weir"]
+        told = json.dumps(usage["forgotten_turns"])
+        assert DROPPED in told
+        assert DROPPED in usage["noted"]
+        assert SECRET not in second.text
+        assert SECRET not in json.dumps(memory(server, "one")["forgotten"])
+        # A history in which the output differs.
+        changed = [*HISTORY[:2], result(f"{SECRET}!"), said(first), USER]
+        third = ask(server, changed, "one")
+        assert "the output that was dropped" in third.json()["usage"]["weir"]["reread"]["detail"]
+        assert SECRET not in third.json()["usage"]["weir"]["reread"]["detail"]

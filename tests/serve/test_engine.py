@@ -97,17 +97,15 @@ def words(seed: int, length: int) -> list[int]:
     return torch.randint(0, VOCABULARY, (length,), generator=generator).tolist()
 
 
-@pytest.mark.parametrize("policy", [POLICY, "sink(2) | recent(6) | reconstruct(4)"])
-@pytest.mark.thinned(2)
-def test_sessions_are_answered_as_they_would_be_alone(policy):
-    served = engine(rows=3, policy=policy)
+def test_sessions_are_answered_as_they_would_be_alone():
+    served = engine(rows=3)
     prompts = [words(n, 3 + 7 * n) for n in range(7)]
     turns = [turn(f"a{n}", ids, limit=5 + n) for n, ids in enumerate(prompts)]
     work(served, *turns)
     again = [turn(f"b{n}", ids[::-1], start=f"a{n}", limit=4) for n, ids in enumerate(prompts)]
     work(served, *again)
     for n, ids in enumerate(prompts):
-        first, second = alone([(ids, 5 + n), (ids[::-1], 4)], policy)
+        first, second = alone([(ids, 5 + n), (ids[::-1], 4)])
         assert turns[n].listener.tokens == first
         assert again[n].listener.tokens == second
         assert turns[n].listener.reason == again[n].listener.reason == "length"

@@ -10,6 +10,7 @@ from test_engine import CHUNK, MODEL, engine, turn, words, work
 
 from weir import StreamingCache
 from weir.serve.engine.prefixes import PrefixKey, PrefixState, PrefixStates
+from weir.serve.messages import ResultPlace
 
 PIECE = 5  # tokens of a prompt in one call (`engine`)
 POLICY = "pinned(sink(2) | recent(6) | heavy(4), n=12, header=3)"
@@ -102,6 +103,46 @@ def test_a_long_beginning_is_shared_by_conversations():
     # The longer state of a prompt that was interrupted does not replace it.
     cancelled(served, [*start, *words(4, 40)], 6, **given)
     assert answered(served, "d", [*start, *words(5, 20)], **given).reused == 13
+
+
+def test_a_prompt_with_a_result_to_keep_does_not_go_on_from_where_that_was_let_go():
+    ids, given = words(1, 60), {"owner": "me", "beginning": 3, "header": 3}
+    kept = {"kept": (ResultPlace(10, 16, "x"),)}
+    fresh = answered(engine(policy=POLICY), "fresh", ids, **given, **kept)
+    served = engine(policy=POLICY)
+    cancelled(served, ids, 8, **given)
+    again = answered(served, "again", ids, **given, **kept)
+    assert again.reused == 0  # 40 tokens are known, and those to be kept have left the window
+    assert again.listener.tokens == fresh.listener.tokens
+    # Of the same kind, it goes on; and so it does where nothing was to be kept yet.
+    served = engine(policy=POLICY)
+    cancelled(served, ids, 8, **given, **kept)
+    assert answered(served, "again", ids, **given, **kept).reused == 8 * PIECE
+    served = engine(policy=POLICY)
+    cancelled(served, ids, 2, **given)
+    assert answered(served, "again", ids, **given, **kept).reused == 2 * PIECE
+    served = engine(policy=POLICY)
+    cancelled(served, ids, 2, **given, **kept)
+    assert answered(served, "again", ids, **given).reused == 2 * PIECE
+
+
+@pytest.mark.parametrize(
+    ("place", "is_kept"), [((1, 4), False), ((28, 33), True), ((35, 60), False), ((50, 53), True)]
+)
+def test_a_running_answer_keeps_what_is_in_its_window_or_not_read_yet(place, is_kept):
+    served = engine(policy=POLICY)
+    one = turn("one", words(1, 60), beginning=3, header=3)
+    read(served, one, 7)  # 35 tokens
+    found = served.keep(one, ResultPlace(*place, "x"))
+    assert not found.done()
+    served.step()
+    assert found.result() is is_kept  # of the place that is too long, nothing
+    assert served.cache.marks[one.row].kept == ((place,) if is_kept else ())
+    while not one.listener.over:
+        served.step()
+    gone = served.keep(one, ResultPlace(*place, "x"))
+    served.step()
+    assert gone.result() is False  # its row is another's by now
 
 
 def test_a_short_beginning_costs_no_call_of_its_own():

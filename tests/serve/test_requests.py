@@ -456,6 +456,8 @@ def test_models_tell_of_a_window_without_end(server):
     told = client.models.retrieve("small").model_dump()
     for name in ("max_model_len", "context_length", "context_window", "max_context_length"):
         assert told[name] >= 10**9
+    policy = server.engine.cache.policy
+    assert (told["weir"]["policy"], told["weir"]["pools"]) == (policy.brief, policy.stands_for)
     answer = httpx.get(
         f"{server.url}/v1/models/other/one", headers={"Authorization": f"Bearer {ALICE}"}
     )

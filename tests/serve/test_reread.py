@@ -135,6 +135,15 @@ def test_a_clock_in_the_system_message_is_named(server, caplog):
     assert "Monday" not in str(lines)
 
 
+def test_the_log_line_of_a_request_has_its_session(server, caplog):
+    caplog.set_level(logging.INFO, "weir.serve")
+    body = {"model": "small", "messages": [USER], "max_tokens": 2}
+    answer = server.post("/v1/chat/completions", body, **{"x-session-id": "mine"})
+    assert answer.headers["x-session-id"] == "mine"
+    (line,) = logged(caplog, "session")
+    assert (line["session"], line["id"]) == ("mine", answer.headers["x-request-id"])
+
+
 def test_an_edited_answer_is_named_and_what_comes_before_is_not_read_again(server):
     first = ask(server, USER)
     second = ask(server, USER, said(first), MORE)

@@ -24,7 +24,7 @@ print(json.dumps([said, logprobs.tolist()]))
 """
 
 
-def run(folder, policy, tokens, length=100_000, **variables):
+def run(folder, policy, tokens, length=8_000, **variables):
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, folder, policy, str(length)],
         input=json.dumps(tokens),

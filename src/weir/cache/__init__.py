@@ -16,6 +16,8 @@ from weir.cache.cache import Positions, Prefill, StreamingCache
 from weir.cache.forward import Folded, Forward
 from weir.cache.generating import generate
 from weir.cache.layers import LayerPlan, describe_window_excess
+from weir.cache.observing import Attention, AttentionCall, ListeningCache, bias_of
+from weir.cache.repetition import Repetition, fill, repetition_scores
 from weir.cache.row_state import (
     FARTHEST,
     Kind,

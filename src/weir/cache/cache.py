@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
@@ -15,7 +16,7 @@ from transformers.cache_utils import Cache
 
 from weir.cache.default_policy import check_origin, choose_policy
 from weir.cache.ended_rows import watch
-from weir.cache.forward import Folded, Forward, LayerStack, SecondReading
+from weir.cache.forward import Folded, Forward, LayerStack, Outcome
 from weir.cache.layer import Layer
 from weir.cache.layers import (
     LayerPlan,
@@ -23,13 +24,12 @@ from weir.cache.layers import (
     keep_freed_memory,
     known_places,
     plan_layers,
-    reads_twice,
     three_axes,
     warn_of_place,
     warn_of_window,
     with_gates,
 )
-from weir.cache.plan import BegunForward, Rows, place_on_axes, plan_forward
+from weir.cache.plan import BegunForward, Rows
 from weir.cache.row_state import RowState, check_kind, check_state
 from weir.cache.snapshot import (
     Contents,
@@ -41,19 +41,17 @@ from weir.cache.snapshot import (
 )
 from weir.errors import WeirError, quote, shorten
 from weir.models import (
-    CACHE,
     DROPPING,
     RotaryWatch,
     StopTokens,
     attach,
     detach,
     input_device,
-    rotary_of,
     transformers_model,
     weights_of,
 )
 from weir.policies import Policy, resolve_chunk
-from weir.pools import Marks, fits
+from weir.pools import Kept, Marks, fits
 from weir.slab import Heads
 
 ASSISTED = (
@@ -164,13 +162,6 @@ class StreamingCache(Cache):
         self._rotaries = facts.rotations
         self._rotary_watch = RotaryWatch(served, facts.rotations)
         self.plans = with_gates(plans, facts)
-        self._twice = reads_twice(self.plans)
-        self._repeating = False
-        if self._twice and prefill == "full":
-            raise WeirError(
-                'reconstruct reads each chunk twice, but with prefill="full" a chunk has any '
-                'length. Use prefill="chunked".'
-            )
         check_memory(self.plans, self.policy, batch or 1, self._device)
         keep_freed_memory()
         if rolling:
@@ -237,12 +228,12 @@ class StreamingCache(Cache):
     @property
     def broken(self) -> bool:
         """Whether a call was interrupted during a fold."""
-        return self.stack.broken
+        return self.stack.outcome.broken
 
     @property
     def failed(self) -> dict[int, WeirError]:
         """By row, why its tokens of the last forward were refused; see the class."""
-        return self.stack.failed
+        return self.stack.outcome.failed
 
     @property
     def on_fold(self) -> Callable[[Folded], None] | None:
@@ -410,13 +401,6 @@ class StreamingCache(Cache):
         """Tokens that wait for the next fold, by row."""
         return list(self.rows.waiting)
 
-    def room(self, row: int | None = None) -> int | None:
-        """Return how many tokens a call may bring to a row, or to any; None for any number."""
-        if not self._twice:
-            return None
-        waiting = self.rows.waiting if row is None else [self.rows.waiting[row]]
-        return self.chunk - max(waiting, default=0)
-
     @property
     def slots_by_layer(self) -> list[int | None]:
         """Slots that the policy has in each layer, in the KV head with most, those of new tokens
@@ -556,13 +540,11 @@ class StreamingCache(Cache):
             "last": only.last[0],
             "ended": only.ended[0],
             "seed": self.stack[0].state.seeds[row],
-            "marks": asdict(only.marks[0]),
+            "marks": _marks_fact(only.marks[0]),
             "lengths": lengths,
         }
         if three_axes(self.plans):
             facts["drift"] = only.drift[0]
-        if self._twice:
-            facts["tail"] = only.tail[0]
         return RowState(kind, facts, tensors)
 
     def put_row(self, row: int, state: RowState, *, check: bool = True) -> None:
@@ -600,7 +582,6 @@ class StreamingCache(Cache):
         names = ("seen", "waiting", "claimed", "last", "ended")
         parts: list[Any] = [[facts[name]] for name in names]
         parts += [[Marks(**facts["marks"])], [facts.get("drift", 0)]]  # no drift on one axis
-        parts.append([facts.get("tail", [])])
         for layer, tensors, lengths in zip(self.stack, own, facts["lengths"], strict=True):
             layer.state.put_row(row, tensors, lengths, facts["seed"])
         self.stack.rows = self.rows.with_row(row, Rows(facts["columns"], *parts))
@@ -658,10 +639,8 @@ class StreamingCache(Cache):
             if plan.spec.pipe.slots is None:
                 return f"{self.policy} keeps every token as the model computes it"
             for pool in plan.spec.pipe.pools:
-                if not pool.drops and not pool.needs_second_reading:
-                    return f"the slots of the pool {pool.name} may represent several tokens"
-        if self._twice:
-            return "a policy with reconstruct reads each chunk twice"
+                if not pool.drops:
+                    return f"the slots of the pool {pool.name} may stand for several tokens"
         return None
 
     def drop(self, row: int, ranges: Iterable[tuple[int, int]]) -> None:
@@ -718,16 +697,17 @@ class StreamingCache(Cache):
     def mark(self, row: int, marks: Marks) -> None:
         """Set the marks of a row: facts of its stream that pools cannot see in tokens.
 
-        The pools `beginning` and `header` read them from the next fold on; others ignore them.
-        Marks stay with the row when it is taken and put.
+        The pools `beginning`, `header` and `kept` read them from the next fold on; others ignore
+        them. Marks stay with the row when it is taken and put. A token is kept only if it is still
+        among the newest, or has not been read yet (`window`).
 
         Args:
             row: the row; in an empty cache, row 0 makes it a cache of one row.
             marks: the new marks.
 
         Raises:
-            WeirError: there is no such row, or tokens of it have been folded with another
-                beginning.
+            WeirError: there is no such row, tokens of it have been folded with another beginning,
+                or the tokens to keep do not fit into the slots that the beginning leaves free.
         """
         if not isinstance(marks, Marks):
             raise WeirError(f"marks of a row must be weir.pools.Marks, got {quote(marks)}")
@@ -741,7 +721,39 @@ class StreamingCache(Cache):
                 f"the beginning of row {row} has {before.beginning} tokens and can no longer "
                 f"become {marks.beginning}, because it has been folded"
             )
+        tokens, room = sum(stop - start for start, stop in marks.kept), self.room_to_keep(marks)
+        if tokens and room is not None and tokens > room:
+            raise WeirError(
+                f"{tokens} tokens are to be kept, and the slots of the beginning have room for "
+                f"{room}"
+            )
         self.stack.rows = self.rows.marked(row, marks)
+
+    def room_to_keep(self, marks: Marks) -> int | None:
+        """Return for how many tokens there is room in the slots that the beginning of a row leaves
+        free; None if no pool of the policy keeps marked tokens (`kept`).
+        """
+        slots = self.slots_to_keep
+        if slots is None:
+            return None
+        return 0 if marks.beginning is None else max(0, slots - marks.beginning)
+
+    @property
+    def slots_to_keep(self) -> int | None:
+        """The number of slots for the beginning of a row and for the tokens that its marks keep;
+        None if no pool keeps marked tokens, or not in all layers.
+        """
+        pipes = [plan.spec.pipe for plan in self.plans if plan.spec.pipe.slots is not None]
+        found = [[pool.n for pool in pipe.pools if isinstance(pool, Kept)] for pipe in pipes]
+        return min((min(slots) for slots in found), default=None) if all(found) else None
+
+    @property
+    def window(self) -> int:
+        """The number of newest tokens that every layer and KV head is sure to hold, beside those
+        that wait for a fold.
+        """
+        pipes = (plan.spec.pipe for plan in self.plans)
+        return min(pipe.slots_of(pipe.run) for pipe in pipes)
 
     @contextmanager
     def only(self, start: int, stop: int) -> Iterator[None]:
@@ -838,7 +850,19 @@ class StreamingCache(Cache):
                 "saved session."
             )
 
-    # --- for the hooks of the model
+    # --- for callers of the model, and its hooks
+
+    def run_step(self, tokens: list[int]) -> Tensor | None:
+        """Run a step of the model without calling it: a token of each row goes in, and logits
+        [batch, vocabulary] come out.
+
+        Returns None, and nothing has happened, where the model has to be called: where the engine
+        runs no whole steps, or a token is refused.
+        """
+        model = self._model()
+        if model is None:
+            return None
+        return self.attachment.run_step(model, self, self.stack.slots, tokens)
 
     def begin(self, given: dict[str, Any], without: tuple[int, ...] = ()) -> Forward:
         """Begin a forward; `given` are the decoder's arguments by name.
@@ -849,9 +873,7 @@ class StreamingCache(Cache):
         if self not in self.attachment.caches:
             raise WeirError("this cache was detached from its model. Make a new one.")
         if not without:
-            if self._repeating:
-                return self._begin_again(given)
-            self.stack.failed, self.stack.folded, self.stack.again = {}, None, {}
+            self.stack.outcome = Outcome()
         begun = self.rows.begin(
             given,
             vocabulary=self.attachment.facts.vocabulary,
@@ -860,13 +882,37 @@ class StreamingCache(Cache):
             origin=self.origin,
             without=without,
             fixed=self._batch is not None,
-            twice=self._twice,
             is_pad=self._is_pad,
         )
+        return self._start(given, begun, without)
+
+    def begin_step(self, tokens: list[int]) -> Forward | None:
+        """Begin a forward of one token of each row, by a few calls; None where `begin` has more to
+        look at, as after padding or with a token out of range.
+        """
+        self._check_whole()
+        if self not in self.attachment.caches:
+            return None
+        facts = self.attachment.facts
+        begun = self.rows.begin_step(
+            tokens,
+            vocabulary=facts.vocabulary,
+            chunk=self.chunk,
+            origin=self.origin,
+            device=self._device,
+        )
+        if begun is None:
+            return None
+        self.stack.outcome = Outcome()
+        return self._start({"input_ids": np.array(tokens)[:, None]}, begun, ())
+
+    def _start(
+        self, given: dict[str, Any], begun: BegunForward, without: tuple[int, ...]
+    ) -> Forward:
         self.only_new = False
         known, model = self._known_places, self._model()
         if model is not None and self._rotaries:
-            rotary = rotary_of(model)
+            rotary = self._rotary_watch.find(model, self.attachment.facts.decoder)
             self.attachment.hook_rotary(rotary)
             self._rotary_watch.check(rotary)
         if known is not None and model is not None and self.origin + max(begun.after.seen) > known:
@@ -903,46 +949,21 @@ class StreamingCache(Cache):
 
     def end(self) -> None:
         """End a forward: call `on_fold`, and raise for refused rows; the other rows went on."""
-        stack = self.stack
-        if self._repeating:
-            return
-        if stack.again:
-            self._read_again()
-        folded, stack.folded = stack.folded, None
+        outcome = self.stack.outcome
+        folded, outcome.folded = outcome.folded, None
         if folded is not None and self.on_fold is not None:
             self.on_fold(folded)
-        if stack.failed and self.failures == "raise":
+        if outcome.failed and self.failures == "raise":
             # A raised error references this frame: kept here, it would keep the cache alive.
-            failed, stack.failed = stack.failed, {}
+            failed, outcome.failed = outcome.failed, {}
             raise failed[min(failed)]
 
-    def _read_again(self) -> None:
-        """Have the model read the chunks that have just folded a second time."""
-        again, self.stack.again = self.stack.again, {}
-        ids = torch.zeros(self.rows.batch or 1, self.chunk, dtype=torch.int64)
-        for row, part in again.items():
-            ids[row] = torch.tensor(part)
-        self._repeating, self._rows_again = True, tuple(again)
-        try:
-            with torch.no_grad():
-                decoder = self.attachment.facts.decoder
-                decoder(input_ids=ids.to(self._device), use_cache=True, **{CACHE: self})
-        finally:
-            self._repeating = False
 
-    def _begin_again(self, given: dict[str, Any]) -> Forward:
-        """Begin a second reading: a chunk behind each row's last token, of which nothing stays."""
-        rows, length = self.rows, self.chunk
-        batch = rows.batch or 1
-        where = torch.device("cpu") if self._device.type == "meta" else self._device
-        plan = plan_forward(
-            None, batch, length, rows.seen, [0] * batch, length + 1, where, origin=self.origin
-        )
-        plan, _ = place_on_axes(plan, rows.drift, None, None)
-        begun = BegunForward(plan, rows, {}, None)
-        forward = SecondReading(self.stack, given, begun, self._rotaries, self.begin)
-        forward.rows = self._rows_again
-        return forward
+def _marks_fact(marks: Marks) -> dict[str, Any]:
+    """The marks of a row as JSON."""
+    fact = asdict(marks)
+    kept = fact.pop("kept")
+    return fact | {"kept": [list(one) for one in kept]} if kept else fact
 
 
 def _describe_heads(heads: Heads) -> list[int | str]:

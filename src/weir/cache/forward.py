@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -50,30 +50,25 @@ class LayerParts:
         self.parts = parts
         self.split = HeadSplit.of([part.spec.heads for part in parts], torch.device("cpu"))
 
-    def answer(
+    def attend(
         self,
-        method: Callable[..., Tensor],
         queries: Tensor,
         keys: Tensor,
         values: Tensor,
         params: AttentionParams,
-        *more: Any,
+        plan: ForwardPlan,
     ) -> Tensor:
-        """Call `Layer.attend` or `Layer.reread` of the whole layer."""
+        """Call `Layer.attend` of each part, and join the answers."""
         if self.split is None:
-            return method(self.parts[0], queries, keys, values, params, *more)
+            return self.parts[0].attend(queries, keys, values, params, plan)
         if keys.shape[1] != len(self.split.order):
             raise WeirError(
                 f"layer {self.parts[0].spec.index} makes keys of {keys.shape[1]} heads, but this "
                 f"cache holds {len(self.split.order)}. Make a new cache for this model."
             )
         self.split = self.split.on(keys.device)
-        calls = [partial(_call, method, part, more) for part in self.parts]
+        calls = [partial(part.attend, plan=plan) for part in self.parts]
         return self.split.answer(calls, queries, keys, values, params)
-
-
-def _call(method: Callable[..., Tensor], part: Layer, more: Sequence[Any], *given: Any) -> Tensor:
-    return method(part, *given, *more)
 
 
 @dataclass(frozen=True)
@@ -89,6 +84,21 @@ class Folded:
     seconds: float
 
 
+@dataclass
+class Outcome:
+    """What came of the last forward, or of the one under way.
+
+    Attributes:
+        failed: by row, why its tokens were refused.
+        folded: its folds, until `on_fold` is called.
+        broken: whether it folds, or was interrupted while it did.
+    """
+
+    failed: dict[int, WeirError] = field(default_factory=dict)
+    folded: Folded | None = None
+    broken: bool = False
+
+
 class LayerStack(list[Layer]):
     """The layers of a cache, and what calls change beside their slots.
 
@@ -98,18 +108,12 @@ class LayerStack(list[Layer]):
         by_index: the layer or layers of each layer of the model.
         moves_on_axes: whether tokens of a layer move on three axes, so that it keeps their places.
         rows: the progress of each row.
-        broken: whether a call was interrupted during a fold.
-        failed: by row, why its tokens of the last forward were refused.
-        folded: the folds of the last forward, until `on_fold` is called.
-        again: by row, the ids of a chunk that has folded and is to be read a second time.
+        outcome: of the last forward.
         slots: what all decode steps over these layers have in common.
     """
 
     rows: Rows
-    broken: bool
-    failed: dict[int, WeirError]
-    folded: Folded | None
-    again: dict[int, list[int]]
+    outcome: Outcome
     slots: StepSlots
 
     def __init__(self, layers: Iterable[Layer]) -> None:
@@ -124,8 +128,7 @@ class LayerStack(list[Layer]):
         """Forget all rows."""
         for layer in self:
             layer.reset()
-        self.rows = Rows()
-        self.broken, self.failed, self.folded, self.again = False, {}, None, {}
+        self.rows, self.outcome = Rows(), Outcome()
 
     def step(self, segment: Segment) -> Step | None:
         """Return a step of one token a row; None where steps cannot be of constant shape."""
@@ -202,15 +205,15 @@ class Forward:
         """
         parts, plan = self.stack.by_index[layer], self.plan.on(queries.device)
         if not torch.is_grad_enabled():  # cheaper than a second no_grad
-            return parts.answer(Layer.attend, queries, keys, values, params, plan)
+            return parts.attend(queries, keys, values, params, plan)
         with torch.no_grad():
-            out = parts.answer(Layer.attend, queries, keys, values, params, plan)
+            out = parts.attend(queries, keys, values, params, plan)
         refused: Tensor = _NoGradient.apply(out, queries, keys, values)
         return refused
 
     def step(self) -> Step | None:
         """Return the call as a decode step; None if it cannot be one."""
-        if not self.plan.step or torch.is_grad_enabled():
+        if not self.plan.step:
             return None
         (segment,) = self.plan.segments
         return None if segment.pictured is not None else self.stack.step(segment)
@@ -220,7 +223,7 @@ class Forward:
         assert step.largest is not None
         (segment,) = self.plan.segments
         # One check of all layers; one a layer only if it fails.
-        whole = math.isfinite(step.largest.amax().item())
+        whole = math.isfinite(step.largest.amax().item() if step.top is None else step.top)
         self._stored = whole and not segment.due and not self.stack.moves_on_axes
         if self._stored:
             return
@@ -244,18 +247,15 @@ class Forward:
         stack = self.stack
         if failed:
             for layer in stack:
-                layer.undo_rows(sorted(failed))
+                layer.running.abandon_rows(sorted(failed))
             failed = {row: at for row, at in failed.items() if self.plan.segments[0].counts[row]}
             if failed and len(failed) == sum(self.plan.segments[0].counts):
                 self._undo()
                 raise self._record_failures(failed) from None
         if not self._stored:
             self._commit()
-        stack.again = {
-            row: ids for row, ids in self._begun.again.items() if row not in stack.failed | failed
-        }
         stack.rows = self._begun.after.keeping(stack.rows, failed) if failed else self._begun.after
-        stack.failed |= self._begun.refused
+        stack.outcome.failed |= self._begun.refused
         if failed:
             self._record_failures(failed)
         return None
@@ -279,7 +279,7 @@ class Forward:
             raise error from None
         # Ids out of range are already replaced in `given`: begin would not refuse their rows.
         refused = self._begun.refused
-        self.stack.failed |= refused
+        self.stack.outcome.failed |= refused
         return self._begin(self.given, (*self._without, *refused, *failed))
 
     def _with_tokens(self) -> set[int]:
@@ -290,21 +290,21 @@ class Forward:
         stack = self.stack
         due = tuple(sorted({row for segment in self.plan.segments for row in segment.due}))
         # Until the last layer has folded, an interruption leaves layers that do not fit together.
-        stack.broken = True
+        stack.outcome.broken = True
         for layer in stack:
             layer.commit()
-        stack.broken = False
+        stack.outcome.broken = False
         if due:
             seconds = sum(layer.take_fold_seconds() for layer in stack)
-            stack.folded = Folded(due, seconds)
+            stack.outcome.folded = Folded(due, seconds)
 
     def _undo(self) -> None:
         for layer in self.stack:
-            layer.undo()
+            layer.abandon()
 
     def _unfinite(self) -> dict[int, tuple[int, int]]:
         """Find the first layer and column of each row that are not finite; {} if all are."""
-        unchecked = [t for layer in self.stack for t in layer.unchecked]
+        unchecked = [t for layer in self.stack for t in layer.running.unchecked]
         if not unchecked:
             return {}
         # One check for all of them, since a check waits for the accelerator.
@@ -319,7 +319,7 @@ class Forward:
             return {}
         found: dict[int, tuple[int, int]] = {}
         for layer in self.stack:
-            for row, column in layer.unfinite(self.plan).items():
+            for row, column in layer.running.unfinite(self.plan).items():
                 found.setdefault(row, (layer.spec.index, column))
         return found
 
@@ -327,7 +327,7 @@ class Forward:
         """Record in the cache which rows failed; returns the first row's error, to be raised."""
         others = bool(self._with_tokens() - set(failed))
         for row, (layer, column) in failed.items():
-            self.stack.failed[row] = self._make_error(row, layer, column, others=others)
+            self.stack.outcome.failed[row] = self._make_error(row, layer, column, others=others)
         # A new error: one that the cache holds would, once raised, keep the cache alive.
         return self._make_error(min(failed), *failed[min(failed)])
 
@@ -340,34 +340,6 @@ class Forward:
         return NotFiniteError(
             layer, row=row if batch > 1 else None, place=column, token=token, others=others
         )
-
-
-class SecondReading(Forward):
-    """A call that repeats a chunk of some rows, and of which only their tokens' scores stay.
-
-    Attributes:
-        rows: the rows that repeat something.
-    """
-
-    rows: tuple[int, ...] = ()
-
-    def attend(
-        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams
-    ) -> Tensor:
-        """Compute one layer's attention for the repeated tokens, which are not stored."""
-        plan = self.plan.on(queries.device)
-        parts = self.stack.by_index[layer]
-        with torch.no_grad():
-            return parts.answer(Layer.reread, queries, keys, values, params, plan, self.rows)
-
-    def step(self) -> None:
-        """Return None: a second reading is no step."""
-
-    def finish(self) -> None:
-        """Keep nothing: the slots are as they were."""
-
-    def abandon(self, error: BaseException) -> None:
-        """Undo nothing: nothing was stored."""
 
 
 class _NoGradient(torch.autograd.Function):

@@ -75,11 +75,6 @@ def three_axes(plans: Sequence[LayerPlan]) -> bool:
     return any(plan.spec.three_axes for plan in plans)
 
 
-def reads_twice(plans: Sequence[LayerPlan]) -> bool:
-    """Return whether a pool of any layer has each chunk read a second time."""
-    return any(plan.spec.pipe.needs_second_reading for plan in plans)
-
-
 def _reach_of(pipes: list[tuple[Pipe, ...]], chunk: int) -> int | None:
     """Return the most slots of a KV head, with those of a chunk; None if there is no limit."""
     sizes = [pipe.slots for each in pipes for pipe in each]
@@ -148,12 +143,6 @@ def _of_heads(spec: LayerSpec, heads: tuple[int, ...], count: int) -> LayerSpec:
 
 def _check_pipe(pipe: Pipe, chunk: int, layer: int, heads: Heads) -> None:
     """Refuse a pipe that a layer cannot have (WeirError)."""
-    if pipe.needs_second_reading and pipe.slots_of(pipe.run) < chunk:
-        raise WeirError(
-            f"reconstruct scores the last {chunk} tokens after they are folded, so the pools "
-            f"before it must hold as many. Write recent({chunk}) | reconstruct(...), or use "
-            "smaller chunks."
-        )
     wrong = None if pipe.format is None else pipe.format.wrong(heads.key_dim, heads.value_dim)
     if wrong is not None:
         raise WeirError(f"layer {layer} of this model has no such slots: {wrong}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -194,15 +194,6 @@ class Segment:
         counts = [0 if row in gone else count for row, count in enumerate(self.counts)]
         return replace(self, counts=counts, due=[row for row in self.due if row not in gone])
 
-    def of_row(self, row: int) -> Segment:
-        """Copy the segment for a batch of one of its rows."""
-        only, parts = slice(row, row + 1), (self.counts, self.seen, self.waiting)
-        counts, seen, waiting = (part[only] for part in parts)
-        drift = None if self.drift is None else self.drift[only]
-        pictured = None if self.pictured is None else self.pictured[only]
-        own = replace(self, columns=self.columns[only], counts=counts, seen=seen, waiting=waiting)
-        return replace(own, due=[], marks=self.marks[only], drift=drift, pictured=pictured)
-
     def ends(self, slots: tuple[int, ...]) -> StepEnds:
         """Return the `StepEnds` of these slots, shared between layers."""
         ends = self._ends.get(slots)
@@ -220,25 +211,37 @@ class ForwardPlan:
             slices.
         step: one column, so at most one token a row; tails may be unequally full. A row without a
             token writes into the slot that waits for its next one, and does not advance.
-        positions: each column's place in the stream [batch or 1, length], int64; undefined
-            where a column holds no token. For a model with three axes the place on them, with
-            images among the columns one on each axis [batch, length, 3].
         prefill: fold the prompt once, after exact attention (`prefill="full"`): one segment.
+
+    Args:
+        placed: `positions`, or each row's first place, where all columns hold tokens.
     """
 
     segments: list[Segment]
     length: int
     regular: bool
     step: bool
-    positions: Tensor
+    placed: Tensor | list[int]
     prefill: bool = False
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """Each column's place in the stream [batch or 1, length], int64; undefined where a column
+        holds no token.
+
+        For a model with three axes the place on them, with images among the columns one on each
+        axis [batch, length, 3].
+        """
+        if isinstance(self.placed, Tensor):
+            return self.placed
+        return _positions(None, self.length, self.placed, self.segments[0].device)
 
     def on(self, device: torch.device) -> ForwardPlan:
         """Copy the plan for a layer on another device than the token ids."""
         if all(segment.device == device for segment in self.segments):
             return self
         moved = [segment.on(device) for segment in self.segments]
-        return replace(self, segments=moved, positions=self.positions.to(device))
+        return replace(self, segments=moved, placed=self.positions.to(device))
 
     def after(self, seen: list[int], waiting: list[int]) -> tuple[list[int], list[int]]:
         """Return the tokens seen and the tokens in the tail of each row after this plan."""
@@ -275,12 +278,11 @@ def plan_forward(
     """
     marks = [Marks()] * batch if marks is None else marks
     if real is None and length == 1 and not prefill:  # a decode step
-        columns = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+        columns = _first_columns(batch, device)
         due = [row for row, held in enumerate(waiting) if held + 1 == chunk]
         kept = list(seen), list(waiting)
         segment = Segment(columns, [1] * batch, *kept, due, origin, device, marks)
-        positions = _positions(None, 1, [origin + n for n in seen], device)
-        return ForwardPlan([segment], 1, segment.in_step, True, positions)
+        return ForwardPlan([segment], 1, segment.in_step, True, [origin + n for n in seen])
     if real is None:
         columns = torch.arange(length, device=device).expand(batch, length)
         left = [length] * batch
@@ -317,6 +319,13 @@ def plan_forward(
     return ForwardPlan(segments, length, regular, step, positions, prefill)
 
 
+@lru_cache(maxsize=64)
+def _first_columns(batch: int, device: torch.device) -> Tensor:
+    """The columns of a step [batch, 1], which nobody writes to."""
+    with torch.inference_mode(False):
+        return torch.zeros(batch, 1, dtype=torch.int64, device=device)
+
+
 def _positions(real: Tensor | None, length: int, begin: list[int], device: torch.device) -> Tensor:
     """`ForwardPlan.positions`, for rows that begin at the places `begin`."""
     if real is not None:
@@ -341,7 +350,7 @@ def place_on_axes(
     ahead = torch.tensor(drift, device=plan.positions.device)
     if offsets is None:
         segments = [replace(segment, drift=ahead) for segment in plan.segments]
-        return replace(plan, segments=segments, positions=plan.positions + ahead[:, None]), drift
+        return replace(plan, segments=segments, placed=plan.positions + ahead[:, None]), drift
     offsets = offsets.to(ahead.device)
     steps = offsets[:, :, 4] if real is None else offsets[:, :, 4] * real
     clock = plan.segments[0].start + ahead
@@ -355,7 +364,7 @@ def place_on_axes(
         segments.append(replace(segment, drift=clock - segment.after, pictured=pictured))
     positions = begins[:, :, None] + offsets[:, :, :3]
     then: list[int] = (clock - segments[-1].after).tolist()
-    return replace(plan, segments=segments, positions=positions), then
+    return replace(plan, segments=segments, placed=positions), then
 
 
 def _clock_after(segment: Segment, before: Tensor, after: Tensor) -> Tensor:
@@ -377,14 +386,12 @@ class BegunForward:
         after: the rows after the forward.
         refused: by row, why its tokens are refused; the other rows go on.
         ids: token ids for the model, those out of range replaced; None if none were fed.
-        again: by row, the ids of the chunk that folds, where it is read a second time.
     """
 
     plan: ForwardPlan
     after: Rows
     refused: dict[int, WeirError]
     ids: Tensor | None
-    again: dict[int, list[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -402,7 +409,6 @@ class Rows:
             this token is padding.
         marks: the marks of each row.
         drift: each row's next place on three axes minus that in the stream; 0 without images.
-        tail: the ids of the tokens in each row's tail, where chunks are read twice; else none.
     """
 
     columns: int = 0
@@ -413,14 +419,13 @@ class Rows:
     ended: list[bool] = field(default_factory=list)
     marks: list[Marks] = field(default_factory=list)
     drift: list[int] = field(default_factory=list)
-    tail: list[list[int]] = field(default_factory=list)
 
     @classmethod
     def empty(cls, batch: int) -> Rows:
         """Make rows without tokens."""
         zeros = [0] * batch
         ended, marks = [False] * batch, [Marks()] * batch
-        return cls(0, zeros, zeros, zeros, [None] * batch, ended, marks, zeros, [[]] * batch)
+        return cls(0, zeros, zeros, zeros, [None] * batch, ended, marks, zeros)
 
     @property
     def batch(self) -> int | None:
@@ -448,7 +453,7 @@ class Rows:
 
     def _parts(self) -> tuple[list[Any], ...]:
         rest = self.last, self.ended, self.marks
-        return self.seen, self.waiting, self.claimed, *rest, self.drift, self.tail
+        return self.seen, self.waiting, self.claimed, *rest, self.drift
 
     def begin(
         self,
@@ -460,7 +465,6 @@ class Rows:
         origin: int,
         without: Collection[int] = (),
         fixed: bool = False,
-        twice: bool = False,
         is_pad: Callable[[Tensor], Tensor] | None = None,
     ) -> BegunForward:
         """Check and plan a forward, given the decoder's arguments by name.
@@ -469,7 +473,6 @@ class Rows:
             prefill: fold the first forward at once.
             without: rows whose tokens are left out.
             fixed: whether the cache was made with a number of rows, which a reset keeps.
-            twice: whether chunks are read twice, so that their ids are kept.
             is_pad: tells which of some ids [rows] or embeddings [rows, width] are the padding
                 token; None if there is none.
 
@@ -527,10 +530,6 @@ class Rows:
         plan, drift = place_on_axes(plan, before.drift, given.get(OFFSETS), real)
         counts = [length] * batch if claimed is None else claimed.sum(dim=1).tolist()
         seen, waiting = plan.after(before.seen, before.waiting)
-        again: dict[int, list[int]] = {}
-        tail = before.tail
-        if twice:
-            again, tail = before._repeat(ids, real, plan, chunk)
         after = Rows(
             before.columns + length,
             seen,
@@ -540,29 +539,39 @@ class Rows:
             [False] * batch,
             before.marks,
             drift,
-            tail,
         )
-        return BegunForward(plan, after.keeping(before, out), refused, ids, again)
+        return BegunForward(plan, after.keeping(before, out), refused, ids)
 
-    def _repeat(
-        self, ids: Tensor | None, real: Tensor | None, plan: ForwardPlan, chunk: int
-    ) -> tuple[dict[int, list[int]], list[list[int]]]:
-        """Return the ids of each chunk that folds, by row, and those in the tails afterwards."""
-        if ids is None:
-            raise WeirError(
-                "the pool reconstruct repeats token ids, but embeddings were fed. Use a policy "
-                "without it."
-            )
-        if len(plan.segments) > 1:
-            raise WeirError(
-                f"the pool reconstruct reads each {chunk} tokens twice before more arrive, so a "
-                f"call cannot have {ids.shape[1]:,} tokens. Feed them through weir.Stream, or use "
-                "a policy that reads once, such as one with gated."
-            )
-        rows = [ids[row] if real is None else ids[row][real[row]] for row in range(len(ids))]
-        tail = [old + new.tolist() for old, new in zip(self.tail, rows, strict=True)]
-        again = {row: part[:chunk] for row, part in enumerate(tail) if len(part) >= chunk}
-        return again, [part[chunk:] if row in again else part for row, part in enumerate(tail)]
+    def begin_step(
+        self, tokens: list[int], *, vocabulary: int, chunk: int, origin: int, device: torch.device
+    ) -> BegunForward | None:
+        """Plan a forward of one token of each row, as `begin` does; None where there is more to
+        check than that.
+
+        Args:
+            tokens: the token of each row.
+            vocabulary, chunk, origin: as for `begin`.
+            device: of the model's inputs.
+        """
+        batch = len(tokens)
+        if batch != len(self.seen) or any(self.ended) or any(self.drift):
+            return None
+        if min(tokens) < 0 or max(tokens) >= vocabulary:
+            return None
+        held = self.seen, self.waiting, chunk, device
+        plan = plan_forward(None, batch, 1, *held, origin=origin, marks=self.marks)
+        seen, waiting = plan.after(self.seen, self.waiting)
+        after = Rows(
+            self.columns + 1,
+            seen,
+            waiting,
+            [count + 1 for count in self.claimed],
+            list(tokens),
+            [False] * batch,
+            self.marks,
+            self.drift,
+        )
+        return BegunForward(plan, after, {}, None)
 
     def keeping(self, before: Rows, rows: Collection[int]) -> Rows:
         """Return these rows, with `rows` as they were in `before`."""

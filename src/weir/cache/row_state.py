@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from weir.cache.layer import Layout, lay_out
-from weir.cache.layers import LayerPlan, reads_twice, three_axes
+from weir.cache.layers import LayerPlan, three_axes
 from weir.errors import WeirError, quote, shorten
 from weir.policies import saved_policy
-from weir.pools import MOST_WEIGHT
+from weir.pools import MOST_WEIGHT, wrong_ranges
 from weir.slab import EMPTY, STATE, QuantizedStorage, quantized_buffers, split_weights
 
 
@@ -163,8 +163,6 @@ def row_facts(plans: Sequence[LayerPlan], vocabulary: int, chunk: int) -> Kind:
         for pools in (plan.spec.pipe.pools for plan in plans)
     ]
     more = {"drift": integer(-FARTHEST)} if three_axes(plans) else {}
-    if reads_twice(plans):
-        more["tail"] = list_of(integer(0, vocabulary - 1))
     return record(
         columns=integer(),
         seen=integer(),
@@ -173,10 +171,20 @@ def row_facts(plans: Sequence[LayerPlan], vocabulary: int, chunk: int) -> Kind:
         last=optional(integer(0, vocabulary - 1)),
         ended=boolean,
         seed=integer(0, None),
-        marks=record(beginning=optional(integer()), turn=integer(), header=integer()),
+        marks=_marks,
         lengths=_list_by_entry([_list_by_entry(pools) for pools in lengths]),
         **more,
     )
+
+
+def _marks(value: Any, place: str) -> None:
+    """The marks of a row; `kept` is left out if there is nothing to keep."""
+    numbers = record(beginning=optional(integer()), turn=integer(), header=integer())
+    if isinstance(value, dict) and "kept" in value:
+        value = dict(value)
+        if (why := wrong_ranges(value.pop("kept"))) is not None:
+            raise ValidationError(f"{place}.kept {why}")
+    numbers(value, place)
 
 
 def _list_by_entry(kinds: Sequence[Kind]) -> Kind:
@@ -214,6 +222,8 @@ def check_row(
     by_layer = _by_layer(tensors, len(plans))
     for layer, (plan, own) in enumerate(zip(plans, by_layer, strict=True)):
         with located(f"layer {layer}" if row is None else f"row {row}, layer {layer}"):
+            if plan.spec.pipe.too_many_shared(facts["lengths"][layer]):
+                raise ValidationError("lengths has more kept tokens than the beginning leaves room")
             sizes = {name: (tuple(t.shape), t.dtype) for name, t in own.items()}
             _check_sizes(plan, sizes, facts["lengths"][layer])
             _check_numbers(plan, own, facts, facts["lengths"][layer], origin)
@@ -246,8 +256,6 @@ def _check_facts(facts: Mapping[str, Any], *, chunk: int, origin: int, whole_pro
     for name in ("seen", "claimed"):
         if facts[name] > columns:
             raise ValidationError(f"{name} is {facts[name]:,}, and columns only {columns:,}")
-    if len(facts.get("tail", [0] * waiting)) != waiting:
-        raise ValidationError(f"tail has {len(facts['tail'])} ids, and {waiting} tokens wait")
     clock = origin + seen + facts.get("drift", 0)
     if not origin <= clock <= FARTHEST:
         raise ValidationError(f"drift is {facts['drift']:,}, which {seen:,} tokens never leave")

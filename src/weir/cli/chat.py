@@ -38,17 +38,23 @@ if TYPE_CHECKING:
     from weir.policies import Policy
     from weir.stream import Conversation, Stream, Transcript
 
-HELP = """/forgotten       show which turns have left the cache
-/remembers TEXT  show whether a text from the conversation is still in the cache
-/report          show the slots of each layer; "new" tokens are not folded yet
-/save FILE       save the conversation to a file; --continue works without this
-/load FILE       continue a conversation from a file
+HELP = """/forgotten       show which turns are gone from the cache
+/remembers TEXT  show whether what was said is still held
+/report          show what the cache holds, by layer; new tokens wait for a fold
+/save FILE       save the conversation to a file; weir keeps it for --continue anyway
+/load FILE       continue a saved conversation
 /help            show this help
-/quit            leave; Ctrl-D does the same. Ctrl-C stops an answer
+/quit            leave; so does Ctrl-D. Ctrl-C stops an answer
 \"\"\"              begins and ends a message of several lines"""
 
-PLAIN_NAMES = {"sink": "the first", "beginning": "the first", "recent": "the newest", "header": ""}
-"""Words for the tokens that a pool keeps. A pool that is not listed is shown by its name."""
+PLAIN_NAMES = {
+    "sink": "the first",
+    "beginning": "the first",
+    "recent": "the newest",
+    "header": "",
+    "kept": "",
+}
+"""Words for what pools keep; those without are named."""
 FORMAT_WORDS = {"int8": "8 bits", "int4": "4 bits", "k8v4": "8 and 4 bits", "fp8": "8-bit floats"}
 HEADER = 16
 """Slots for the tokens that a chat template puts before an answer."""
@@ -74,10 +80,11 @@ def chat(
     policy: Annotated[
         str | None,
         Option(
-            help="A pipe or a named policy; see `weir policies`. A policy without a budget gets "
-            "as many slots as the model's window and the free memory allow, at most "
-            f"{MOST_SLOTS:,}. [default: weir.toml next to the model, or else "
-            f"{options.DEFAULT}]"
+            help="A pipe or a named policy, see `weir policies`; without a budget it gets what the "
+            f"model's window and the memory allow, at most {MOST_SLOTS:,} slots, since there is "
+            "one conversation; weir serve and weir size take the policy's own budget, as they "
+            "count many. [default: "
+            f"weir.toml beside the model, or else {options.DEFAULT}]"
         ),
     ] = None,
     budget: options.Budget = None,
@@ -219,7 +226,8 @@ def chat(
         try:
             _talk(conversation, keeper, interrupt, max_new_tokens=max_tokens, **how)
         finally:
-            keeper.save(last=True)
+            with waiting("saving the conversation"):
+                keeper.save(last=True)
             if conversation.transcript is not None:
                 conversation.transcript.close()
             if conversation.archive is not None:
@@ -306,15 +314,16 @@ def _size_policy(
 ) -> tuple[Policy, str]:
     """Choose the policy of a conversation, and say for its first line why it is that one.
 
-    A policy without a budget gets as many slots as the model's window and the memory allow. The
-    system message has separate slots, so that it is never evicted. Unless a policy was `given`, a
-    policy file next to the model replaces the `wanted` one.
+    A policy without a budget gets what the model's window and the memory allow, and the default
+    policy exact slots if as many of them fit; the system message has slots of its own, so that it
+    is never evicted. Unless a policy was `given`, a policy file beside the model is taken in place
+    of the `wanted` one.
     """
     from weir.cache import find_model_policy
     from weir.evals.fitting import budget_in, largest_budget
     from weir.evals.notation import takes_budget, with_budget
     from weir.models import free_memory, input_device
-    from weir.policies import Pinned, Recompute, parse_policy, resolve_chunk
+    from weir.policies import Pinned, Recompute, parse_policy, resolve_chunk, with_slots
     from weir.stream import BrokenTemplate, count_beginning
 
     pinned = header = 0
@@ -337,6 +346,12 @@ def _size_policy(
         most = min(MOST_SLOTS, largest_budget(model, chunk + pinned + header))
         free = free_memory(input_device(model))
         room = sys.maxsize if free is None else free // SHARE
+        form = ""
+        if not given:
+            # Exact slots answer as the model does, so they are taken if they cost no length.
+            exact = str(with_slots(wanted, "exact"))
+            form = "exact " if budget_in(model, exact, room, chunk, most) == most else "quantized "
+            policy = exact if form == "exact " else policy
         budget = budget_in(model, policy, room, chunk, most)
         if budget is None:
             memory = "" if free is None else f"{size(room)} (a quarter of the free memory) and "
@@ -349,7 +364,7 @@ def _size_policy(
                 "smaller budget with --budget."
             )
         wanted = parse_policy(with_budget(policy, budget))
-        reason = f". It has {budget:,} slots, as many as the window and the free memory allow"
+        reason = f"; {budget:,} {form}slots, as its window and the free memory allow"
     if not pinned or isinstance(wanted, Recompute):
         return wanted, reason
     if any(pipe.slots is None or pipe.needs_marks for pipe in wanted.pipes):

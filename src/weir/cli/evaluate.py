@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,6 +34,15 @@ if TYPE_CHECKING:
     from weir.evals.results import CellRecord, Column
     from weir.evals.results import FigureTable as Figures
 
+
+class Equal(StrEnum):
+    """What all policies of a comparison have the same of."""
+
+    slots = "slots"
+    bytes = "bytes"
+    kv = "kv"
+
+
 USUAL = (128, 256, 384)
 """Default budgets, chosen for nano: the largest leaves room for a chunk in its window of 512."""
 
@@ -62,6 +72,14 @@ def evaluate(
         Option(
             help="Instead of --budgets, cache sizes of a stream: 900kB,1.4MB. Each policy gets the "
             "largest budget that fits."
+        ),
+    ] = None,
+    equal: Annotated[
+        Equal | None,
+        Option(
+            help="What all policies have the same of: slots, bytes of the whole cache, or bytes of "
+            "keys and values (kv). Without --memory, bytes are those of streaming_llm at each "
+            "budget. [default: bytes with --memory, else slots]"
         ),
     ] = None,
     seeds: Annotated[str, Option(help="Seeds of all random draws: 0,1,2.")] = "0",
@@ -112,6 +130,7 @@ def evaluate(
         policies,
         budgets=_budgets(budgets, protocol, memory),
         memory=[] if memory is None else [read_bytes(word) for word in memory.split(",")],
+        equal=None if equal is None else equal.value,
         seeds=options.numbers("--seeds", seeds),
         paper=protocol,
         chunk=chunk,
@@ -121,8 +140,10 @@ def evaluate(
         compiled=compiled,
     )
     if not any(cell.budget for cell in grid.cells):
-        unused = ("budgets", "memory")
-        options.say_unused(context, unused, "every policy here has a budget or takes none")
+        unused = ("budgets", "memory", "equal")
+        options.say_unused(
+            context, unused, "no policy here takes a budget and is written without one"
+        )
     if protocol is not None:
         options.say_unused(context, ("positions",), f"the protocol {protocol} sets the positions")
     if not out.exists():

@@ -36,8 +36,9 @@ POLICIES: dict[str, dict[str, str]] = {
         "buzz": "tokens that got much attention, from every part of the stream",
     },
     "The field": {
-        "h2o": "tokens that got the most attention so far",
-        "snapkv": "a long prompt and one answer: tokens that the end of the prompt attends to",
+        "h2o": "tokens that were read the most so far",
+        "snapkv": "a long prompt and one answer: what its end looks at",
+        "kvzip": "one long text read whole: what the model needs to repeat it",
         "pyramidkv": "as snapkv, with more slots in the lower layers",
         "defensivekv": "tokens that any query needed, not only the average query",
         "reskv": "an average of the evicted tokens in every answer",

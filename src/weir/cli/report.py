@@ -21,11 +21,11 @@ def report(
         "report"
     ),
     formats: Annotated[
-        str, Option("--format", help="Comma-separated formats: html, md, csv, latex.")
+        str, Option("--format", help="Comma-separated formats: html, md, csv, latex, pdf, bib.")
     ] = "html,md",
     as_json: AsJson = False,
 ) -> None:
-    """Write results as an HTML page with plots, and as Markdown, CSV or LaTeX."""
+    """Write results as one HTML page with its plots inside, and as Markdown, CSV, LaTeX or PDF."""
     from weir.evals.results.report import write_report
 
     with waiting("drawing the plots"):

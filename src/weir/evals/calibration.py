@@ -18,10 +18,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from weir import __version__
-from weir.cache import DEFAULT, LayerPlan, StreamingCache
+from weir.cache import DEFAULT, AttentionCall, LayerPlan, ListeningCache, StreamingCache
 from weir.cache.layer import Layer
 from weir.errors import WeirError, quote
-from weir.evals.capture import AttentionCall, ListeningCache
 from weir.models import fingerprint, window_of
 from weir.policies import (
     Layered,

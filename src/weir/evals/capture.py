@@ -7,85 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from weir.cache import Forward, StreamingCache
-from weir.cache.layer import Layer
+from weir.cache import AttentionCall, ListeningCache
 from weir.errors import WeirError
-from weir.models import CACHE, describe, input_device, transformers_model
+from weir.models import describe
 from weir.slab import AttentionParams, LayerPositions
-
-
-@dataclass(frozen=True)
-class AttentionCall:
-    """One call of a layer's attention: its inputs and its output.
-
-    Attributes:
-        layer, held: index of the layer, and the layer of the cache.
-        queries: [batch, heads, length, key_dim], as the layer received them, like the others.
-        keys, values: [batch, kv_heads, length, key_dim] and [..., value_dim].
-        out: attention output [batch, heads, length, value_dim].
-    """
-
-    forward: Forward
-    layer: int
-    held: Layer
-    queries: Tensor
-    keys: Tensor
-    values: Tensor
-    params: AttentionParams
-    out: Tensor
-
-
-class ListeningCache(StreamingCache):
-    """A cache that passes every layer's call to `hear`, on any model weir serves.
-
-    The other arguments are those of `StreamingCache`.
-    """
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        policy: str,
-        hear: Callable[[AttentionCall], None],
-        **options: Any,
-    ) -> None:
-        super().__init__(model, policy, **options)
-        self.hear = hear
-        self.device = input_device(transformers_model(model))
-
-    def begin(self, given: dict[str, Any], without: tuple[int, ...] = ()) -> Forward:
-        """Begin a forward whose layers report to `hear`."""
-        forward = super().begin(given, without)
-        attend = forward.attend
-
-        def listen(
-            layer: int, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams
-        ) -> Tensor:
-            out = attend(layer, queries, keys, values, params)
-            held = self.stack[layer]
-            self.hear(AttentionCall(forward, layer, held, queries, keys, values, params, out))
-            return out
-
-        forward.attend = listen  # type: ignore[method-assign]
-        return forward
-
-    def read(self, ids: Tensor) -> None:
-        """Read tokens [length] without the LM head, whose logits would be large."""
-        decoder = self.attachment.facts.decoder
-        with torch.no_grad():
-            batch = ids[None].to(self.device)
-            decoder(input_ids=batch, use_cache=True, **{CACHE: self})
-
-    def close(self) -> None:
-        """Free the slots now, as what refers to a cache goes in circles, and leave the model."""
-        self.reset()
-        self.detach()
-
 
 Taken = TypeVar("Taken")
 

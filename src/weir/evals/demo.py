@@ -29,11 +29,14 @@ from weir.evals.report import (
     DASHES,
     GRAY,
     TextTable,
+    drawn_figure,
     html_page,
+    legend_columns,
+    readable_range,
     render,
     style_axes,
-    svg_figure,
     whole_blocks,
+    with_peak,
 )
 from weir.models import window_of
 from weir.stream import (
@@ -99,8 +102,8 @@ CALM = {"temperature": 0.0, "repetition_penalty": 1.1}
 """How the chat draws its tokens."""
 PARTS = 240
 """Parts of the book in the picture of what is still held."""
-MOST_SHOWN = 5
-"""Characters of a wrong answer; a model that has forgotten the number may say anything."""
+WIDTH, LETTERS = 5.2, 9
+"""Inches of a picture, and points of its legend's letters."""
 
 
 class NamedNumber(NamedTuple):
@@ -367,7 +370,6 @@ def write_report(result: dict[str, Any], path: Path) -> None:
         )[-1],
         rule=RULE,
         best=best_of_a_size(result),
-        most_shown=24 if result["chat"] else MOST_SHOWN,
         color_of=lambda policy: _look(COLORS, result, policy),
         stops_of=lambda policy: _stops(_look(COLORS, result, policy), policy["held"]),
         all_perplexity=_plot(result, policies, "ppl_by_block", "perplexity", log=True),
@@ -403,7 +405,7 @@ def write_excerpt(result: dict[str, Any], folder: Path) -> None:
         for policy in result["policies"]
     ]
     table = TextTable(heads, rows, markup=True).markdown()
-    plot = _plot(result, result["policies"], "ppl_by_block", "perplexity", log=True)
+    plot = _plot(result, result["policies"], "ppl_by_block", "perplexity")
     (folder / "table.md").write_text(table + "\n", "utf-8")
     (folder / "perplexity.svg").write_text(plot + "\n", "utf-8")
 
@@ -437,15 +439,20 @@ def _plot(
     """One line per policy over the position in the book, as an SVG element."""
     from matplotlib.ticker import MaxNLocator
 
+    curves = [policy[key] for policy in policies]
+    if key == "ppl_by_block":
+        curves = [whole_blocks(curve, result["tokens"], result["block"]) for curve in curves]
+    # A logarithmic axis shows a spike and what is below it; on a linear one it would be all.
+    shown = None if log else readable_range(curves)
+    names = [with_peak(p["policy"], c, shown) for p, c in zip(policies, curves, strict=True)]
     # Narrow enough for readable letters on a phone.
-    with svg_figure(f"{key}{log}{len(policies)}", 5.2, 3.6) as (figure, out):
+    columns = min(2, legend_columns(names, WIDTH, LETTERS))
+    height = 3.1 + 0.2 * -(-len(names) // columns)
+    with drawn_figure(f"{key}{log}{len(policies)}", WIDTH, height) as (figure, picture):
         axes = figure.subplots()
-        for policy in policies:
-            line = {"color": _look(COLORS, result, policy), "lw": 2, "label": policy["policy"]}
+        for policy, values, name in zip(policies, curves, names, strict=True):
+            line = {"color": _look(COLORS, result, policy), "lw": 2, "label": name}
             line["ls"] = _look(DASHES, result, policy)
-            values = policy[key]
-            if key == "ppl_by_block":
-                values = whole_blocks(values, result["tokens"], result["block"])
             edges = [min(n * result["block"], result["tokens"]) for n in range(len(values) + 1)]
             if key == "bytes_by_block":
                 held = [n / 1e6 for n in values]
@@ -458,7 +465,8 @@ def _plot(
             axes.set_yscale("log")
             axes.margins(y=0.1)  # so that the lowest line does not lie on the axis
         else:
-            axes.set_ylim(bottom=0)
+            if shown is not None:
+                axes.set_ylim(*shown)
             axes.yaxis.set_major_locator(MaxNLocator(5))
         axes.xaxis.set_major_locator(MaxNLocator(5))
         style_axes(axes, vertical=False)
@@ -467,5 +475,6 @@ def _plot(
             axes.axvline(window, color=GRAY, lw=1, ls=":")
             top = axes.get_xaxis_transform()
             axes.text(window, 1.01, "the model's window", color=GRAY, transform=top)
-        figure.legend(loc="outside lower center", frameon=False, fontsize=9, ncols=2)
-    return out[0]
+        legend: dict[str, Any] = {"frameon": False, "fontsize": LETTERS, "ncols": columns}
+        figure.legend(loc="outside lower center", **legend)
+    return picture.svg

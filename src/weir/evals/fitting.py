@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from bisect import bisect_left
+from typing import Literal
 
 from transformers import PreTrainedModel
 
@@ -14,14 +15,30 @@ from weir.cache import Positions, size_of
 from weir.errors import PolicyError, WeirError
 from weir.evals.notation import with_budget
 from weir.models import sight_of
-from weir.policies import Recompute, parse_policy
+from weir.policies import Policy, Recompute, parse_policy
 
+Counted = Literal["bytes", "kv"]
+"""What is counted of a stream: `bytes` is everything that weir allocates for it; `kv` is the keys
+and values of its slots alone, as papers count, without second copies of keys, waiting queries,
+positions and scores."""
 MOST = 2**24
 """No budget is larger, in slots, whatever the memory."""
 FEW = 32
 """A budget that memory leaves below so many slots is warned of."""
 LEAST = 4096
 """Some budget below this makes every policy."""
+
+
+def bytes_of(
+    model: PreTrainedModel,
+    policy: str | Policy,
+    chunk: int = 64,
+    positions: Positions = "rolling",
+    counted: Counted = "bytes",
+) -> int:
+    """The bytes of one stream under a policy of fixed size, with the tail full of new tokens."""
+    size = size_of(model, policy, chunk=chunk, positions=positions)
+    return size.stream if counted == "bytes" else size.step_stream
 
 
 def budget_in(
@@ -31,6 +48,7 @@ def budget_in(
     chunk: int = 64,
     most: int | None = None,
     positions: Positions = "rolling",
+    counted: Counted = "bytes",
 ) -> int | None:
     """The largest budget of a named policy whose cache of one stream fits; None if none does.
 
@@ -40,6 +58,7 @@ def budget_in(
         memory, chunk: bytes for the cache, and tokens between two folds.
         most: upper bound of the budget; by default what the model's window leaves beside a chunk.
         positions: as for `StreamingCache`.
+        counted: which bytes count.
     """
     most = largest_budget(model, chunk) if most is None else most
 
@@ -49,7 +68,7 @@ def budget_in(
             sized = with_budget(policy, budget)
         except PolicyError:
             return None
-        return size_of(model, sized, chunk=chunk, positions=positions).stream <= memory
+        return bytes_of(model, sized, chunk, positions, counted) <= memory
 
     # From small to large: budgets too small for the policy, budgets that fit, budgets that do not.
     last = bisect_left(range(1, most + 1), True, key=lambda budget: fits(budget) is False)
@@ -63,15 +82,16 @@ def fit_to_memory(
     chunk: int = 64,
     name: str = "",
     positions: Positions = "rolling",
+    counted: Counted = "bytes",
 ) -> tuple[str, int]:
     """A policy with the largest budget whose cache of one stream fits, and that budget.
 
     Arguments are those of `budget_in`, and the name of the model for the error where none fits.
     Warns of a budget of fewer than `FEW` slots.
     """
-    budget = budget_in(model, policy, memory, chunk, positions=positions)
+    budget = budget_in(model, policy, memory, chunk, None, positions, counted)
     if budget is None:
-        sized, takes = smallest(model, policy, chunk, positions)
+        sized, takes = smallest(model, policy, chunk, positions, counted)
         where = f"{policy} on {name}" if name else policy
         raise WeirError(
             f"{memory:,} bytes are too few for {where}: {sized} takes {takes:,} bytes with a "
@@ -81,8 +101,8 @@ def fit_to_memory(
         slots = "slot" if budget == 1 else "slots"
         warnings.warn(
             f"weir: {memory:,} bytes leave {policy} {f'on {name} ' if name else ''}only {budget} "
-            f"{slots}, too few to judge it. Use at least {FEW} slots: more memory or a smaller "
-            "chunk.",
+            f"{slots}, too few to judge it by; give at least {FEW} slots: more memory or a smaller "
+            f"chunk{_overhead(model, policy, budget, chunk, positions, counted)}",
             stacklevel=2,
         )
     return with_budget(policy, budget), budget
@@ -95,6 +115,7 @@ def check_fixed(
     chunk: int = 64,
     name: str = "",
     positions: Positions = "rolling",
+    counted: Counted = "bytes",
 ) -> None:
     """Refuse a policy whose slots are written in it, if its cache of one stream does not fit.
 
@@ -103,13 +124,29 @@ def check_fixed(
     read = parse_policy(policy)
     if isinstance(read, Recompute) or any(pipe.slots is None for pipe in read.pipes):
         return
-    takes = size_of(model, read, chunk=chunk, positions=positions).stream
+    takes = bytes_of(model, read, chunk, positions, counted)
     if takes > memory:
         where = f"{policy} on {name}" if name else policy
         raise WeirError(
             f"{where} takes {takes:,} bytes with a chunk of {chunk}, more than the {memory:,} of "
             "--memory, and its slots are fixed in its text. Write fewer slots, use a policy that "
             "takes a budget, use more memory, or leave out the policy."
+        )
+
+
+def check_slots(policy: str, most: int) -> None:
+    """Refuse a policy whose slots are written in it, if some KV head has more of them than `most`.
+
+    A policy without a limit passes, as in `check_fixed`.
+    """
+    read = parse_policy(policy)
+    if isinstance(read, Recompute) or any(pipe.slots is None for pipe in read.pipes):
+        return
+    if (slots := max(pipe.slots or 0 for pipe in read.pipes)) > most:
+        raise WeirError(
+            f"{policy} has {slots:,} slots written in it, more than the {most:,} of the largest "
+            "budget, so slots would not be equal; write fewer slots, give a larger budget, or "
+            "leave the policy out"
         )
 
 
@@ -122,8 +159,32 @@ def largest_budget(model: PreTrainedModel, beside: int) -> int:
     return MOST if sight is None else max(1, sight - beside)
 
 
+def _overhead(
+    model: PreTrainedModel,
+    policy: str,
+    budget: int,
+    chunk: int,
+    positions: Positions,
+    counted: Counted,
+) -> str:
+    """Say which bytes of a small budget's cache are not keys and values of its slots."""
+    if counted == "kv":
+        return ""
+    size = size_of(model, with_budget(policy, budget), chunk=chunk, positions=positions)
+    more = size.stream - size.step_stream
+    return (
+        f". {more:,} of its {size.stream:,} bytes are not keys and values of slots, but what the "
+        "policy keeps besides: a second copy of keys, queries, positions and scores; --equal kv "
+        "does not count these"
+    )
+
+
 def smallest(
-    model: PreTrainedModel, policy: str, chunk: int = 64, positions: Positions = "rolling"
+    model: PreTrainedModel,
+    policy: str,
+    chunk: int = 64,
+    positions: Positions = "rolling",
+    counted: Counted = "bytes",
 ) -> tuple[str, int]:
     """A policy with the smallest budget that it accepts, and the bytes of its cache."""
     for budget in range(1, LEAST):
@@ -132,5 +193,5 @@ def smallest(
         except PolicyError as error:
             refused = error
             continue
-        return sized, size_of(model, sized, chunk=chunk, positions=positions).stream
+        return sized, bytes_of(model, sized, chunk, positions, counted)
     raise WeirError(f"{policy} cannot be made with any budget below {LEAST:,}: {refused}")

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from weir.cache import Attention
 from weir.errors import WeirError
 from weir.evals.capture import LayerInputs, capture_each, in_place, unrotated_keys
-from weir.evals.inspect import Attention
 from weir.models import Gate, features, window_of
 from weir.stream import read_stream
 
@@ -100,11 +100,7 @@ def repeat_scores(inputs: LayerInputs, half: int) -> Tensor:
     keys = in_place(inputs, inputs.keys)
     places = torch.arange(keys.shape[2], device=keys.device)
     again = Attention(inputs.layer, queries, keys, half, places, inputs.params, inputs.positions)
-    most = keys.new_zeros(heads, half)
-    for start, stop in again.blocks():
-        shares = again.weights(start, stop)[0, :, :, :half].unflatten(0, (heads, -1))
-        most = most.maximum(shares.amax(dim=(1, 2)))
-    return most.T
+    return again.largest_shares(0, half).T
 
 
 class _Sums:

@@ -24,13 +24,13 @@ from weir.errors import WeirError
 from weir.evals.answers import generate_answer
 from weir.loading import load
 from weir.models import CACHE, ModelSink, sink_of, transformers_model
-from weir.policies import Policy, Recompute, parse_policy
+from weir.policies import KVzip, Policy, Recompute, parse_policy
 from weir.stream import MOST_LOGITS, PIECE, Stream, cut_at_stop, render_chat
 
 Likelihood = tuple[float, bool]
 """Log-likelihood of a continuation, in nats, and whether greedy decoding would give it."""
 SAMPLING = ("temperature", "top_k", "top_p")
-"""Sampling options of `recompute`, which has no cache for `generate`."""
+"""Sampling options of policies that `generate` cannot run."""
 
 
 def pad_rows(rows: Sequence[Sequence[int]], pad: int, left: bool) -> tuple[Tensor, Tensor]:
@@ -49,8 +49,8 @@ def likelihoods(
 ) -> list[Likelihood]:
     """Compute the likelihood of each continuation after its context, both non-empty ids.
 
-    All rows form one batch, on the cache of one new stream; `recompute`, which has none, reads them
-    one by one.
+    All rows form one batch, on the cache of one new stream; `recompute` and `kvzip`, which have
+    none yet, read them one by one.
     """
     stream = make_stream()
     if stream.cache is None and len(contexts) > 1:
@@ -175,7 +175,7 @@ class WeirLM(TemplateLM):
 
     def stream(self) -> Stream:
         """A new stream under the policy."""
-        return Stream(self.model, self.policy, **self.options)
+        return Stream(self.model, self.policy, tokenizer=self.tokenizer, **self.options)
 
     # --- tokenizer queries of the harness
 
@@ -288,7 +288,7 @@ class WeirLM(TemplateLM):
         most, stops = options.pop("max_gen_toks"), list(options.pop("until"))
         if not options["do_sample"]:
             options.pop("temperature", None)
-        if isinstance(self.policy, Recompute):
+        if isinstance(self.policy, Recompute | KVzip):
             known = {name: options[name] for name in SAMPLING if name in options}
             return [
                 generate_answer(self.stream(), self.tokenizer, row, most, stops, **known).text

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from weir.errors import WeirError
+from weir.policies import KVzip
 from weir.stream import Stream
 
 STEP = 200
@@ -52,6 +53,11 @@ class PerplexityMeter:
     """
 
     def __init__(self, stream: Stream, block: int = 1000, *, in_steps: bool = False) -> None:
+        if isinstance(stream.policy, KVzip):
+            raise WeirError(
+                "kvzip reads one text whole and chooses once, and perplexity is of a text that is "
+                "read on and on; take another policy"
+            )
         self.stream, self.block, self.in_steps = stream, block, in_steps
         self.tokens = self.scored = self.kv_bytes = 0
         self.nll = self.seconds = 0.0

@@ -2,8 +2,8 @@
 
 One HTML page with its pictures inside, which follows the reader's light or dark setting; tables as
 HTML and Markdown; figures as SVG. The colors are those of Okabe and Ito 2008, "Color Universal
-Design", without yellow and black, which are hard to see on white or dark paper. Lines also differ
-in marker or dash, never in color alone.
+Design", without yellow and black, which are hard to see on white or dark paper, and four more.
+Lines also differ in marker or dash, never in color alone.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import resources
+from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jinja2
@@ -24,8 +25,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 T = TypeVar("T")
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a6d3b")
-"""Blue, vermilion, green, purple, orange, sky blue, and brown for the seventh line."""
+COLORS = (
+    "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a6d3b", "#b81f5e",
+    "#7b5fd6", "#86a800",
+)  # fmt: skip
+"""Blue, vermilion, green, purple, orange and sky blue; and brown, crimson, violet and olive for
+more lines."""
 DASHES: tuple[Any, ...] = ("-", "-", (0, (5, 3)), (0, (2, 2)), (0, (7, 2, 1, 2)), (0, (1, 3)))
 """Line styles that go with the colors, so that lines on top of each other stay visible."""
 MARKERS = "os^Dv<>PX"
@@ -90,33 +95,62 @@ def html_page(title: str, body: str, footer: str, *, heading: str = "", style: s
 
 
 def line_style(number: int) -> dict[str, Any]:
-    """Color and marker of a line; the first sixty lines have different pairs."""
+    """Color and marker of a line; the first ninety lines have different pairs."""
     return {"color": COLORS[number % len(COLORS)], "marker": MARKERS[number % len(MARKERS)]}
 
 
-@contextmanager
-def svg_figure(salt: str, width: float, height: float) -> Iterator[tuple[Figure, list[str]]]:
-    """Provide a figure of some inches, and a list that receives the SVG element on exit.
+class Picture:
+    """A drawn figure, as an SVG element for a page and as PDF for a paper.
 
-    The background is transparent. Letters, of 10 points, and lines follow the page between light
-    and dark, or the reader's own setting where the picture is a file by itself. `salt` makes ids
-    unique among the pictures of a page, and equal from run to run.
+    Attributes:
+        figure: matplotlib's figure.
+        svg: the element. Its background is transparent. Letters, of 10 points, and lines follow the
+            page between light and dark, or the reader's own setting where the picture is a separate
+            file.
+    """
+
+    def __init__(self, figure: Figure, style: Any) -> None:
+        self.figure, self._style, self.svg = figure, style, ""
+
+    def draw(self) -> None:
+        """Make `svg` of the figure."""
+        target = io.StringIO()
+        metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        self.figure.savefig(target, format="svg", transparent=True, metadata=metadata)
+        svg = target.getvalue()
+        self.svg = _with_page_colors(re.sub(r' id="[a-z0-9.]+_\d+"', "", svg[svg.index("<svg") :]))
+
+    def pdf(self) -> bytes:
+        """The picture as PDF, with text as text and the same bytes from run to run."""
+        import matplotlib as mpl
+
+        target = io.BytesIO()
+        with mpl.rc_context(self._style):
+            self.figure.savefig(target, format="pdf", transparent=True, metadata=NO_DATE)
+        return target.getvalue()
+
+
+NO_DATE: dict[str, Any] = {"CreationDate": None}
+"""Metadata of PDF files that are the same whenever they are written."""
+
+
+@contextmanager
+def drawn_figure(salt: str, width: float, height: float) -> Iterator[tuple[Figure, Picture]]:
+    """Provide a figure of some inches, and a picture that has the SVG element on exit.
+
+    `salt` makes ids unique among the pictures of a page, and equal from run to run.
     """
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    style: Any = {"svg.fonttype": "none", "svg.hashsalt": salt, "font.size": 10}
+    # Type 42 fonts, since many journals refuse those of type 3.
+    style: Any = {"svg.fonttype": "none", "svg.hashsalt": salt, "pdf.fonttype": 42, "font.size": 10}
     for part in ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"):
         style[part] = INK
     with mpl.rc_context(style):
-        figure = Figure(figsize=(width, height), layout="constrained")
-        out: list[str] = []
-        yield figure, out
-        target = io.StringIO()
-        metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(target, format="svg", transparent=True, metadata=metadata)
-    svg = target.getvalue()
-    out.append(_with_page_colors(re.sub(r' id="[a-z0-9.]+_\d+"', "", svg[svg.index("<svg") :])))
+        picture = Picture(Figure(figsize=(width, height), layout="constrained"), style)
+        yield picture.figure, picture
+        picture.draw()
 
 
 def _with_page_colors(svg: str) -> str:
@@ -146,6 +180,37 @@ def style_axes(axes: Axes, *, vertical: bool = True) -> None:
 def needs_log_scale(values: Sequence[float], ratio: float) -> bool:
     """Whether the smallest value is positive and the largest more than `ratio` times it."""
     return bool(values) and min(values) > 0 and max(values) > ratio * min(values)
+
+
+SPIKE = 2.0
+"""From so many times the middle curve on, a value is a spike."""
+
+
+def readable_range(curves: Sequence[Sequence[float | None]]) -> tuple[float, float] | None:
+    """The ends of an axis on which spikes do not flatten the other curves; None without spikes."""
+    known = [[v for v in curve if v is not None] for curve in curves]
+    middles = sorted(median(curve) for curve in known if curve)
+    if not middles:
+        return None
+    most = SPIKE * middles[(len(middles) - 1) // 2]
+    values = [v for curve in known for v in curve]
+    shown = [v for v in values if v <= most]
+    if len(shown) == len(values) or not shown:
+        return None
+    margin = 0.06 * (max(shown) - min(shown) or max(shown))
+    return min(shown) - margin, max(shown) + margin
+
+
+def with_peak(name: str, curve: Sequence[float | None], shown: tuple[float, float] | None) -> str:
+    """The name of a curve for a legend, with its highest value if the axis does not show that."""
+    peak = max((v for v in curve if v is not None), default=0.0)
+    return name if shown is None or peak <= shown[1] else f"{name}, up to {peak:,.0f}"
+
+
+def legend_columns(names: Sequence[str], width: float, points: float) -> int:
+    """How many columns of a legend fit side by side into some inches, with letters of a size."""
+    letters = max(map(len, names), default=1) + 6  # the line and the gap take the room of six
+    return max(1, min(3, len(names), int(72 * width / (0.58 * points * letters))))
 
 
 def whole_blocks(values: Sequence[T], tokens: int, block: int) -> Sequence[T]:

@@ -44,6 +44,32 @@ def count_by_distance(right: Mapping[int, int], asked: int) -> dict[str, Any]:
     }
 
 
+def paired_shares(first: Sequence[bool], second: Sequence[bool]) -> tuple[float, float, float]:
+    """The difference of two shares of right answers to the same questions, and its 95 % interval.
+
+    Newcombe 1998, "Improved confidence intervals for the difference between binomial proportions
+    based on paired data", method 10: Wilson's intervals of both shares, and how often the two are
+    right or wrong together. The interval is not empty where both answer all questions alike.
+    """
+    n = len(first)
+    both = sum(one and other for one, other in zip(first, second, strict=True))
+    one, other = sum(first) - both, sum(second) - both
+    neither = n - both - one - other
+    here, there = (both + one) / n, (both + other) / n
+    (low, high), (low_there, high_there) = wilson(both + one, n), wilson(both + other, n)
+    sides = (both + one) * (other + neither) * (both + other) * (one + neither)
+    product = float(both * neither - one * other)
+    # Newcombe's correction for continuity: a small positive agreement counts as none.
+    product = max(product - n / 2, 0.0) if product > 0 else product
+    agreement = product / math.sqrt(sides) if sides else 0.0
+
+    def reach(mine: float, theirs: float) -> float:
+        return math.sqrt(max(0.0, mine**2 - 2 * agreement * mine * theirs + theirs**2))
+
+    below, above = reach(here - low, high_there - there), reach(high - here, there - low_there)
+    return here - there, here - there - below, here - there + above
+
+
 def mean_interval(values: Sequence[float]) -> tuple[float, float | None]:
     """The mean of some figures, and the half-width of its 95 % interval.
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from weir.cache import Positions, Prefill
 from weir.errors import WeirError
 from weir.evals.notation import with_budget
-from weir.policies import Policy, parse_policy
+from weir.policies import KVzip, Policy, parse_policy
 from weir.pools import check_arguments
 from weir.stream import Stream
 
@@ -71,9 +71,14 @@ class Subject:
 
         Raises:
             WeirError: the model cannot be served this way; or `rate` is given and there is no
-                prompt, or the policy takes no budget.
+                prompt, or the policy takes no budget; or there is no prompt for `kvzip` to read.
         """
         policy, chunk = self.policy, self.chunk
+        if prompt is None and isinstance(policy, KVzip):
+            raise WeirError(
+                "kvzip reads one text whole and chooses once, and this task goes on reading; take "
+                "a task with a prompt, such as needle, lines, docqa, ruler or agreement"
+            )
         if self.rate is not None:
             if prompt is None:
                 raise WeirError(
@@ -92,6 +97,7 @@ class Subject:
             seed=self.seed,
             positions=self.positions,
             prefill=self.prefill,
+            tokenizer=self.tokenizer,
         )
         self.ran[str(self.policy)] = made.policy.stands_for
         return made

@@ -18,7 +18,7 @@ from types import FunctionType
 from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from weir.errors import WeirError
@@ -83,6 +83,9 @@ class CompiledStep:
             return None
         step.largest = cache.largest
         return output
+
+    def whole_step(self, model: nn.Module, slots: StepSlots) -> None:
+        """Return None: a compiled step is the decoder's alone."""
 
     def why_not(self, slots: StepSlots, rows: int) -> str | None:
         """Return why steps are the model's own; see `StepEngine.why_not`."""

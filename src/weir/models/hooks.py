@@ -162,6 +162,42 @@ class Attachment:
         reason = engine.why_not(slots, rows)
         return {"run": engine.run if reason is None else "eager", "reason": reason}
 
+    def run_step(
+        self, model: nn.Module, cache: StreamedCache, slots: StepSlots, tokens: list[int]
+    ) -> Tensor | None:
+        """Run a step of a model without calling it, where the engine runs whole steps.
+
+        Args:
+            model: the causal language model around the decoder.
+            cache: a cache of it.
+            slots: of the cache.
+            tokens: a token of each row.
+
+        Returns:
+            The logits [batch, vocabulary]; None, and nothing has happened, where the model has to
+            be called.
+        """
+        engine = self.engine
+        if engine is None or self.facts.images is not None:
+            return None
+        with self._lock:
+            run = engine.whole_step(model, slots)
+            running = None if run is None or self._running is not None else cache.begin_step(tokens)
+            if run is None or running is None:
+                return None
+            try:
+                step = running.step()
+                logits = None if step is None else run(step, tokens)
+                if step is None or logits is None:
+                    return None
+                running.commit_step(step)
+            except BaseException as error:
+                running.abandon(error)
+                raise
+            running.finish()
+            cache.end()
+            return logits
+
     def leave(self) -> None:
         """Remove all hooks and restore the model."""
         for patch in (self._forward, *self._patches):
@@ -230,6 +266,7 @@ class Attachment:
         for name in _MORE:
             asked = given.get(name)
             plain |= bool(getattr(config, name, False) if asked is None else asked)
+        plain |= torch.is_grad_enabled()
         step = None if self.engine is None or plain else running.step()
         if self.engine is not None and step is not None:
             output = self.engine.step(step, given, own)

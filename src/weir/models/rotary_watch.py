@@ -38,6 +38,7 @@ class RotaryWatch:
 
     def __init__(self, model: PreTrainedModel, rotations: Mapping[str | None, Rotary]) -> None:
         self._module = rotary_of(model)
+        self._in_decoder = model.get_decoder() is model.base_model
         if self._module is not None:
             _try(self._module, rotations)
             _try_hooks(self._module, rotations)
@@ -46,6 +47,15 @@ class RotaryWatch:
         self._versions: list[int] = []
         if self._module is not None:
             self._take(*_read(self._module))
+
+    def find(self, model: PreTrainedModel, decoder: nn.Module) -> nn.Module | None:
+        """Return the module that `rotary_of` finds, of the decoder where it was found there.
+
+        Args:
+            model: the model.
+            decoder: the `base_model` of it that has the hooks of caches.
+        """
+        return getattr(decoder, "rotary_emb", None) if self._in_decoder else rotary_of(model)
 
     def check(self, module: nn.Module | None) -> None:
         """Raise a WeirError if the model has another rotary embedding now, which is `module`."""
@@ -83,10 +93,11 @@ class RotaryWatch:
         for now, then, version, value in zip(
             tensors, self._tensors, self._versions, self._values, strict=True
         ):
-            if now is not then or _version(now) != version:
+            if now is not then:
                 return False
-            if now.device.type == "cpu" and not _equal(now, value):
-                return False  # written through `.data` or NumPy, which count no versions
+            # Numbers can be written through `.data` or NumPy, which count no versions.
+            if not (_equal(now, value) if now.is_cpu else _version(now) == version):
+                return False
         return True
 
 

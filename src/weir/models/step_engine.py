@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
+from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from weir.models.model_spec import ModelSpec
@@ -18,6 +19,9 @@ Given = dict[str, Any]
 """A decoder's arguments by name; transformers decides what they are."""
 OwnForward = Callable[..., BaseModelOutputWithPast]
 """A decoder's own forward."""
+RunWhole = Callable[[Step, list[int]], Tensor | None]
+"""Runs a step of a token of each row as `StepEngine.step` does, and returns logits [batch,
+vocabulary]; None, with no effect, where the model has to be called."""
 
 
 class StepEngine(Protocol):
@@ -44,6 +48,15 @@ class StepEngine(Protocol):
 
         Returns:
             The decoder's output; None where the step has to be the model's own.
+        """
+
+    def whole_step(self, model: nn.Module, slots: StepSlots) -> RunWhole | None:
+        """Return what runs steps of a model from token ids to logits; None where the model has to
+        be called, as for the first step over some slots.
+
+        Args:
+            model: the causal language model around the decoder.
+            slots: of the cache.
         """
 
     def why_not(self, slots: StepSlots, rows: int) -> str | None:

@@ -57,5 +57,8 @@ class StreamedCache(Protocol):
     def begin(self, given: Given) -> StreamedCall:
         """Begin a call with the decoder's arguments by name."""
 
+    def begin_step(self, tokens: list[int]) -> StreamedCall | None:
+        """Begin a call of a token of each row; None where `begin` has more to look at."""
+
     def end(self) -> None:
         """Do what is left to do after a call that has finished."""

@@ -23,10 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weir.native.block_weights import BlockLinear
+from weir.native.block_weights import BlockEmbedding, BlockLinear, write_out
 from weir.native.form import (
     DecoderForm,
     LayerForm,
+    ModelForm,
     Norm,
     NotNative,
     Projection,
@@ -40,11 +41,13 @@ PLACES = (7, 1_000_003)
 """How much further than in the stream rows are tried; the second is beyond any model's window."""
 FLIPS = 4
 """Inputs rounded to 8 bits that two computations may round to neighboring steps."""
+ROWS_LOOKED_UP = 8
+"""Embeddings that are looked up in a check, at least."""
 _EPS = torch.finfo(torch.float32).eps
 
 
 def check_program(
-    program: StepProgram, form: DecoderForm, step: Step, embedded: Tensor, whole: bool
+    program: StepProgram, form: DecoderForm, step: Step, embedded: Tensor, every: bool
 ) -> None:
     """Compare the operations of a program with PyTorch's; the last run is at the rows' own places.
 
@@ -53,12 +56,14 @@ def check_program(
         form: what it was made of.
         step: the step that the program is for.
         embedded: its embeddings [batch, 1, width].
-        whole: check all layers; if false one of each kind.
+        every: check all layers; if false one of each kind.
 
     Raises:
         NotNative: an operation computes something else.
     """
     known: set[Hashable] = set()
+    if program.whole is not None:
+        _check_embedding(program, program.whole.form, form.factor)
     program.hidden.copy_(embedded[:, 0])
     draw = torch.Generator().manual_seed(0)
     for index, layer in enumerate(form.layers):
@@ -72,7 +77,7 @@ def check_program(
                 program.hidden.copy_(torch.randn(own.shape, generator=draw))
                 trial.run(program, index, torch.from_numpy(step.places) + further)
             program.hidden.copy_(own)
-        if first or whole:
+        if first or every:
             trial.run(program, index, torch.from_numpy(step.places))
         else:
             program.run_attention(index, step, torch.from_numpy(step.places))
@@ -80,6 +85,69 @@ def check_program(
     hidden, out = program.hidden[step.busy].double(), program.run_norm()[step.busy]
     if not is_rounding(out, form.norm(hidden), form.norm.width):
         raise NotNative("the native norm computes something else than the model's")
+    if program.whole is not None:
+        assert program.logits is not None
+        head = program.whole.form.head
+        _compare_product(head, program.logits, head(program.normed), program.normed, step.busy)
+
+
+def _check_embedding(program: StepProgram, form: ModelForm, factor: float) -> None:
+    """Compare the native look-up with the model's, of the first token, the last and others."""
+    rows, count = len(program.hidden), form.embedding.num_embeddings
+    draw = torch.Generator().manual_seed(count)
+    ids = torch.randint(count, (max(ROWS_LOOKED_UP, rows),), generator=draw)
+    ids[0], ids[1:2] = count - 1, 0
+    for some in ids.split(rows):
+        some = torch.cat([some, some.new_zeros(rows - len(some))])
+        wanted = _embeddings(form.embedding, some).double() * factor
+        off = _EPS * wanted.abs()
+        if not bool(((program.look_up(some).double() - wanted).abs() <= off).all()):
+            raise NotNative("the native look-up of embeddings is another than the model's")
+
+
+def _embeddings(module: Any, ids: Tensor) -> Tensor:
+    """Return what a module looks up, before blocks are rounded to 16 bits."""
+    found: Tensor = module(ids)
+    if not isinstance(module, BlockEmbedding):
+        return found
+    exact = write_out(module.codes, module.scales, module.kind, module.outputs, ids)
+    return exact if torch.equal(exact.to(found.dtype), found) else found.fill_(torch.nan)
+
+
+def _compare_product(
+    part: Projection,
+    got: Tensor,
+    wanted: Tensor,
+    x: Tensor,
+    busy: list[int],
+    *,
+    scale: float | Tensor = 1.0,
+    flips: int = 0,
+) -> None:
+    """Compare a product of x [rows, inputs] with PyTorch's.
+
+    The rounding of a sum of products is proportional to the sizes of its terms, of which some
+    cancel. For all outputs together these sizes are |W| |x|, and |W| is estimated by the product of
+    the weight with random signs.
+
+    Args:
+        part: the projection.
+        got, wanted: [rows, outputs].
+        x: what was multiplied.
+        busy: the rows that count.
+        scale: by what the product was multiplied since [rows].
+        flips: how many inputs may be rounded to neighboring steps, where they are rounded.
+    """
+    inputs = x.shape[1]
+    draw = torch.Generator().manual_seed(inputs)
+    signs = torch.randint(2, (1, inputs), generator=draw).float() * 2 - 1
+    off = _EPS * (32 + 4 * math.sqrt(inputs))
+    if isinstance(part.module, BlockLinear):
+        off += flips / 127 / math.sqrt(inputs)
+    bound = part(signs).norm() * off * x.norm(dim=1) * scale
+    over = (got - wanted).norm(dim=1) > bound
+    if bool(over[busy].any()) or not bool(got[busy].isfinite().all()):
+        raise NotNative(f"the native product of {part.name} is another than the model's")
 
 
 def _kind(form: LayerForm, layer: LayerOperations) -> Hashable:
@@ -143,37 +211,9 @@ class _Trial:
         return found
 
     def _compare(
-        self,
-        part: Projection,
-        got: Tensor,
-        wanted: Tensor,
-        x: Tensor,
-        scale: float | Tensor = 1.0,
-        flips: int = 0,
+        self, part: Projection, got: Tensor, wanted: Tensor, x: Tensor, **more: Any
     ) -> None:
-        """Compare a product of x [rows, inputs] with PyTorch's.
-
-        The rounding of a sum of products is proportional to the sizes of its terms, of which some
-        cancel. For all outputs together these sizes are |W| |x|, and |W| is estimated by the
-        product of the weight with random signs.
-
-        Args:
-            part: the projection.
-            got, wanted: [rows, outputs].
-            x: what was multiplied.
-            scale: by what the product was multiplied since [rows].
-            flips: how many inputs may be rounded to neighboring steps, where they are rounded.
-        """
-        inputs = x.shape[1]
-        draw = torch.Generator().manual_seed(inputs)
-        signs = torch.randint(2, (1, inputs), generator=draw).float() * 2 - 1
-        off = _EPS * (32 + 4 * math.sqrt(inputs))
-        if isinstance(part.module, BlockLinear):
-            off += flips / 127 / math.sqrt(inputs)
-        bound = part(signs).norm() * off * x.norm(dim=1) * scale
-        over = (got - wanted).norm(dim=1) > bound
-        if bool(over[self._step.busy].any()) or not bool(got[self._step.busy].isfinite().all()):
-            raise NotNative(f"the native product of {part.name} is another than the model's")
+        _compare_product(part, got, wanted, x, self._step.busy, **more)
 
     def _answers(self, places: Tensor) -> Tensor:
         """Return the answers of attention to the queries in memory [rows, heads * width].

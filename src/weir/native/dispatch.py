@@ -23,6 +23,7 @@ _TABLE = KernelTable(
         ("numba", "linear_blocks"): ("weir.native.kernels.linear_blocks", "linear_blocks"),
         ("numba", "block_function"): ("weir.native.kernels.linear_blocks", "block_function"),
         ("numba", "block_rows"): ("weir.native.kernels.block_rows", "block_rows"),
+        ("numba", "block_reader"): ("weir.native.kernels.block_rows", "block_reader"),
         ("numba", "pack_blocks"): ("weir.native.kernels.pack_blocks", "pack_blocks"),
         ("numba", "mlp_blocks"): ("weir.native.kernels.mlp_blocks", "mlp_blocks"),
     }
@@ -81,5 +82,7 @@ def block_rows(which: torch.Tensor, codes: torch.Tensor) -> Callable[..., Any] |
     return None if is_compiling() else _TABLE.find("block_rows", which.device)
 
 
+block_reader = _TABLE.by_device("block_reader")
+"""For rows that a `decode_step` table looks up in a weight in blocks."""
 pack_blocks = _TABLE.by_device("pack_blocks")
 """For `weir.native.block_weights.Blocks.fill`, for the commonest types."""

@@ -13,7 +13,10 @@ understood is refused by name, and the model's own steps run.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -21,12 +24,21 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from weir import kernels
-from weir.models import CACHE, Given, ModelSpec, OwnForward, attention_modules, has_hooks, say_once
+from weir.models import (
+    CACHE,
+    Given,
+    ModelSpec,
+    OwnForward,
+    RunWhole,
+    attention_modules,
+    has_hooks,
+    say_once,
+)
 from weir.native import dispatch
 from weir.native.check import check_program
-from weir.native.form import DecoderForm, NotNative, read_decoder
-from weir.native.program import OutOfDate, StepProgram
-from weir.native.proof import prove
+from weir.native.form import DecoderForm, NotNative, read_decoder, read_model
+from weir.native.program import OutOfDate, StepProgram, Whole
+from weir.native.proof import prove, prove_model
 from weir.native.watch import Watch
 from weir.slab import AttentionParams, Step, StepSlots
 
@@ -68,6 +80,7 @@ class NativeStep:
         self._compiling: threading.Thread | None = None
         self._waited = False
         self._proved: set[Any] = set()
+        self._whole: tuple[weakref.ref[nn.Module], Whole | None] | None = None
         try:  # the kernel is often there before the first step is
             read_decoder(self._decoder, self._attentions())
         except NotNative:
@@ -78,7 +91,11 @@ class NativeStep:
         """Read the decoder's form and prove it, unless that holds; see `StepEngine.prepare`."""
         if self._watch is not None and self._watch.holds():
             return
-        self._watch = Watch(self._decoder)
+        parts = (getattr(self._decoder, name, None) for name in ("layers", "norm"))
+        rotary = getattr(self._decoder, "rotary_emb", None)  # caches watch the rest of it
+        # The decoder's own hooks run around every kind of step.
+        self._watch = Watch(self._decoder, parts, [rotary] if isinstance(rotary, nn.Module) else [])
+        self._whole = None
         self._form, self._reason, self._proved = None, None, set()
         try:
             with torch.no_grad():
@@ -117,10 +134,7 @@ class NativeStep:
             if slots.refused is not None and slots.refused[0] == key:
                 return None
             try:
-                program = StepProgram(form, self._params, watch, step)
-                if program.sizes not in self._proved:
-                    embedded, whole = self._trial_embedding(given, batch), not self._proved
-                    check_program(program, form, step, embedded, whole)
+                program = self._make_program(form, watch, step, given)
             except OutOfDate:
                 return own(**given)
             except Exception as error:
@@ -129,16 +143,78 @@ class NativeStep:
                 slots.refused = key, reason
                 return own(**given)
             slots.program, slots.refused = program, None
-            if program.sizes not in self._proved:  # the usual step overwrites what trials wrote
-                self._proved.add(program.sizes)
+            if program.kind not in self._proved:  # the usual step overwrites what trials wrote
+                self._proved.add(program.kind)
                 output = own(**given)
                 hidden = output.last_hidden_state
                 if hidden is None or hidden.dtype != program.dtype:
                     slots.program, slots.refused = None, (key, "its norm has another dtype")
                 return output
         hidden = program.run(self._embedded(given), step)
-        step.largest = program.largest
+        step.largest, step.top = program.largest, program.top
         return BaseModelOutputWithPast(last_hidden_state=hidden, **{CACHE: given.get(CACHE)})
+
+    def whole_step(self, model: nn.Module, slots: StepSlots) -> RunWhole | None:
+        """Return what runs a model's steps; see `StepEngine.whole_step`."""
+        program = slots.program
+        if slots.asker is None or slots.asker() is not model:
+            slots.asker, slots.program = weakref.ref(model), None
+            return None
+        if not isinstance(program, StepProgram) or program.whole is None:
+            return None
+        return partial(self._run_whole, program)
+
+    def _run_whole(self, program: StepProgram, step: Step, tokens: list[int]) -> Tensor | None:
+        whole, watch = program.whole, self._watch
+        assert whole is not None
+        if kernels.is_compiling() or torch.is_autocast_enabled("cpu"):
+            return None
+        if watch is None or not watch.holds() or not program.fits(watch, step):
+            return None
+        if not whole.watch.holds():
+            self._whole = step.slots.program = None
+            return None
+        logits = program.run_whole(tokens, step)
+        step.largest, step.top = program.largest, program.top
+        return logits
+
+    def _make_program(
+        self, form: DecoderForm, watch: Watch, step: Step, given: Given
+    ) -> StepProgram:
+        """Make the table of whole steps if logits are asked for, else of the decoder's, and check
+        it if none of its kind was checked before.
+        """
+        whole = self._read_whole(form, step.slots)
+        while True:
+            try:
+                program = StepProgram(form, self._params, watch, step, whole)
+                if program.kind not in self._proved:
+                    embedded = self._trial_embedding(given, len(step.waiting))
+                    check_program(program, form, step, embedded, not self._proved)
+                return program
+            except NotNative:
+                if whole is None:
+                    raise
+            # What is around the decoder may be all that differs.
+            self._whole, whole = (whole.model, None), None
+
+    def _read_whole(self, form: DecoderForm, slots: StepSlots) -> Whole | None:
+        """Return the model whose logits are asked for; None where it computes more than its decoder
+        and its head, so that it has to be called.
+        """
+        model = None if slots.asker is None else slots.asker()
+        if model is None:
+            return None
+        known = self._whole
+        if known is None or known[0]() is not model:
+            reference, made = weakref.ref(model), None
+            with suppress(Exception), torch.no_grad():  # whatever others' modules raise
+                found = read_model(model, self._decoder, form)
+                prove_model(model, self._decoder, found, form.norm.width)
+                parts = found.embedding, found.head.module
+                made = Whole(reference, found, Watch(model, parts, [model, self._decoder]))
+            self._whole = known = reference, made
+        return known[1]
 
     def why_not(self, slots: StepSlots, rows: int) -> str | None:
         """Return why steps over a cache's slots are the model's own; see `StepEngine.why_not`."""

@@ -20,7 +20,7 @@ from torch.nn.modules import module as torch_modules
 from weir.models import has_class_forward, has_hooks
 from weir.native import dispatch
 from weir.native.block_formats import PANEL
-from weir.native.block_weights import BlockLinear
+from weir.native.block_weights import BlockEmbedding, BlockLinear
 from weir.native.linear_kernels import is_plain
 from weir.native.module_trials import (
     activation_of,
@@ -36,6 +36,11 @@ PARTS = ("embed_tokens", "layers", "norm")
 _LINEARS: dict[type, Any] = {nn.Linear: nn.Linear.forward}
 _LINEARS |= {kind: kind.forward for kind in (Int8Linear, BlockLinear)}
 """Classes of linear layers that a table can multiply by, and their forwards."""
+_EMBEDDINGS: dict[type, Any] = {nn.Embedding: nn.Embedding.forward}
+_EMBEDDINGS[BlockEmbedding] = BlockEmbedding.forward
+"""Classes of embeddings that a table can look up rows of, and their forwards."""
+_TOGETHER = 2**14
+"""Outputs of a 16-bit weight that are made float32 at a time."""
 
 
 class NotNative(Exception):
@@ -102,8 +107,9 @@ class Projection(NamedTuple):
         module = self.module
         if type(module) is nn.Linear:
             weight = self.weight()
-            bias = None if weight.bias is None else weight.bias.float()
-            return F.linear(x, weight.numbers.float(), bias)
+            parts = [F.linear(x, some.float()) for some in weight.numbers.split(_TOGETHER)]
+            out = torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
+            return out if weight.bias is None else out + weight.bias.float()
         whole: Tensor = _LINEARS[type(module)](module, x)
         return whole[:, self.start : self.stop]
 
@@ -206,6 +212,58 @@ class DecoderForm:
     layers: list[LayerForm]
     norm: Norm
     factor: float
+
+
+@dataclass(frozen=True, eq=False)
+class ModelForm:
+    """Computation of a causal language model around its decoder.
+
+    Logits are the head's product of the decoder's hidden state, and nothing else.
+
+    Attributes:
+        embedding: looks up the decoder's inputs.
+        head: the projection.
+    """
+
+    embedding: Any
+    head: Projection
+
+
+def read_model(model: Any, decoder: Any, form: DecoderForm) -> ModelForm:
+    """Read the form of a model around a decoder with native steps.
+
+    Args:
+        model: the causal language model.
+        decoder: its decoder.
+        form: of the decoder.
+
+    Raises:
+        NotNative: it has none that whole steps know; the decoder's steps are native all the same.
+    """
+    head = model.get_output_embeddings()
+    embedding = decoder.embed_tokens
+    named = ("the model", model), ("its decoder", decoder), ("its head", head)
+    for name, module in (*named, ("embed_tokens", embedding)):
+        if module is None:
+            raise NotNative("it has no head")
+        refuse_changed(name, module)
+        if module.training:
+            raise NotNative(f"{name} is in training mode")
+    kind = type(embedding)
+    if kind not in _EMBEDDINGS or kind.forward is not _EMBEDDINGS[kind]:
+        raise NotNative(f"embed_tokens is {_what(embedding)}, of which steps look up no rows")
+    if getattr(embedding, "max_norm", None) or hasattr(embedding, "embed_scale"):
+        raise NotNative("embed_tokens scales its rows")
+    if kind is nn.Embedding and not is_plain(embedding.weight):
+        raise NotNative(_not_plain("embed_tokens", embedding.weight))
+    if kind is BlockEmbedding and dispatch.block_reader(embedding.codes.device) is None:
+        raise NotNative("embed_tokens is in blocks, which this processor has no kernel for")
+    projection, dtype = _projection("the head", head), form.norm.module.weight.dtype
+    if type(head) is nn.Linear and head.weight.dtype != dtype:
+        raise NotNative("its head has another dtype than its last norm")
+    if head.in_features != form.norm.width or embedding.embedding_dim != form.norm.width:
+        raise NotNative("its head or its embeddings have another width than its last norm")
+    return ModelForm(embedding, projection)
 
 
 def read_decoder(decoder: Any, attentions: Sequence[nn.Module]) -> DecoderForm:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,8 @@ import torch
 from torch import Tensor
 
 from weir.native import dispatch
-from weir.native.form import DecoderForm, LayerForm, Norm, NotNative, Projection
+from weir.native.block_weights import BlockEmbedding
+from weir.native.form import DecoderForm, LayerForm, ModelForm, Norm, NotNative, Projection
 from weir.native.linear_kernels import is_plain
 from weir.native.watch import Watch
 from weir.slab import AttentionParams, DecodeSlots, HeldPart, Rotary, Step, block_size
@@ -60,22 +62,41 @@ class LayerOperations:
     gated: Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class Whole:
+    """A model around a decoder, which computes what its form says.
+
+    Attributes:
+        model: the causal language model.
+        form: of the model.
+        watch: notices when its modules are replaced.
+    """
+
+    model: weakref.ref[Any]
+    form: ModelForm
+    watch: Watch
+
+
 class StepProgram:
     """The table of a decoder over a cache's slots.
 
     Attributes:
         largest: the largest absolute key or value of each layer, row and head in the last step.
-        sizes: what tells it from others that need a proof of their own.
+        kind: what tells it from others that need a proof of their own.
         table: the operations.
         layers: those of each layer.
         hidden: [rows, width], float32, what layers read and add to.
+        normed: [rows, width], float32, what the head multiplies.
+        logits: [rows, vocabulary], float32, of the last step or check; None without a head.
         dtype: of what a step returns.
+        whole: the model around the decoder, if steps go from token ids to logits.
 
     Args:
         form: of the decoder.
         params: how each layer attends.
         watch: notices when modules are replaced.
         step: a step over the cache's slots.
+        whole: see the attribute.
 
     Raises:
         NotNative: no table can be made of these slots.
@@ -83,25 +104,36 @@ class StepProgram:
     """
 
     def __init__(
-        self, form: DecoderForm, params: Sequence[AttentionParams], watch: Watch, step: Step
+        self,
+        form: DecoderForm,
+        params: Sequence[AttentionParams],
+        watch: Watch,
+        step: Step,
+        whole: Whole | None = None,
     ) -> None:
         make, held = dispatch.decode_step(torch.device("cpu")), step.held()
         if make is None:
             raise NotNative("there is no kernel for steps on this machine")
         self._watch, self._slabs, self._threads = watch, step.slots.slabs, torch.get_num_threads()
         parts = [part for layer in held for part in layer]
-        self.sizes = tuple((part.slots.sizes, part.heads) for part in parts)
+        self.kind = whole, tuple((part.slots.sizes, part.heads) for part in parts)
         batch = len(step.waiting)
         self.table = table = make(batch, self._threads)
         self._spans, self._waiting, self._places = (
             np.zeros_like(t) for t in (step.spans, step.waiting, step.places)
         )
         self.dtype = form.norm.module.weight.dtype
-        self.hidden = table.memory(batch, form.norm.width)
+        self.hidden, self.normed = (table.memory(batch, form.norm.width) for _ in range(2))
+        self.whole = whole
+        self._tokens = np.zeros(batch, np.int64)
+        if whole is not None:
+            self._add_embedding(whole.form, form.factor)
+        self._first = len(table)  # of the operations of a decoder
         self._angles = self._add_angles([part.rotary for part in parts])
         self._before_layers = len(table)
         most = max(sum(part.slots.keys.shape[1] for part in layer) for layer in held)
         self.largest = table.memory(len(parts), batch, most)
+        self._largest = self.largest.flatten().numpy()
         self.layers: list[LayerOperations] = []
         done = 0
         for layer, own, how in zip(form.layers, held, params, strict=True):
@@ -111,10 +143,18 @@ class StepProgram:
             done += len(own)
         fields = form.norm.fields()
         self._last = table.add("norms", inputs=form.norm.width, x=self.hidden, **fields)
+        self._stop = len(table)
+        self.logits: Tensor | None = None
+        if whole is not None:
+            head = whole.form.head
+            self.logits = table.memory(batch, head.outputs)
+            memory = {"x": self.normed, "source": "plain"}
+            self._logits_at = table.multiply([head.weight()], [self.logits], **memory)["out"]
         table.finish()
         # A step takes longer to make these than to use them.
         self._embedded = self.hidden[:, None]
         self._onto = table.operations["onto"][self._last :]
+        self._normed_at = self.normed.data_ptr()
 
     def fits(self, watch: Watch, step: Step) -> bool:
         """Return whether modules, slots and threads are those it was made for."""
@@ -131,17 +171,35 @@ class StepProgram:
     def run(self, embedded: Tensor, step: Step) -> Tensor:
         """Return the hidden state [batch, 1, width] of one token of each row."""
         self._embedded.copy_(embedded)
-        self._spans[:], self._waiting[:], self._places[:] = step.spans, step.waiting, step.places
+        self._place(step)
         out = torch.empty_like(self._embedded)
         self._onto[0] = out.data_ptr()
+        self.table.run(self._first, self._stop)
+        return out if self.dtype == out.dtype else out.to(self.dtype)
+
+    def run_whole(self, tokens: Sequence[int], step: Step) -> Tensor:
+        """Return the logits [batch, vocabulary] of one token of each row."""
+        assert self.logits is not None
+        self._tokens[:] = tokens
+        self._place(step)
+        self.logits = out = torch.empty_like(self.logits)  # callers keep it
+        self._logits_at[0], self._onto[0] = out.data_ptr(), self._normed_at
         self.table.run()
         return out if self.dtype == out.dtype else out.to(self.dtype)
+
+    @property
+    def top(self) -> float:
+        """The largest of `largest`; NaN if one of them is."""
+        return float(np.maximum.reduce(self._largest))
+
+    def _place(self, step: Step) -> None:
+        self._spans[:], self._waiting[:], self._places[:] = step.spans, step.waiting, step.places
 
     def run_attention(self, index: int, step: Step, places: Tensor) -> None:
         """Run a layer's attention over `hidden`, with rows at places of the stream [batch]."""
         self._spans[:], self._waiting[:] = step.spans, step.waiting
         self._places[:] = places.numpy()
-        self.table.run(0, self._before_layers)
+        self.table.run(self._first, self._before_layers)
         layer = self.layers[index]
         self.table.run(layer.first, layer.mlp)
 
@@ -165,11 +223,29 @@ class StepProgram:
         return out
 
     def run_norm(self) -> Tensor:
-        """Return the last norm of `hidden`, float32."""
-        out = torch.empty_like(self.hidden)
-        self.table.operations[self._last]["onto"] = out.data_ptr()
+        """Run the last norm of `hidden`, and the head if there is one; returns `normed`."""
+        self._onto[0] = self._normed_at
         self.table.run(self._last)
-        return out
+        return self.normed
+
+    def look_up(self, ids: Tensor) -> Tensor:
+        """Return the embeddings of ids [batch] as the first layer gets them, which is `hidden`."""
+        self._tokens[:] = ids.numpy()
+        self.table.run(0, self._first)
+        return self.hidden
+
+    def _add_embedding(self, form: ModelForm, factor: float) -> None:
+        """Add the look-up of each row's token."""
+        module, fields = form.embedding, {"where": self._tokens, "onto": self.hidden}
+        if isinstance(module, BlockEmbedding):
+            read: Any = dispatch.block_reader(torch.device("cpu"))
+            reader, lookup, held = read(self._tokens, module, self.hidden)
+            self._held = held
+            fields |= {"reader": reader, "lookup": lookup}
+        else:
+            weight = module.weight
+            fields |= {"weight": weight, "weight_bits": 8 * weight.itemsize, "tokens": len(weight)}
+        self.table.add("look_up", inputs=self.hidden.shape[1], factor=factor, **fields)
 
     def _add_angles(self, rotaries: Sequence[Rotary | None]) -> list[dict[str, Any]]:
         """Add tables of angles, one for each rotary embedding; returns each layer's fields."""

@@ -6,6 +6,8 @@ is either rounding or another computation:
 
 - the decoder's own forward runs with stand-ins for its layers, its embeddings and its norm, which
   record what they are given: embeddings times a factor, each layer's answer to the next, a norm;
+- the model's own forward runs with stand-ins for its decoder and its head, where a step is to be
+  whole, from token ids to logits;
 - each layer's own forward runs with stand-ins for its large weights, and with a cache that records
   queries, keys and values and answers with random numbers. Rows are at several positions, one of
   them far beyond any window.
@@ -24,11 +26,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from weir.models import CACHE, MasklessCache, MethodPatch, ModelLayerSpec, ModelSpec
 from weir.native.form import (
     DecoderForm,
     LayerForm,
+    ModelForm,
     Norm,
     NotNative,
     Projection,
@@ -108,21 +112,54 @@ def _try_decoder(spec: ModelSpec, form: DecoderForm) -> list[tuple[tuple[Any, ..
     return [layer.calls[0] for layer in layers]
 
 
+def prove_model(model: Any, decoder: nn.Module, form: ModelForm, width: int) -> None:
+    """Prove that a model's logits are its head's product of what its decoder answers.
+
+    Args:
+        model: the causal language model.
+        decoder: its decoder, which has been proved.
+        form: of the model.
+        width: of hidden states.
+
+    Raises:
+        NotNative: the model computes something else.
+    """
+    hidden, cache = trial_rows(width)[:, None], _TrialCache()
+    ids, held = torch.arange(len(hidden))[:, None], dict[str, Any]([(CACHE, cache)])
+
+    def answer() -> Any:
+        return BaseModelOutputWithPast(last_hidden_state=hidden.clone(), **held)
+
+    head, inner = StandIn(form.head.module, 0), _Recorder(decoder, answer)
+    copy = copy_module(model, {id(decoder): inner, id(form.head.module): head})
+    output = copy.forward(input_ids=ids, attention_mask=None, use_cache=True, **held)
+    if len(inner.calls) != 1:
+        raise NotNative(f"it uses its decoder {len(inner.calls)} times")
+    args, kwargs = inner.calls[0]
+    given = [args[0] if args else kwargs.get("input_ids"), kwargs.get(CACHE)]
+    others = kwargs.get("inputs_embeds"), kwargs.get("attention_mask"), kwargs.get("position_ids")
+    if given[0] is not ids or given[1] is not cache or any(t is not None for t in others):
+        raise NotNative("it gives its decoder something else than it is given")
+    if not is_rounding(output.logits[:, 0], head(hidden[:, 0].double()), width):
+        raise NotNative("its logits are something else than its head's product")
+    _try_linear(form.head)
+
+
 class _Recorder(nn.Module):
     """A stand-in for a module: it keeps what it is called with, and answers random numbers."""
 
-    def __init__(self, module: nn.Module, answer: Callable[[], Tensor]) -> None:
+    def __init__(self, module: nn.Module, answer: Callable[[], Any]) -> None:
         super().__init__()
         plain = (str, int, float, bool, torch.dtype)
         for name, value in vars(module).items():
             if isinstance(value, plain):
                 vars(self)[name] = value
         self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-        self.answers: list[Tensor] = []
+        self.answers: list[Any] = []
         self.answer = answer
         self.eval()
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.calls.append((args, kwargs))
         self.answers.append(self.answer())
         return self.answers[-1]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -25,16 +25,20 @@ from weir.models import has_hooks
 _READ = {"training", "numbers", "scales", "residual_multiplier", "embedding_multiplier"}
 _READ |= {"layer_idx"}
 """Attributes of modules that are read, besides parameters, modules, functions and fractions."""
+_OF_EMBEDDINGS = {"max_norm", "embed_scale"}
+"""Attributes of embeddings that are read, whether they have them or not."""
 
 
 class Watch:
-    """Record of everything that a decoder's layers and last norm compute from.
+    """Record of everything that a module's forward and some modules below it compute from.
 
     Args:
-        decoder: the module with `layers` and `norm`.
+        owner: the module, of which the forward is watched, and no other method.
+        parts: the modules below it, each with all of its own; those that are none are left out.
+        hooked: further modules whose hooks are watched.
     """
 
-    def __init__(self, decoder: Any) -> None:
+    def __init__(self, owner: Any, parts: Iterable[Any], hooked: Iterable[nn.Module] = ()) -> None:
         self._dicts: list[dict[str, Any]] = []
         self._names: list[str] = []
         self._hooks: list[dict[Any, Any]] = [
@@ -43,8 +47,8 @@ class Watch:
         ]
         self._handles = -1  # how many hooks had been registered at the last look
         weights: list[Any] = []
-        modules = [decoder]
-        for part in (getattr(decoder, "layers", None), getattr(decoder, "norm", None)):
+        modules = [owner]
+        for part in parts:
             modules += part.modules() if isinstance(part, nn.Module) else ()
         for module in modules:
             own = vars(module)
@@ -53,14 +57,13 @@ class Watch:
                 self._names += held
             names = {"forward", *filter(own.__contains__, _READ)}
             names |= {name for name, value in own.items() if _decides(value)}
+            if isinstance(module, nn.Embedding):
+                names |= _OF_EMBEDDINGS
             self._dicts += [own] * len(names)
             self._names += names
-            if module is not decoder:  # the decoder's own hooks run around every kind of step
-                self._hooks += [module._forward_hooks, module._forward_pre_hooks]
             weights += [*module.parameters(recurse=False), getattr(module, "numbers", None)]
-        rotary = getattr(decoder, "rotary_emb", None)  # caches watch the rest of it
-        if isinstance(rotary, nn.Module):
-            self._hooks += [rotary._forward_hooks, rotary._forward_pre_hooks]
+        for module in (*modules[1:], *hooked):
+            self._hooks += [module._forward_hooks, module._forward_pre_hooks]
         self._modules, self._types = modules, list(map(type, modules))
         # A weight that torchao has packed has no memory of its own.
         self._weights = [t for t in weights if t is not None and type(t.data) is Tensor]
@@ -72,9 +75,11 @@ class Watch:
                 self._classes.append(kind)
                 self._methods.append(name)
                 self._watch_names(getattr(kind, name))
-        self._classes.append(type(decoder))
-        self._methods.append("forward")
-        self._watch_names(type(decoder).forward)
+        for name in ("forward", "__call__"):
+            self._classes.append(type(owner))
+            self._methods.append(name)
+        self._watch_names(type(owner).forward)
+        self._watch_settings(owner)
         held, memory, functions = self._look()
         self._held, self._memory = list(held), list(memory)
         self._functions = list(functions)
@@ -103,6 +108,14 @@ class Watch:
         held = map(dict.get, self._dicts, self._names)
         functions = map(getattr, self._classes, self._methods)
         return held, map(Tensor.data_ptr, self._weights), functions
+
+    def _watch_settings(self, owner: nn.Module) -> None:
+        """Watch what the owner's forward reads of its configuration, by all names in its code."""
+        settings = vars(owner.config) if hasattr(owner, "config") else {}
+        function: Any = inspect.unwrap(type(owner).forward)
+        read = [name for name in function.__code__.co_names if name in settings]
+        self._dicts += [settings] * len(read)
+        self._names += read
 
     def _watch_names(self, method: Callable[..., Any]) -> None:
         """Watch the functions that a method reads, and those that functions of its file read.

@@ -3,7 +3,7 @@
 from weir.policies.file import check_regular, expand_home, format_policy_file, is_file
 from weir.policies.grammar import NUMBER, Parser, parse_call, parse_policy, policy, saved_policy
 from weir.policies.layered import Layered, OtherHeads
-from weir.policies.library import Recompute
+from weir.policies.library import KVzip, Recompute
 from weir.policies.pipe import Pipe, Policy, resolve_chunk
 from weir.policies.registry import (
     NAMED,

@@ -85,6 +85,77 @@ class Recompute(Policy):
         )
 
 
+@dataclass(frozen=True, repr=False)
+class KVzip(Policy):
+    """The tokens of one text that a model needs to repeat it, and the newest after the text.
+
+    A `Stream` reads the text whole into a full cache, has the model repeat it, and then holds the
+    tokens that got the most attention from the repetition.
+
+    Attributes:
+        budget: slots of each KV head, in each layer.
+        newest: how many of them are for what comes after the text.
+        part: the model repeats the text in parts of so many tokens.
+        asks: whether it is asked in words to repeat it.
+    """
+
+    budget: int
+    newest: int
+    part: int = 2048
+    asks: bool = True
+    text: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        check_room(self.budget, 0, kept_tokens=self.budget - self.newest, newest_tokens=self.newest)
+        if self.part < 1:
+            raise WeirError(f"kvzip repeats parts of 1 token or more, not {self.part}")
+        if not self.text:
+            object.__setattr__(self, "text", self.stands_for)
+
+    @property
+    def stands_for(self) -> str:
+        """Itself, with its sizes."""
+        part = f", part={self.part}" if self.part != KVzip.part else ""
+        asks = "" if self.asks else ", asks=false"
+        return f"kvzip(budget={self.budget}, newest={self.newest}{part}{asks})"
+
+    @property
+    def kept(self) -> int:
+        """Slots for tokens of the text, of each KV head."""
+        return self.budget - self.newest
+
+    @property
+    def after(self) -> Pipe:
+        """The pipe of a cache that holds what was kept of the text, and goes on."""
+        pools = Sink(self.kept), Recent(self.newest)
+        return KeptText(pools, text=self.text, chosen_by=self.stands_for)
+
+    def for_layer(self, layer: int, layers: int) -> Pipe:
+        """Raise an error: a text is read whole before anything is chosen."""
+        raise WeirError(
+            "kvzip chooses what to keep once a whole text has been read, so only weir.Stream runs "
+            "it, and no other policy goes around it: "
+            "Stream(model, 'kvzip(256)', tokenizer=tokenizer). For generate() and the server, take "
+            "the pool gated, which predicts the same scores"
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class KeptText(Pipe):
+    """The pipe of a cache under `kvzip` once its text has been read.
+
+    Attributes:
+        chosen_by: the policy that chose the tokens, with its sizes.
+    """
+
+    chosen_by: str = ""
+
+    @property
+    def stands_for(self) -> str:
+        """The policy that chose the tokens: its pools alone would hold the first of a stream."""
+        return self.chosen_by
+
+
 def ends(sinks: int, recent: int) -> tuple[Pool, ...]:
     """Return the pools of the first and the newest tokens. Without sinks, only that of the
     newest.
@@ -147,6 +218,28 @@ def recompute(budget: int = 256, sinks: int = 0) -> Policy:
         sinks: how many of them are the first tokens of the stream.
     """
     return Recompute(budget, sinks)
+
+
+@named(
+    "Kim et al. 2025, KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction, "
+    "arXiv:2505.23416"
+)
+def kvzip(
+    budget: int = 256, newest: int | None = None, part: Count = 2048, asks: bool = True
+) -> Policy:
+    """Keep the tokens of a text that the model needs to repeat it, and the newest after the text.
+
+    The first text that a `Stream` is fed is read whole, in memory that grows with it. Then the
+    model repeats it, and each KV head keeps the tokens with the largest share of attention from the
+    repetition. What is fed later is held by a window.
+
+    Args:
+        newest: slots for what is fed after the text; none for a quarter of the budget.
+        part: the model repeats the text in parts of so many tokens.
+        asks: whether the model is asked in words to repeat it, which takes the stream's tokenizer;
+            otherwise it is only shown the text again.
+    """
+    return KVzip(budget, max(1, budget // 4) if newest is None else newest, part, asks)
 
 
 @named("Zhang et al. 2023, H2O: Heavy-Hitter Oracle for Efficient Generative Inference")

@@ -12,7 +12,7 @@ contents.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -147,7 +147,6 @@ class Pipe(Policy):
             check_place(pool, self.pools[:place])
         object.__setattr__(self, "formats", self.formats or ("",) * len(self.pools))
         _check_formats(self.pools, self.formats, self.run)
-        _check_mass(self.pools)
         if not self.text:
             object.__setattr__(self, "text", self.stands_for)
 
@@ -166,8 +165,8 @@ class Pipe(Policy):
 
     @cached_property
     def slots(self) -> int | None:
-        """Slots per KV head. None if a pool has no limit."""
-        sizes = [pool.slots() for pool in self.pools]
+        """Slots per KV head; None where a pool has no limit."""
+        sizes = [0 if pool.shares_slots else pool.slots() for pool in self.pools]
         return None if None in sizes else sum(size for size in sizes if size is not None)
 
     @cached_property
@@ -213,11 +212,19 @@ class Pipe(Policy):
         return self.slots_of(self.quantized)
 
     def slots_of(self, pools: Collection[int]) -> int:
-        """Count the slots of some pools per KV head, without pools that have no limit."""
-        return sum(self.pools[i].slots() or 0 for i in pools)
+        """Count the slots of some pools per KV head. Those without a limit are left out, and so are
+        pools that share the slots of the first one.
+        """
+        counted = (self.pools[i] for i in pools if not self.pools[i].shares_slots)
+        return sum(pool.slots() or 0 for pool in counted)
+
+    def too_many_shared(self, lengths: Sequence[int]) -> bool:
+        """Whether the first pool and those that share its slots have more than these in use."""
+        pairs = zip(self.pools, lengths, strict=True)
+        shared = sum(length for pool, length in pairs if pool.shares_slots)
+        return bool(shared) and lengths[0] + shared > (self.pools[0].slots() or 0)
 
     needs_mass = _of_any("needs_mass")
-    needs_second_reading = _of_any("needs_second_reading")
     needs_shares = _of_any("needs_shares")
     needs_gates = _of_any("needs_gates")
     needs_marks = _of_any("needs_marks")
@@ -334,6 +341,12 @@ def _check_formats(pools: tuple[Pool, ...], formats: tuple[str, ...], run: tuple
                 f"the slots of {pool.name} change at every fold and would be quantized again each "
                 f"time, so they must stay exact. Write {pool.name} without :{name}."
             )
+    for pool, name in zip(pools, formats, strict=True):
+        if pool.shares_slots and name != formats[0]:
+            raise WeirError(
+                f"{pool.name} has the slots of {pools[0].name}, so both have one format: write "
+                f":{name or formats[0]} after both, or after none"
+            )
     if different and any(pool.slots() is None for pool in pools):
         raise WeirError(
             "a pipe without a limit cannot have quantized slots. Give each pool a size."
@@ -343,17 +356,6 @@ def _check_formats(pools: tuple[Pool, ...], formats: tuple[str, ...], run: tuple
         raise WeirError(
             "among the newest tokens, the older ones must be quantized and the newer ones exact. "
             "Write recent(64) | recent(64):int8, not the reverse."
-        )
-
-
-def _check_mass(pools: tuple[Pool, ...]) -> None:
-    """Refuse a pipe whose `Slots.mass` would have to be both a sum and a largest share."""
-    twice = [pool.name for pool in pools if pool.needs_second_reading]
-    sums = [pool.name for pool in pools if pool.needs_mass]
-    if twice and sums:
-        raise WeirError(
-            f"{twice[0]} ranks by a second reading and {sums[0]} by all attention received, but a "
-            "slot stores only one number for both. Leave out one of them."
         )
 
 

@@ -1,8 +1,9 @@
 """Policies around another policy: `pinned`, `pyramid` and `quantized`.
 
-`pinned` adds two pools to a layer (`weir.pools.Marks`): one before its pools for the beginning of
-the stream, and one after the pools that pass tokens on in order, for the header of the current
-turn. `quantized` leaves the first tokens, the newest tokens and marked tokens unquantized.
+`pinned` puts a pool of the stream's beginning in front of a layer's pools. After those that pass
+tokens on in order it puts two more: one for the header of the running turn, and one for tokens that
+are to be kept, in the slots that the beginning leaves free (`weir.pools.Marks`). `quantized`
+leaves the first and the newest tokens, and those that marks name, as the model computes them.
 
 `pyramid` is from PyramidKV (Cai et al. 2024, "PyramidKV: Dynamic KV Cache Compression based on
 Pyramidal Information Funneling", arXiv:2406.02069), section 4.2: lower layers attend to many tokens
@@ -19,10 +20,10 @@ from fractions import Fraction
 from typing import ClassVar, Self
 
 from weir.errors import WeirError
-from weir.policies.library import Recompute, kcenter, streaming_llm
+from weir.policies.library import KVzip, Recompute, kcenter, streaming_llm
 from weir.policies.pipe import Origin, Pipe, Policy, check_format
 from weir.policies.registry import NAMED, PolicyCall, named
-from weir.pools import Beginning, Frame, Header, Pool, Snap
+from weir.pools import Beginning, Frame, Header, Kept, Pool, Snap
 
 EXACT = "exact"
 SAME = "same"
@@ -99,8 +100,8 @@ class Pinned(PolicyWrapper):
     of its turn.
 
     Attributes:
-        policy: the policy for all other tokens.
-        n: slots of each layer for the beginning.
+        policy: the policy that holds everything else.
+        n: slots of each layer for the beginning, and for tokens that are to be kept.
         header: slots of each layer for the header.
         format: the format of the slots for the beginning, by the names of `slab.FORMATS`; "same"
             for that of the policy's quantized slots, or int8 if it has none.
@@ -127,7 +128,7 @@ class Pinned(PolicyWrapper):
         return f"n={self.n}, header={self.header}{form}"
 
     def rewrite(self, pipe: Pipe) -> Pipe:
-        """Add the two pools. Refuse a pipe that has such pools, or no limit."""
+        """Add the pools; refuse a pipe that has such pools, or no limit."""
         if pipe.needs_marks:
             raise WeirError(
                 f"{self.policy} already keeps the beginning of a stream. Use it without pinned."
@@ -140,13 +141,14 @@ class Pinned(PolicyWrapper):
         # The header comes as late as possible: after it, tokens are out of order, and pools must
         # sort them.
         place = next((at for at, pool in enumerate(pools) if not pool.in_order), len(pools))
-        with_both = (Beginning(self.n), *pools[:place], Header(self.header), *pools[place:])
+        marked = Header(self.header), Kept(self.n)
+        with_all = (Beginning(self.n), *pools[:place], *marked, *pools[place:])
         given = pipe.formats or ("",) * len(pools)
         first = "" if self.format == EXACT else self.format
         if self.format == SAME:
             first = next(filter(None, given), "int8")
-        formats = (first, *given[:place], "", *given[place:])
-        return Pipe(with_both, formats=formats)
+        formats = (first, *given[:place], "", first, *given[place:])
+        return Pipe(with_all, formats=formats)
 
 
 @named("any policy, and next to it the tokens that a conversation must not lose")
@@ -155,9 +157,10 @@ def pinned(
 ) -> Policy:
     """A policy, and next to it the beginning of the stream and the header of the current turn.
 
-    `n` slots are for the beginning, and `header` for the control tokens before an answer, in
-    addition to the slots of the policy. The marks of a row say how many of them it uses. A row
-    without marks has `n` more sinks.
+    `n` slots are for the beginning and `header` for the control tokens in front of an answer, in
+    addition to those of the policy. How many of them a row uses, its marks say; a row without marks
+    has `n` more sinks. Slots that the beginning leaves free are for other tokens that the marks
+    name.
 
     Args:
         policy: the policy for all other tokens; none for StreamingLLM.
@@ -444,7 +447,7 @@ def with_slots(policy: Policy, slots: str | None) -> Policy:
         return made.as_written(str(call), call)
     if slots != EXACT:
         return Quantized(policy, slots)
-    if not isinstance(policy, Recompute) and any(pipe.quantized for pipe in policy.pipes):
+    if not isinstance(policy, Recompute | KVzip) and any(pipe.quantized for pipe in policy.pipes):
         raise _has_own_format(policy)
     return policy
 

@@ -1,7 +1,17 @@
 """Pools: rules that decide which tokens keep a slot, each in a separate file or folder."""
 
 from weir.pools.balance import Balance, Halves, Sums
-from weir.pools.base import MOST_WEIGHT, Fold, Marks, Pool, SizedPool, find_outside, split
+from weir.pools.base import (
+    MOST_RANGES,
+    MOST_WEIGHT,
+    Fold,
+    Marks,
+    Pool,
+    SizedPool,
+    find_outside,
+    split,
+    wrong_ranges,
+)
 from weir.pools.beginning import Beginning
 from weir.pools.counter_rng import CounterRNG
 from weir.pools.defend import Defend
@@ -10,6 +20,7 @@ from weir.pools.header import Header
 from weir.pools.heavy import Heavy
 from weir.pools.hive import Hive, best_window
 from weir.pools.kcenter import KCenter, farthest_first
+from weir.pools.kept import Kept
 from weir.pools.match import Match
 from weir.pools.observed_attention import Gating, ObservedAttention, Output
 from weir.pools.outliers import Outliers
@@ -24,7 +35,6 @@ from weir.pools.parameters import (
 )
 from weir.pools.ranked import Ranked, Tallied, pool_neighbors, select_highest
 from weir.pools.recent import Recent
-from weir.pools.reconstruct import Reconstruct
 from weir.pools.registry import CONSTANTS, POOLS, WAITING, WORD, check_free, check_name, pool
 from weir.pools.reservoir import Reservoir
 from weir.pools.residue import Residue

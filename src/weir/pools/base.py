@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weir.errors import WeirError
+from weir.errors import WeirError, quote
 from weir.pools.counter_rng import CounterRNG
 from weir.pools.observed_attention import ObservedAttention
 from weir.pools.parameters import fits
@@ -28,29 +28,57 @@ FINITE, FROM_0, LOG_WEIGHT = (-MOST, MOST), (0.0, MOST), (-torch.inf, MOST_WEIGH
 """Bounds for tensors of a state, for `find_outside`."""
 
 
+MOST_RANGES = 1024
+"""Ranges of tokens that a row may be told to keep."""
+
+
 @dataclass(frozen=True)
 class Marks:
-    """Where a row's system turn ends and its current turn begins, which its tokens do not show.
+    """Facts of a row's stream that its tokens do not show: where its system turn ends, where its
+    running turn begins, and which tokens must be kept.
 
     Attributes:
         beginning: number of tokens at the start of the stream that belong together, such as its
             system turn; None if not known.
-        turn: the place in the stream where the current turn begins.
-        header: number of tokens that the chat template puts before the answer.
+        turn: the place in the stream where the running turn begins.
+        header: number of tokens that the chat template puts in front of the answer.
+        kept: places in the stream of tokens to keep, in order and apart: the first of a range, and
+            the one after its last.
 
     Raises:
-        WeirError: one of them is not a number of tokens.
+        WeirError: one of them is not a number of tokens, or the ranges are out of order.
     """
 
     beginning: int | None = None
     turn: int = 0
     header: int = 0
+    kept: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
+        for name in ("beginning", "turn", "header"):
+            value = getattr(self, name)
             known = value is not None or name != "beginning"
             if known and (not fits(value, int) or not 0 <= value <= 2**53):
-                raise WeirError(f"{name} must be a number of tokens of at least 0, got {value!r}")
+                raise WeirError(f"{name} is a number of tokens from 0 on, not {value!r}")
+        if (why := wrong_ranges(self.kept)) is not None:
+            raise WeirError(f"kept {why}")
+        object.__setattr__(self, "kept", tuple((start, stop) for start, stop in self.kept))
+
+
+def wrong_ranges(kept: Any) -> str | None:
+    """Say what is wrong with ranges of tokens to keep (`Marks.kept`); None if they are right."""
+    if not isinstance(kept, tuple | list) or len(kept) > MOST_RANGES:
+        return f"must be at most {MOST_RANGES} ranges, as in ((100, 150), (200, 230))"
+    last = 0
+    for one in kept:
+        whole = isinstance(one, tuple | list) and len(one) == 2 and all(fits(n, int) for n in one)
+        if not whole or not last <= one[0] < one[1] <= 2**53:
+            return (
+                "must be ranges of places in the stream, in order and apart, as in ((100, 150), "
+                f"(200, 230)), not {quote(one)}"
+            )
+        last = one[1]
+    return None
 
 
 @dataclass(frozen=True)
@@ -74,8 +102,10 @@ class Fold:
             if not known (`Marks`).
         turn: the place where the current turn begins [batch], int64; None if not known.
         header: tokens that begin the turn, the same in all rows.
-        state: the pool's state in addition to its slots (`Pool.state`). A fold replaces its tensors
-            with new ones of the same shape, and never writes into them.
+        kept: places of tokens to keep, the first and the one after the last of each range
+            [batch, ranges, 2], int64; None if there are none.
+        state: the pool's state beside its slots (`Pool.state`). A fold replaces its tensors by new
+            ones of the same shape, and never writes into them.
     """
 
     draws: CounterRNG
@@ -91,6 +121,7 @@ class Fold:
     beginning: int | None = None
     turn: Tensor | None = None
     header: int = 0
+    kept: Tensor | None = None
     state: dict[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -132,15 +163,6 @@ class Pool(ABC):
         return False
 
     @property
-    def needs_second_reading(self) -> bool:
-        """Whether each chunk is read twice for this pool.
-
-        If so, `Slots.mass` is not a sum, but the largest share of its attention that a query of the
-        second reading gave to the token.
-        """
-        return False
-
-    @property
     def needs_queries(self) -> int:
         """How many of the last queries it reads in a fold (`Fold.queries`)."""
         return 0
@@ -157,7 +179,14 @@ class Pool(ABC):
 
     @property
     def needs_marks(self) -> bool:
-        """Whether it reads the marks of rows (`Fold.beginning`, `turn`, `header`)."""
+        """Whether it reads the marks of rows (`Fold.beginning`, `turn`, `header`, `kept`)."""
+        return False
+
+    @property
+    def shares_slots(self) -> bool:
+        """Whether its slots are those that the first pool of the pipe leaves free, so that they do
+        not count again.
+        """
         return False
 
     @property
@@ -310,11 +339,11 @@ class PoolWrapper(Pool):
 
     drops = _of_inner("drops")
     needs_mass = _of_inner("needs_mass")
-    needs_second_reading = _of_inner("needs_second_reading")
     needs_queries = _of_inner("needs_queries")
     needs_shares = _of_inner("needs_shares")
     needs_gates = _of_inner("needs_gates")
     needs_marks = _of_inner("needs_marks")
+    shares_slots = _of_inner("shares_slots")
     log_n = _of_inner("log_n")
     heads_agree = _of_inner("heads_agree")
     is_stochastic = _of_inner("is_stochastic")

@@ -1,11 +1,11 @@
 """SubGen: samples of clusters of keys for the denominator, and of long values for the numerator.
 
-SubGen (Zandieh et al. 2024, "SubGen: Token Generation in Sublinear Time and Memory"), Algorithm 1.
-The denominator is a sum over clusters of keys, each with its size and t uniform samples. The
-numerator is a sum over s pairs of key and value, drawn with probability proportional to the squared
-length of the value. Both sums are unbiased at every step. A limited number of clusters uses the
-doubling algorithm of its reference [3] (Charikar, Chekuri, Feder and Motwani 1997). The paper's
-experiments run the pool `kcenter` instead.
+SubGen (Zandieh et al. 2024, "SubGen: Token Generation in Sublinear Time and Memory",
+arXiv:2402.06082), Algorithm 1. The denominator is a sum over clusters of keys, each known by its
+size and t uniform samples; the numerator is a sum over s pairs of key and value, drawn with
+probability proportional to the squared length of the value. Both sums are unbiased, at every step.
+For a bounded number of clusters it is the doubling algorithm of its reference [3] (Charikar,
+Chekuri, Feder and Motwani 1997). What the paper's experiments run instead is the pool `kcenter`.
 """
 
 from __future__ import annotations

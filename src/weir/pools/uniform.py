@@ -1,8 +1,9 @@
 """Uniform sampling: the baseline that BalanceKV and others are measured against.
 
-BalanceKV (Kochetkova et al. 2025, arXiv:2502.07861), section 4.1 and appendix B.1, "independent
-uniform sampling". By rate, each token is kept with that probability; by budget, that many of all
-that came are kept, each with the same probability.
+BalanceKV (Kochetkova et al. 2025, "Streaming Attention Approximation via Discrepancy Theory",
+arXiv:2502.07861), section 4.1 and appendix B.1, "independent uniform sampling". By rate, each token
+is kept with that probability; by budget, that many of all that came are kept, each with the same
+probability.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -46,6 +46,14 @@ from weir.serve.engine.sequence import Sequence, Stage
 from weir.serve.forgotten import describe_forgotten, tell_forgotten
 from weir.serve.limits import Limits
 from weir.serve.messages import Message, ResultPlace, call_id, hash_prefixes
+from weir.serve.pins import (
+    CannotPin,
+    PinnedPlaces,
+    PinRoom,
+    count_tokens,
+    find_pinned,
+    was_dropped,
+)
 from weir.serve.prompts import Prompt, PromptMatcher, PromptRenderer
 from weir.serve.sessions.manager import SessionManager, UnknownSession
 from weir.serve.sessions.records import StorageFull, TurnRecord, is_hidden, pack_ids
@@ -54,6 +62,7 @@ from weir.serve.thoughts import OPEN, ThoughtParser
 from weir.serve.tools.formats import Tool
 from weir.serve.tools.own import (
     DROP_TOOL_OUTPUT,
+    KEEP_TOOL_OUTPUT,
     MAX_CALLS,
     OwnTool,
     OwnTools,
@@ -70,7 +79,9 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("weir.serve")
 TOOL_THREADS = 2
-"""Number of calls of the server's tools that run at the same time."""
+"""Calls of the server's tools that are executed at once."""
+PIN_SECONDS = 60.0
+"""Seconds that a step of the engine may take in which an output is pinned."""
 
 
 @dataclass(frozen=True)
@@ -103,12 +114,12 @@ class ServerClosing(WeirError):
 
 
 class NoOutput(WeirError):
-    """A session has no output of a call that could be dropped."""
+    """A session has no output of a call that could be dropped or pinned."""
 
-    def __init__(self, call: str) -> None:
+    def __init__(self, call: str, kind: str = "") -> None:
         super().__init__(
-            f"the kept turns of this session contain no output of the call {quote(call)}. List "
-            "the outputs with GET /v1/sessions/ID/items"
+            f"there is no {kind}output of the call {quote(call)} among the turns of this session "
+            "that are kept"
         )
 
 
@@ -136,6 +147,22 @@ class DroppedOutput:
     call: str
     tokens: int
     again: bool
+
+
+@dataclass(frozen=True)
+class PinnedOutput:
+    """An output of a tool that was pinned.
+
+    Attributes:
+        tokens: how many tokens it has.
+        again: whether it had been pinned before.
+        reread: whether some of them have left the cache, so that the next answer reads it again.
+    """
+
+    call: str
+    tokens: int
+    again: bool
+    reread: bool
 
 
 @dataclass(frozen=True)
@@ -291,6 +318,9 @@ class EngineClient:
         self.own_tools: dict[str, OwnTool] = {}
         if not is_replica and engine.cache.why_not_drop() is None:
             self._add_tool(OwnTool(DROP_TOOL_OUTPUT, self._drop_tool_output))
+        self._room = PinRoom(engine.cache.slots_to_keep, engine.cache.window)
+        if not is_replica and self._room.slots is not None:
+            self._add_tool(OwnTool(KEEP_TOOL_OUTPUT, self._keep_tool_output))
         if engine.store.archive is not None:
             tool = make_recall_tool()
             self.own_tools[tool.tool.name] = tool
@@ -309,7 +339,7 @@ class EngineClient:
             self.worker = Worker()
             self.worker.open(self.renderer)
         self._changes = ChangedPrefixes() if notes_changes else None
-        how = (self.vocabulary, self.worker, self._changes)
+        how = (self.vocabulary, self.worker, self._changes, self._room)
         self.matcher = PromptMatcher(self.renderer, self.store, root, *how)
         self.sessions = SessionManager(engine, self.responses, limits, self.worker)
         self._thought_tokens = ThoughtTokens(tokenizer, self.stop_ids, self.vocabulary)
@@ -507,6 +537,7 @@ class EngineClient:
             beginning=prompt.beginning,
             header=prompt.header,
             dropped=prompt.dropped,
+            kept=prompt.kept,
             record=None if prompt.session is None else partial(self._record, request, prompt),
             on_stop=partial(self._on_stop, request, prompt, processor) if request.own else None,
         )
@@ -629,6 +660,7 @@ class EngineClient:
                 **({} if prompt.recalled is None else {"recalled": prompt.recalled.tokens}),
             },
             ids=pack_ids([*prompt.ids, *sequence.output_ids]),
+            kept=sequence.kept,
         )
 
     def make_parser(self, request: GenerationRequest) -> CallParser | None:
@@ -693,6 +725,20 @@ class EngineClient:
         if found is not None:
             self._drop_output(owner, found)
             return DroppedOutput(call, found.place.stop - found.place.start, again=False)
+        place = self._find_output(owner, session, call, sequence)
+        if place is None:
+            raise NoOutput(call)
+        # It was dropped, or there are more outputs than are listed.
+        again = place.chain in self.store.dropped_chains(owner)
+        self._drop_output(owner, ToolOutput(call, place))
+        return DroppedOutput(call, place.stop - place.start, again=again)
+
+    def _find_output(
+        self, owner: str, session: str, call: str, sequence: Sequence | None
+    ) -> ResultPlace | None:
+        """Find where the newest output of a call is, dropped or not, in a session or in its
+        sequence that runs.
+        """
         if sequence is not None:
             prompt = self.prompt_of(sequence)
             own = [one.where for one in prompt.messages if one.result == call and one.where]
@@ -701,12 +747,7 @@ class EngineClient:
             summary, own = self.store.get_session(owner, session), []
             node = None if summary is None else summary.head
         places = own or [p for _, p in self.store.list_results(owner, node or "", call, 1)]
-        if not places:
-            raise NoOutput(call)
-        # It was dropped already, or there are more outputs than are listed.
-        again = places[0].chain in self.store.dropped_chains(owner)
-        self._drop_output(owner, ToolOutput(call, places[0]))
-        return DroppedOutput(call, places[0].stop - places[0].start, again=again)
+        return places[0] if places else None
 
     def check_drops(self) -> None:
         """Raise CannotDrop if this server cannot drop outputs."""
@@ -749,24 +790,129 @@ class EngineClient:
         self.check_drops()
         place = output.place
         self.store.drop_result(owner, place.chain)
+        for sequence in self._readers(owner, output):
+            # It may have been read again elsewhere, because it was pinned.
+            for one in {place, *(kept for kept in sequence.kept if kept.chain == place.chain)}:
+                self.engine.drop(sequence, (one.start, one.stop))
+
+    def _readers(self, owner: str, output: ToolOutput) -> list[Sequence]:
+        """The sequences under way that have read an output, or will read it."""
         with self._lock:
             generations = [one for one in self._generations if one.prompt.owner == owner]
+        found: list[Sequence] = []
         for generation in generations:
             prompt = generation.prompt
             read = [one.where for one in prompt.messages]
             if prompt.parent is not None:
                 node = prompt.parent.node
-                read += [found for _, found in self.store.list_results(owner, node, output.call)]
-            for sequence in generation.sequences if place in read else ():
-                self.engine.drop(sequence, (place.start, place.stop))
+                read += [place for _, place in self.store.list_results(owner, node, output.call)]
+            found += generation.sequences if output.place in read else ()
+        return found
 
-    def _drop_tool_output(self, context: ToolContext, arguments: Mapping[str, Any]) -> str:
-        """Run a call of `DROP_TOOL_OUTPUT`."""
-        back = arguments["back"]
+    def check_pins(self) -> None:
+        """Raise CannotPin if this server cannot pin outputs."""
+        if self.is_replica:
+            raise CannotPin("servers of a cluster cannot pin outputs yet")
+        if self._room.slots is None:
+            every = any(slots is None for slots in self.engine.cache.slots_by_layer)
+            raise CannotPin(
+                "this server's policy keeps every token, so no output has to be pinned"
+                if every
+                else "this server has no slots for outputs that are pinned: start it with --pin "
+                "and a policy that does not name the pool beginning itself"
+            )
+
+    def pin_output(self, owner: str, session: str, call: str) -> PinnedOutput:
+        """Keep the output of a tool in the cache of a session for good, and in that of all
+        histories that begin like it.
+
+        If some of its tokens have left the cache, the next answer reads the output again. Pinning
+        it again does nothing.
+
+        Raises:
+            UnknownSession: the owner has no such session.
+            NoOutput: the session has no such output, or it is not known where its tokens are.
+            CannotPin: it was dropped, there is no room, or outputs cannot be pinned here.
+        """
+        self.check_pins()
+        outputs, sequence = self.list_outputs(owner, session)
+        found = next((one for one in outputs if one.call == call), None)
+        if found is not None:
+            return self._pin_output(owner, found, self._end_of(owner, session, sequence))
+        if self._find_output(owner, session, call, sequence) is None:
+            raise NoOutput(call)
+        raise was_dropped(call)
+
+    def unpin_output(self, owner: str, session: str, call: str) -> None:
+        """Let the output of a tool leave the cache again, from the next answer on.
+
+        Raises:
+            UnknownSession: the owner has no such session.
+            NoOutput: the session has no such output, or it is not pinned.
+        """
+        outputs, _ = self.list_outputs(owner, session)
+        found = next((one for one in outputs if one.call == call), None)
+        if found is None or found.place.chain not in self.store.pinned_chains(owner):
+            raise NoOutput(call, "pinned ")
+        self.store.unpin_result(owner, found.place.chain)
+
+    def _end_of(self, owner: str, session: str, sequence: Sequence | None) -> TurnRecord | None:
+        """The newest saved turn of a session, or the one that its running sequence continues."""
+        if sequence is not None:
+            return self.prompt_of(sequence).parent
+        summary = self.store.get_session(owner, session)
+        return None if summary is None else self.store.find_turn(owner, summary.head)
+
+    def _pin_output(self, owner: str, output: ToolOutput, end: TurnRecord | None) -> PinnedOutput:
+        """Pin an output now, in the rows of all answers under way that have read it, too.
+
+        Args:
+            end: the saved turn up to which the stream is looked at, beside those answers.
+        """
+        place, pinned = output.place, self.store.pinned_chains(owner)
+        tokens = place.stop - place.start
+        readers = [one for one in self._readers(owner, output) if one.is_running]
+        before = end or (self.prompt_of(readers[0]).parent if readers else None)
+        others = pinned - {place.chain}
+        known = PinnedPlaces()
+        if before is not None:
+            known = find_pinned(self.store, before, others, self._room.window)
+        new = [one for one in (readers[0].kept if readers else ()) if one.chain in others]
+        used = {one.chain: one for one in (*known.held, *known.lost, *new)}
+        if before is not None:
+            beginning = before.usage.get("beginning", 0)
+        else:
+            beginning = self.prompt_of(readers[0]).beginning if readers else 0
+        self._room.check(tokens + count_tokens(used.values()), beginning)
+        self.store.pin_result(owner, place.chain)
+        futures = [self.engine.keep(sequence, place) for sequence in readers]
+        if futures:
+            done = wait(futures, PIN_SECONDS).done
+            reread = len(done) < len(futures) or not all(future.result() for future in done)
+        else:
+            chains = {place.chain}
+            reread = before is None or bool(
+                find_pinned(self.store, before, chains, self._room.window).lost
+            )
+        return PinnedOutput(output.call, tokens, place.chain in pinned, reread)
+
+    def _keep_tool_output(self, context: ToolContext, arguments: Mapping[str, Any]) -> str:
+        """Execute a call of `KEEP_TOOL_OUTPUT`."""
+        found = self._output_back(context, arguments["back"], "kept")
+        pinned = self._pin_output(context.prompt.owner, found, context.prompt.parent)
+        more = " It will be read again with the next message." if pinned.reread else ""
+        return f"Kept: {pinned.tokens} tokens.{more}"
+
+    def _output_back(self, context: ToolContext, back: int, done: str) -> ToolOutput:
+        """The output that a model names by its age: 1 is the newest."""
         outputs = self._outputs_of(context.prompt)
         if len(outputs) < back:
-            raise WeirError(f"there are only {len(outputs)} outputs that can be dropped")
-        found = outputs[back - 1]
+            raise WeirError(f"there are only {len(outputs)} outputs that could be {done}")
+        return outputs[back - 1]
+
+    def _drop_tool_output(self, context: ToolContext, arguments: Mapping[str, Any]) -> str:
+        """Execute a call of `DROP_TOOL_OUTPUT`."""
+        found = self._output_back(context, arguments["back"], "dropped")
         self._drop_output(context.prompt.owner, found)
         return f"Dropped: {found.place.stop - found.place.start} tokens."
 

@@ -6,12 +6,12 @@ Knows nothing about HTTP or rows.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from weir.serve.messages import Message
+from weir.serve.messages import DROPPED, Message
 from weir.serve.sessions.records import TurnRecord
 from weir.serve.sessions.store import SessionStore
 
@@ -38,20 +38,27 @@ def describe_forgotten(
         read: number of tokens of the stream that the row has read, which excludes the last token of
             an answer.
     """
+    dropped = store.dropped_chains(owner)
     places = held.tolist() if isinstance(held, Tensor) else held
     found: list[dict[str, Any]] = []
     for _ in range(LOOKED_AT):
         record = None if node is None else store.find_turn(owner, node)
         if record is None or len(found) == MOST_TURNS:
             break
-        if (lost := describe_turn(record, places, read)) is not None:
+        if (lost := describe_turn(record, places, read, dropped)) is not None:
             found.append(lost)
         node = record.parent
     return found
 
 
-def describe_turn(record: TurnRecord, held: Sequence[int], read: int) -> dict[str, Any] | None:
-    """Describe a turn if it has lost tokens that were read; None if it has not."""
+def describe_turn(
+    record: TurnRecord, held: Sequence[int], read: int, dropped: Collection[str]
+) -> dict[str, Any] | None:
+    """Describe a turn that has lost tokens, of those that were read; None if it has not.
+
+    Args:
+        dropped: hashes of histories that end with a result whose text is not to be shown.
+    """
     start, end = record.seen - len(record.ids) // 4, min(record.seen, read)
     tokens = end - start
     still = bisect_left(held, end) - bisect_left(held, start)
@@ -62,12 +69,14 @@ def describe_turn(record: TurnRecord, held: Sequence[int], read: int) -> dict[st
         "start": start,
         "tokens": tokens,
         "forgotten": tokens - still,
-        "messages": describe_messages(record.messages),
+        "messages": describe_messages(record.messages, dropped),
     }
 
 
-def describe_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return the roles of messages, their first words, and the calls whose results they are."""
+def describe_messages(
+    messages: Sequence[Message], dropped: Collection[str]
+) -> list[dict[str, Any]]:
+    """The roles of messages, how they begin, and the calls whose results they are."""
     shown = [*enumerate(messages)]
     if len(shown) > MOST_MESSAGES:
         shown = [*shown[: MOST_MESSAGES - 1], shown[-1]]
@@ -75,7 +84,7 @@ def describe_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
         {
             "index": number,
             "role": message.role,
-            "text": _beginning_of(message.content),
+            "text": _beginning_of(_text_of(message, dropped)),
             **({} if message.result is None else {"call_id": message.result}),
             **({"calls": [call.name for call in message.calls[:8]]} if message.calls else {}),
         }
@@ -96,6 +105,12 @@ def tell_forgotten(turns: Sequence[dict[str, Any]], tokens: int) -> str:
             what = role if call is None else f"the output of {call}"
             lines.append(f"- {share} of a turn with {what}: {message['text']}")
     return "\n".join(lines)
+
+
+def _text_of(message: Message, dropped: Collection[str]) -> str:
+    """The text of a message, unless it is the result of a tool that was dropped."""
+    gone = message.where is not None and message.where.chain in dropped
+    return DROPPED if gone else message.content
 
 
 def _beginning_of(text: str) -> str:

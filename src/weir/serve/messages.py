@@ -22,7 +22,11 @@ THINKING = re.compile(r"\A\s*<think>.*?(</think>\s*|\Z)", re.DOTALL)
 In an answer that was cut off, the thoughts may have no end.
 """
 PART = 65_536
-"""Number of characters of a content that are encoded at a time."""
+"""Characters of a content that are encoded at once."""
+DROPPED = "[This output was dropped.]"
+"""Stands for the text of a result that was dropped: in a prompt, where its history is read again,
+and wherever messages are described.
+"""
 _plain = json.JSONEncoder(ensure_ascii=False).encode
 _encode = json.JSONEncoder(sort_keys=True).encode
 

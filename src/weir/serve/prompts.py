@@ -17,9 +17,19 @@ from transformers import PreTrainedTokenizerBase
 
 from weir.errors import WeirError, quote
 from weir.models import ModelSink
+from weir.pools import MOST_RANGES
 from weir.serve.changes import ChangedPrefixes, Outline, describe_change
-from weir.serve.messages import Message, ResultPlace, hash_prefixes
-from weir.serve.reread import Reread, explain_reread
+from weir.serve.messages import DROPPED, Message, ResultPlace, hash_prefixes
+from weir.serve.pins import (
+    PinnedPlaces,
+    PinRoom,
+    count_tokens,
+    find_pinned,
+    has_no_place,
+    introduce,
+    was_dropped,
+)
+from weir.serve.reread import Reread, explain_reread, find_nearest, same_results
 from weir.serve.roles import SystemPlaces
 from weir.serve.sessions.records import TurnRecord, is_hidden
 from weir.serve.sessions.store import SessionStore
@@ -48,8 +58,6 @@ LOOKUPS = 256
 """Number of newest answers of a history that are looked up among saved turns."""
 NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 """No further variables for a chat template."""
-DROPPED = "[This output was dropped.]"
-"""Replaces a dropped result in a prompt, if its history is read again."""
 Tell = Callable[[TurnRecord], str]
 """Writes a note for the model about the turn that a prompt continues."""
 BESIDE = 64
@@ -102,10 +110,12 @@ class Prompt:
         reread: the part of the history that is read again, and the reason; None if none is.
         note: a text before the new messages that says how the system messages have changed.
         systems: the system messages before the first answer.
-        outline: hash of the history without those; empty if it is not to be remembered.
-        places: the places in `ids` of the results among `messages`, by the index of their message.
-        dropped: positions in the stream of results that were read and then dropped.
-        recalled: the text that was recalled for the last message; None if none was.
+        outline: hash of what the history says apart from those; empty if it is not to be known.
+        places: where the results among `messages` are in `ids`, by the index of their message.
+        dropped: places in the stream of results that were read and then dropped.
+        recalled: what was brought back for the last message; None if nothing was.
+        kept: where the pinned results are in the stream, those of this prompt included.
+        unkept: how many tokens of pinned results have no room.
     """
 
     ids: list[int]
@@ -124,6 +134,8 @@ class Prompt:
     places: tuple[TextPlace, ...] = ()
     dropped: tuple[tuple[int, int], ...] = ()
     recalled: RecalledText | None = None
+    kept: tuple[ResultPlace, ...] = ()
+    unkept: int = 0
 
     @property
     def cached(self) -> int:
@@ -139,18 +151,19 @@ class Prompt:
 
 
 class UnknownOutput(WeirError):
-    """A history has no output of a call that is to be dropped.
+    """A history has no output of a call that is to be dropped or pinned.
 
     Attributes:
-        number: the index of the call in the request's list.
+        number: the index of the call among those that are named.
+        field: the field that names it.
     """
 
-    def __init__(self, number: int, call: str) -> None:
+    def __init__(self, number: int, call: str, field: str) -> None:
         super().__init__(
             f"there is no output of the call {quote(call)} in this history. Use the id of a call "
             "whose output was sent"
         )
-        self.number = number
+        self.number, self.field = number, field
 
 
 class PromptRenderer:
@@ -345,6 +358,7 @@ class PromptMatcher:
         worker: works on long histories, opened with the renderer. Short ones do not wait for it.
         changes: turns that a history continues even if its system messages have changed; None if
             such a history is read again.
+        room: the slots for pinned results; None if there are none.
 
     Its methods raise PromptTooLong for more tokens than a request may feed, and WeirError for no
     tokens or if the template refuses the messages.
@@ -358,7 +372,9 @@ class PromptMatcher:
         vocabulary: int,
         worker: Worker,
         changes: ChangedPrefixes | None = None,
+        room: PinRoom | None = None,
     ) -> None:
+        self._room = room or PinRoom(None, 0)
         self._changes = changes
         self._store = store
         self._root = root
@@ -387,44 +403,57 @@ class PromptMatcher:
         drops: Sequence[str] = (),
         tell: Tell | None = None,
         recall: int = 0,
+        pins: Sequence[str] = (),
     ) -> Prompt:
         """Make a prompt that starts at the longest saved prefix of a history.
 
         Only prefixes that end with one of the newest `LOOKUPS` answers count. The same messages
         with other tools are a different history.
 
-        `drops` are the ids of calls whose outputs are dropped before anything is read. Raises
-        UnknownOutput if the history does not have one. `tell` writes a note for the model about the
-        turn that the prompt continues; the note may be empty.
+        `drops` are the ids of calls whose outputs are dropped, before anything is read
+        (UnknownOutput if the history does not have one). `pins` are those whose outputs are kept
+        (CannotPin if they cannot be). `tell` writes a note for the model about the turn that the
+        prompt continues, which may be empty.
         """
         held = messages if isinstance(messages, Handle) else self.hold(messages)
         root = self._root_of(tools)
-        if drops:
-            chains: dict[str, str] = held.call(_hash_results, root, tuple(drops))
-            self._drop_all(owner, drops, chains)
+        chains: dict[str, str] = {}
+        if drops or pins:
+            chains = held.call(_hash_results, root, (*drops, *pins))
+        self._drop_all(owner, drops, chains)
+        pinned = self._find_pins(owner, pins, chains)
         prefixes: list[tuple[int, str]] = held.call(_hash_answers, root)
-        refused = False
+        refused, nearest = False, None
         outline = None if self._changes is None else held.call(_outline, root)
-        for known, chain in prefixes:
+        for number, (known, chain) in enumerate(prefixes):
+            if number == 1 and not refused:
+                nearest = self._look_back(owner, held, root, session)
             parent, note = self._store.find_history(owner, chain), ""
             if parent is None and outline is not None:
                 parent, note = self._find_changed(owner, outline, known)
+                if parent is not None:
+                    pinned = self._as_read(parent, drops, pinned)
             if parent is None:
                 continue
             if tell is not None:
                 note = join_notes(note, tell(parent))
-            how = (session, tools, variables, recall)
+            how = (session, tools, variables, recall, pinned)
             prompt = self._extend(parent, held, known, *how, chain=chain, note=note)
             if prompt is not None:
                 prompt = _with_outline(prompt, outline)
-                return self._explained(prompt, held, known, prefixes, session, refused=refused)
+                if number == 0:
+                    return prompt
+                return self._explained(prompt, held, known, prefixes, nearest, refused=refused)
             refused = True
+        if len(prefixes) == 1 and not refused:
+            nearest = self._look_back(owner, held, root, session)
         known, chain = prefixes[0] if prefixes else (0, root)
         dropped = self._store.dropped_chains(owner)
         how_read = (tools, dict(variables), root, dropped)
         prompt = held.call(_render_all, known, chain, *how_read)
         prompt = _with_outline(replace(prompt, owner=owner), outline)
-        prompt = self._explained(prompt, held, 0, prefixes, session, refused=refused)
+        prompt = self._keep(prompt, PinnedPlaces(), (), pinned, prompt.beginning)
+        prompt = self._explained(prompt, held, 0, prefixes, nearest, refused=refused)
         return replace(
             _with_shared_ids(prompt),
             owner=owner,
@@ -435,9 +464,77 @@ class PromptMatcher:
         """Drop the outputs of some calls, given the hashes of the histories that end with them."""
         for number, call in enumerate(drops):
             if call not in chains:
-                raise UnknownOutput(number, call)
+                raise UnknownOutput(number, call, "drop")
         for call in drops:
             self._store.drop_result(owner, chains[call])
+
+    def _find_pins(
+        self, owner: str, pins: Sequence[str], chains: Mapping[str, str]
+    ) -> dict[str, str]:
+        """Find the hashes of the histories that end with the outputs of some calls, and those
+        calls; UnknownOutput, or CannotPin for one that was dropped.
+        """
+        dropped = self._store.dropped_chains(owner) if pins else ()
+        for number, call in enumerate(pins):
+            if call not in chains:
+                raise UnknownOutput(number, call, "pin")
+            if chains[call] in dropped:
+                raise was_dropped(call)
+        return {chains[call]: call for call in pins}
+
+    def _as_read(
+        self, parent: TurnRecord, drops: Sequence[str], pins: Mapping[str, str]
+    ) -> dict[str, str]:
+        """Drop and pin the outputs of some calls under the hashes with which they were read: a
+        history whose system messages have changed has others.
+        """
+
+        def hash_of(call: str) -> str | None:
+            found = self._store.list_results(parent.owner, parent.node, call, 1)
+            return found[0][1].chain if found else None
+
+        for call in drops:
+            if (chain := hash_of(call)) is not None:
+                self._store.drop_result(parent.owner, chain)
+        return {hash_of(call) or chain: call for chain, call in pins.items()}
+
+    def _keep(
+        self,
+        prompt: Prompt,
+        found: PinnedPlaces,
+        lost: Sequence[ResultPlace],
+        pins: Mapping[str, str],
+        beginning: int,
+    ) -> Prompt:
+        """Let the pinned results of a prompt be kept, as far as there is room.
+
+        Args:
+            found: those that were read before it.
+            lost: those of them that it reads again.
+            pins: the hashes of those that this request pins, and their calls: CannotPin if one has
+                no room.
+            beginning: the tokens of the stream's beginning.
+        """
+        wanted = self._store.pinned_chains(prompt.owner) | pins.keys()
+        if not wanted:
+            return prompt
+        read = [one.where for one in prompt.messages if one.where]
+        new = [one for one in read if one.chain in wanted and one.start < one.stop]
+        places = (*found.held, *prompt.kept, *new)
+        missing = [call for chain, call in pins.items() if chain not in {p.chain for p in places}]
+        if pins:
+            self._room.check(count_tokens(places) + count_tokens(lost), beginning)
+        if missing:
+            raise has_no_place(missing[0])
+        left = self._room.left(beginning)
+        kept: list[ResultPlace] = []
+        for place in places:
+            if count_tokens([*kept, place]) <= left and len(kept) < MOST_RANGES:
+                kept.append(place)
+        for chain in pins:
+            self._store.pin_result(prompt.owner, chain)
+        unkept = count_tokens(places) + count_tokens(lost) - count_tokens(kept)
+        return replace(prompt, kept=tuple(sorted(kept)), unkept=unkept)
 
     def _find_changed(
         self, owner: str, outline: Outline, known: int
@@ -454,13 +551,32 @@ class PromptMatcher:
         note = describe_change(systems, outline.systems)
         return (None, "") if note is None else (self._store.find_turn(owner, node), note)
 
+    def _look_back(self, owner: str, held: Handle, root: str, session: str | None) -> list[Message]:
+        """Find the conversation that a history, which is read again, is most like.
+
+        Results that were dropped or pinned there are so in this history, too.
+        """
+        messages: list[Message] = held.get()
+        nearest = find_nearest(self._store, owner, messages, session)
+        dropped, pinned = self._store.dropped_chains(owner), self._store.pinned_chains(owner)
+        if not (dropped or pinned):
+            return nearest
+        before = same_results(nearest, messages)
+        hashes: list[str] = held.call(_hash_all, root) if before else []
+        for at, chain in before.items():
+            if chain in dropped:
+                self._store.drop_result(owner, hashes[at])
+            elif chain in pinned:
+                self._store.pin_result(owner, hashes[at])
+        return nearest
+
     def _explained(
         self,
         prompt: Prompt,
         held: Handle,
         known: int,
         prefixes: list[tuple[int, str]],
-        session: str | None,
+        nearest: Sequence[Message] | None,
         *,
         refused: bool,
     ) -> Prompt:
@@ -468,9 +584,8 @@ class PromptMatcher:
         answered = prefixes[0][0] if prefixes else 0
         if known >= answered:
             return prompt
-        how = (known, answered, session)
-        messages: list[Message] = held.get()
-        found = explain_reread(self._store, prompt.owner, messages, *how, refused=refused)
+        how = (known, answered, self._store.dropped_chains(prompt.owner))
+        found = explain_reread(nearest or (), held.get(), *how, refused=refused)
         return replace(prompt, reread=found)
 
     def find_saved(
@@ -506,21 +621,23 @@ class PromptMatcher:
         drops: Sequence[str] = (),
         tell: Tell | None = None,
         recall: int = 0,
+        pins: Sequence[str] = (),
     ) -> Prompt | None:
         """Make a prompt that continues a saved turn, in its session if no other is named.
 
-        Returns None if the template cannot render these messages without the earlier ones. `drops`
-        and `tell` are as for `match`.
+        `drops`, `pins` and `tell` are as for `match`.
         """
         held = self.hold(messages)
-        if drops:
-            chains: dict[str, str] = held.call(_hash_results, parent.chain, tuple(drops))
-            for call in drops:
+        chains: dict[str, str] = {}
+        if drops or pins:
+            chains = held.call(_hash_results, parent.chain, (*drops, *pins))
+            for call in (*drops, *pins):
                 for _, place in self._store.list_results(parent.owner, parent.node, call, 1):
                     chains.setdefault(call, place.chain)
-            self._drop_all(parent.owner, drops, chains)
+        self._drop_all(parent.owner, drops, chains)
+        pinned = self._find_pins(parent.owner, pins, chains)
         note = "" if tell is None else tell(parent)
-        return self._extend(parent, held, 0, session, tools, variables, recall, note=note)
+        return self._extend(parent, held, 0, session, tools, variables, recall, pinned, note=note)
 
     def _extend(
         self,
@@ -531,23 +648,31 @@ class PromptMatcher:
         tools: Sequence[Tool],
         variables: Mapping[str, Any],
         recall: int,
+        pins: Mapping[str, str],
         *,
         chain: str | None = None,
         note: str = "",
     ) -> Prompt | None:
-        """Make a prompt of the messages after the `known` ones of a history, whose hash is `chain`.
+        """Make a prompt of what comes after the `known` messages of a history, whose hash is
+        `chain`, with a note in front, and with at most `recall` tokens of what they ask for.
 
-        It begins with a note, and has at most `recall` tokens of forgotten text that the messages
-        ask for.
+        Pinned results that have left the cache are read again in the note.
         """
         chain = parent.chain if chain is None else chain
         dropped = self._store.dropped_chains(parent.owner)
         before = (known, chain, parent.last, parent.seen, dropped)
         recalled = self._recall(parent, held, known, recall)
         quoted = "" if recalled is None else recalled.text
-        prompt = held.call(_render_rest, *before, tools, dict(variables), note, quoted)
+        found, repeated, lost = PinnedPlaces(), list[Message](), list[ResultPlace]()
+        beginning = parent.usage.get("beginning", 0)
+        if pinned := self._store.pinned_chains(parent.owner) | pins.keys():
+            found = find_pinned(self._store, parent, pinned, self._room.window)
+            repeated, lost = self._repeat(parent, found, beginning)
+        more = (note, quoted, tuple(repeated))
+        prompt = held.call(_render_rest, *before, tools, dict(variables), *more)
         if prompt is None:
             return None
+        prompt = self._keep(replace(prompt, owner=parent.owner), found, lost, pins, beginning)
         if dropped:
             gone = self._store.dropped_places(parent.owner, parent.node)
             prompt = replace(prompt, dropped=tuple(gone))
@@ -558,6 +683,24 @@ class PromptMatcher:
             session=session or _visible(parent.session),
             recalled=recalled,
         )
+
+    def _repeat(
+        self, parent: TurnRecord, found: PinnedPlaces, beginning: int
+    ) -> tuple[list[Message], list[ResultPlace]]:
+        """Find the text of pinned results that have left the cache, as far as there is room, and
+        the places of those that have none.
+        """
+        left = self._room.left(beginning) - count_tokens(found.held)
+        repeated: list[Message] = []
+        missing: list[ResultPlace] = []
+        for place in found.lost:
+            message = self._store.read_result(parent.owner, parent.node, place.chain)
+            left -= place.stop - place.start
+            if message is None or left < 0:
+                missing.append(place)
+            else:
+                repeated.append(message)
+        return repeated, missing
 
     def _recall(
         self, parent: TurnRecord, held: Handle, known: int, most: int
@@ -693,9 +836,12 @@ def _with_places(
     found = list(messages)
     for place in prompt.places:
         number = place.name - skipped
-        if hashes[number] not in dropped:
-            where = ResultPlace(start + place.start, start + place.stop, hashes[number])
-            found[number] = replace(found[number], where=where)
+        if number >= len(hashes):
+            continue  # it is read again, as a part of a note
+        # Of one that was dropped there is nothing, but its hash must be known.
+        stop = place.start if hashes[number] in dropped else place.stop
+        where = ResultPlace(start + place.start, start + stop, hashes[number])
+        found[number] = replace(found[number], where=where)
     return tuple(found)
 
 
@@ -711,10 +857,11 @@ def _render_rest(
     variables: Mapping[str, Any],
     note: str = "",
     quoted: str = "",
+    repeated: Sequence[Message] = (),
 ) -> Prompt | None:
-    """Make the prompt of the messages after the `known` ones.
+    """The prompt of what comes after the `known` messages, of which the last ends with a token.
 
-    `last` is the token with which the last of the known messages ends.
+    A note in front has the text of `repeated` results, which are kept.
     """
     rest, prefill = _split_prefill(messages[known:])
     hashes = hash_prefixes(chain, rest)
@@ -722,14 +869,24 @@ def _render_rest(
     if quoted:
         # Only the fed prompt has the note. The history that the client sends back does not.
         shown = [*shown[:-1], replace(shown[-1], content=quoted + shown[-1].content)]
-    noted = [Message("system", note), *shown] if note else shown
+    first = len(shown) + 1  # results that are repeated are marked by the numbers from here on
+    quotes = [introduce(one) + mark_text(one.content, first + n) for n, one in enumerate(repeated)]
+    marked = join_notes(note, *quotes)
+    note = join_notes(note, *(introduce(one) + one.content for one in repeated))
+    noted = [Message("system", marked), *shown] if note else shown
     rendered = renderer.render_next(noted, last, tools, variables)
     if rendered is None:
         return None
     start = parent_seen
+    kept = []
+    for place in rendered.places:
+        where = repeated[place.name - first].where if repeated and place.name >= first else None
+        if where is not None:
+            kept.append(ResultPlace(start + place.start, start + place.stop, where.chain))
     messages = _with_places(rest, hashes, rendered, start, dropped, len(noted) - len(rest))
     rendered = renderer.begin_answer(rendered, prefill)
-    return renderer.check(replace(rendered, hash=hashes[-1], messages=messages, note=note))
+    rendered = replace(rendered, hash=hashes[-1], messages=messages, note=note, kept=tuple(kept))
+    return renderer.check(rendered)
 
 
 def _asked_in(renderer: PromptRenderer, messages: Sequence[Message], known: int) -> str:

@@ -5,7 +5,7 @@ The history is compared with the latest conversations of its owner.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -48,29 +48,15 @@ class Reread:
         }
 
 
-def explain_reread(
-    store: SessionStore,
-    owner: str,
-    messages: Sequence[Message],
-    known: int,
-    answered: int,
-    session: str | None,
-    *,
-    refused: bool,
-) -> Reread:
-    """Find out why messages are read again.
+def find_nearest(
+    store: SessionStore, owner: str, messages: Sequence[Message], session: str | None
+) -> list[Message]:
+    """Find the conversation of an owner's that is most like a history; empty if none is.
 
     Args:
-        known: number of messages that are not read again.
-        answered: number of messages up to the last answer.
         session: the session that the client has named.
-        refused: whether the template could not continue a turn that was found.
     """
-    count = answered - known
-    if refused:
-        detail = "the chat template cannot render a turn without the earlier turns"
-        return Reread(known, count, "template", detail)
-    best, nearest = -1, list[Message]()
+    best, nearest = 0, list[Message]()
     for candidate in _conversations(store, owner, session):
         same = _count_same(candidate, messages)
         # A conversation with only one different message is closer than one that only begins in the
@@ -78,9 +64,51 @@ def explain_reread(
         near = same + _count_same(candidate[same + 1 :], messages[same + 1 :])
         if near > best:
             best, nearest = near, candidate
+    return nearest
+
+
+def same_results(nearest: Sequence[Message], messages: Sequence[Message]) -> dict[int, str]:
+    """Find the results of a history that were read in a conversation before, by their index: the
+    hash of the conversation up to each.
+
+    They are the same if all messages up to them are, apart from system messages.
+    """
+    old = [message for message in nearest if message.role != "system"]
+    new = [(at, message) for at, message in enumerate(messages) if message.role != "system"]
+    found: dict[int, str] = {}
+    for (at, message), before in zip(new, old, strict=False):
+        if message.canonical() != before.canonical():
+            break
+        if before.where is not None:
+            found[at] = before.where.chain
+    return found
+
+
+def explain_reread(
+    nearest: Sequence[Message],
+    messages: Sequence[Message],
+    known: int,
+    answered: int,
+    dropped: Collection[str],
+    *,
+    refused: bool,
+) -> Reread:
+    """Find out why messages are read again.
+
+    Args:
+        nearest: the conversation that is most like them.
+        known: how many messages are not read again.
+        answered: how many messages there are up to the last answer.
+        dropped: hashes of histories that end with a result whose text is not to be shown.
+        refused: whether the template could not continue a turn that was found.
+    """
+    count = answered - known
+    if refused:
+        detail = "the chat template cannot render a turn without those before it"
+        return Reread(known, count, "template", detail)
     at = _count_same(nearest, messages)
-    if best <= 0 or at >= len(messages):
-        return Reread(known, count, "unknown", "no similar conversation is kept for this key")
+    if not nearest or at >= len(messages):
+        return Reread(known, count, "unknown", "no conversation like this is kept for this key")
     if at >= min(len(nearest), answered):
         detail = "the same messages were answered with other tools"
         if at < answered:
@@ -89,7 +117,7 @@ def explain_reread(
                 f"messages[{at}] is new"
             )
         return Reread(known, count, "tools", detail)
-    return Reread(known, count, "changed", _difference(at, nearest[at], messages[at]))
+    return Reread(known, count, "changed", _difference(at, nearest[at], messages[at], dropped))
 
 
 def _conversations(store: SessionStore, owner: str, session: str | None) -> list[list[Message]]:
@@ -120,8 +148,8 @@ def _count_same(one: Sequence[Message], other: Sequence[Message]) -> int:
     )
 
 
-def _difference(at: int, old: Message, new: Message) -> str:
-    """Describe how a message differs."""
+def _difference(at: int, old: Message, new: Message, dropped: Collection[str]) -> str:
+    """Say in which way a message differs."""
     place = f"messages[{at}] ({new.role})"
     if old.role != new.role:
         return f"{place} had the role {old.role} before"
@@ -129,6 +157,8 @@ def _difference(at: int, old: Message, new: Message) -> str:
         pairs = enumerate(zip(old.content, new.content, strict=False))
         shorter = min(len(old.content), len(new.content))
         first = next((n for n, (a, b) in pairs if a != b), shorter)
+        if old.where is not None and old.where.chain in dropped:
+            return f"{place} differs from character {first} on from the output that was dropped"
         was, now = (repr(text[first : first + EXCERPT]) for text in (old.content, new.content))
         return f"{place} differs from character {first} on: it was {was} and is {now}"
     if len(old.calls) != len(new.calls):

@@ -41,9 +41,10 @@ class ResponseTurn:
         is_stored: whether the response can be continued and retrieved.
         variables: further variables of the chat template.
         drops: ids of calls whose outputs are dropped.
-        tells_forgotten: whether the model gets a note about the tokens that have left its cache.
-        compacted: whether the previous response comes from a compaction, and may thus be one that
-            is not stored.
+        pins: ids of calls whose outputs stay in the cache for good.
+        tells_forgotten: whether the model reads a note about what has left its cache.
+        compacted: whether the previous response is that of a compaction, which may be one that is
+            not stored.
     """
 
     client: EngineClient
@@ -60,6 +61,7 @@ class ResponseTurn:
     drops: Sequence[str] = ()
     tells_forgotten: bool = False
     recall: int = 0
+    pins: Sequence[str] = ()
 
     # Set by `match`: the response before this one, and the items that are new since then.
     _after: str | None = None
@@ -115,7 +117,11 @@ class ResponseTurn:
         return None, self.items
 
     def _hidden(self, prompt: Prompt) -> Prompt:
-        """Return a prompt whose turn can be found by the same history, but not by its id."""
+        """A prompt whose turn is found by the same history, but not by its id; in a session that
+        the client names it is a turn like any other.
+        """
+        if self.session is not None:
+            return prompt
         before = prompt.parent and prompt.parent.session
         if before and is_hidden(before):
             return replace(prompt, session=before)
@@ -252,16 +258,16 @@ class ResponseTurn:
                 raise error from None
         _check(messages)
         session = session or self.session
-        how = (session, self.tools, self.variables, self.drops, self._tell, self.recall)
-        return self.client.matcher.extend(record, messages, *how)
+        how = (session, self.tools, self.variables, self.drops, self._tell)
+        return self.client.matcher.extend(record, messages, *how, self.recall, self.pins)
 
     def _from_start(self, before: list[Message], items: list[Item], session: str | None) -> Prompt:
         """Make the prompt of a whole history, from its longest saved prefix."""
         system = [] if self.instructions is None else [Message("system", self.instructions)]
         messages = link_results([*system, *before, *messages_of(items)])
         _check(messages)
-        how = (session, self.tools, self.variables, self.drops, self._tell, self.recall)
-        return self.client.matcher.match(self.owner, messages, *how)
+        how = (session, self.tools, self.variables, self.drops, self._tell)
+        return self.client.matcher.match(self.owner, messages, *how, self.recall, self.pins)
 
     def _history(self, name: str) -> list[Message]:
         """Return all messages up to the end of a response, without instructions."""

@@ -7,12 +7,13 @@ most of them beyond, so one program serves an endless stream.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from weir.slab.attention import AttentionParams
 from weir.slab.positions import Rotary
@@ -143,6 +144,7 @@ class StepSlots:
             [parts, 1 + batch], int64.
         program: what the engine has made for these slots; None for nothing yet.
         refused: what the engine's last step was refused for, and why; None if it was not.
+        asker: the model whose logits are asked for; None while only hidden states are.
     """
 
     reason: str | None
@@ -151,6 +153,7 @@ class StepSlots:
     spans: np.ndarray = field(default_factory=lambda: np.zeros((0, 1), np.int64))
     program: object = None
     refused: tuple[object, str] | None = None
+    asker: weakref.ref[nn.Module] | None = None
 
 
 class Step:
@@ -166,6 +169,7 @@ class Step:
         largest: output; the largest absolute key or value of each part of a layer and row, or of
             each head of these [parts, batch] or [parts, batch, heads], float32. None until the step
             has taken effect in the slots.
+        top: output; the largest of `largest`, if the engine has found it.
 
     Args:
         slots: see the attribute.
@@ -174,6 +178,7 @@ class Step:
     """
 
     largest: Tensor | None = None
+    top: float | None = None
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ import numpy as np
 
 from weir.cache import Holding
 from weir.policies import Policy, Recompute
-from weir.stream.transcript import held_shares
+from weir.stream.transcript import find_held, number_slots
 
 HELD = 0.5
 """Share of layers and KV heads, on average over the tokens of a text, from which on it counts as
@@ -42,28 +42,36 @@ class HeldPlaces:
         stop = min(stop, self._stream.seen)
         if not 0 <= start < stop:
             return False
-        sums = self._sums
-        return bool(sums[stop] - sums[start] >= HELD * (stop - start))
-
-    @cached_property
-    def _sums(self) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """The held shares of all places before each, added up [seen + 1]."""
         stream = self._stream
         if isinstance(stream.policy, Recompute):
-            shares = np.zeros(stream.seen)
-            shares[max(0, stream.seen - stream.policy.budget) :] = 1
-        else:
-            shares = held_shares(stream.holding())
-        return np.concatenate([[0.0], np.cumsum(shares)])
+            first = max(0, stream.seen - stream.policy.budget)
+            return stop - max(start, first) >= HELD * (stop - start)
+        slots, pairs, places = self._slots
+        inside = slots[(slots >= start * places) & (slots < stop * places)]
+        least = HELD * (stop - start) * pairs
+        # A token may hold several slots of one pair of a layer and KV head, which count as one.
+        return len(inside) >= least and len(np.unique(inside)) >= least
+
+    @cached_property
+    def _slots(self) -> tuple[np.ndarray[Any, np.dtype[np.int64]], int, int]:
+        """The tokens of all slots with their pairs, as `number_slots` has them, and how many pairs
+        there are.
+        """
+        holding = self._stream.holding()
+        slots, places = number_slots(holding)
+        return slots, holding.pairs, places
 
 
 def held_ranges(holding: Holding) -> bytes:
     """The places that count as held, as pairs of a first place and the one after the last, four
     bytes each.
     """
-    held = held_shares(holding) >= HELD
-    edges = np.flatnonzero(np.diff(held, prepend=False, append=False))
-    return edges.astype("<u4").tobytes()
+    tokens, shares = find_held(holding)
+    held = tokens[shares >= HELD]
+    breaks = np.flatnonzero(np.diff(held) > 1)
+    first = np.concatenate([held[:1], held[breaks + 1]])
+    last = np.concatenate([held[breaks], held[-1:]])
+    return np.stack([first, last + 1], axis=1).astype("<u4").tobytes()
 
 
 class HeldRanges:

@@ -88,9 +88,10 @@ class Sampling:
 
 def _likeliest(logits: Tensor) -> Tensor:
     """The first of the largest of each row [rows, 1]; NumPy finds it ten times as fast on a CPU."""
-    if logits.device.type != "cpu" or logits.dtype == torch.bfloat16 or logits.requires_grad:
+    if logits.device.type != "cpu" or logits.requires_grad:
         return logits.argmax(dim=-1, keepdim=True)
-    return torch.from_numpy(logits.numpy().argmax(axis=-1, keepdims=True))
+    numbers = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+    return torch.from_numpy(numbers.numpy().argmax(axis=-1, keepdims=True))
 
 
 def _draw(chances: Tensor, generator: torch.Generator | Sequence[torch.Generator]) -> Tensor:

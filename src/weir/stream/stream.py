@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from weir.cache import Contents, Holding, Positions, Prefill, StreamingCache, choose_policy
 from weir.errors import NotFiniteError, WeirError
 from weir.models import CACHE, StopTokens, images_of, input_device, transformers_model
-from weir.policies import Policy, Recompute
+from weir.policies import KVzip, Policy, Recompute
 from weir.stream import session
 from weir.stream.archive import Archive, Excerpt
 from weir.stream.held import HeldPlaces
@@ -23,6 +23,7 @@ from weir.stream.inputs import Inputs, Tokens, is_count, pieces_of, read_inputs,
 from weir.stream.recomputation import Recomputation
 from weir.stream.sampling import RepetitionPenalty, Sampling, check_penalty
 from weir.stream.stream_text import StreamText
+from weir.stream.whole_text import WholeText, new_cache
 
 PIECE = 1024
 """Tokens per forward. Memory grows with it; smaller pieces take longer, as layers that keep a
@@ -36,15 +37,17 @@ class Stream:
 
     Args:
         model: a causal language model.
-        policy: as for `StreamingCache`; `recompute(budget=...)` works here too.
+        policy: as for `StreamingCache`; `recompute` and `kvzip` work here too.
         chunk, positions, prefill, origin, slots: as for `StreamingCache`.
         seed: of all random draws, the policy's and those of sampling.
         archive: keeps the text that the stream reads, for `recall`; it needs the `tokenizer`. The
             stream must have one row. A copy of the stream has no archive.
+        tokenizer: makes text of tokens for the archive, and the request of `kvzip`.
 
     Attributes:
         policy: the policy.
-        cache: the `StreamingCache`; None under `recompute`.
+        cache: the `StreamingCache`; None under `recompute`, and under `kvzip` until its text has
+            been read.
 
     Raises:
         WeirError: the model cannot be served, or an argument makes no sense.
@@ -78,19 +81,23 @@ class Stream:
         self.seed = seed
         self.cache: StreamingCache | None = None
         self._held: StreamingCache | Recomputation
+        self._tokenizer = tokenizer
+        self._whole: WholeText | None = None  # under `kvzip`, until its text has been read
+        self._options: dict[str, Any] = {
+            "chunk": chunk,
+            "seed": seed,
+            "positions": positions,
+            "prefill": prefill,
+            "origin": origin,
+            "failures": "keep",
+        }
         if isinstance(self.policy, Recompute):
             self._held = Recomputation(model, self.policy)
+        elif isinstance(self.policy, KVzip):
+            self._whole = WholeText(served, self.policy, tokenizer, self._options)
+            self._held = self._whole.cache
         else:
-            self._held = self.cache = StreamingCache(
-                model,
-                self.policy,
-                chunk=chunk,
-                seed=seed,
-                positions=positions,
-                prefill=prefill,
-                origin=origin,
-                failures="keep",
-            )
+            self._held = self.cache = StreamingCache(model, self.policy, **self._options)
         # After the last token of each row: logits [batch, vocabulary]; and its id, if it has one.
         self._logits: Tensor | None = None
         self._last: list[int | None] = []
@@ -159,13 +166,15 @@ class Stream:
         Copied together with its model, it is a stream of the copy.
         """
         model = memo.get(id(self.model), self.model)
-        made_with = {} if self.cache is None else self.cache.made_with
-        made = Stream(model, self.policy, seed=self.seed, **made_with)
+        made_with = {} if isinstance(self._held, Recomputation) else self._held.made_with
+        made = Stream(model, self.policy, seed=self.seed, tokenizer=self._tokenizer, **made_with)
         if isinstance(self._held, Recomputation):
             assert isinstance(made._held, Recomputation)
             made._held.held, made._held.seen = self._held.held, self._held.seen
+        elif self._whole is not None and made._whole is not None:
+            made._whole.copy(self._whole)
         else:
-            made._cached().put_rows(self._cached().take_rows(), check=False)
+            made._open().put_rows(self._cached().take_rows(), check=False)
         made._logits, made._last = self._logits, list(self._last)
         made._generator.set_state(self._generator.get_state())
         return made
@@ -238,7 +247,12 @@ class Stream:
                 raise WeirError("the ids of embeddings must be a list, not an iterator")
             pieces = (self._read_inputs(piece) for piece in pieces_of(token_ids, PIECE))
             return self._feed(pieces, all_logits)
-        return self._feed([self._read_inputs(token_ids, embeddings, offsets)], all_logits)
+        inputs = self._read_inputs(token_ids, embeddings, offsets)
+        if inputs.ids.numel() == len(self._last) == 1 and inputs.embeddings is None:
+            logits = None if all_logits else self._step(int(inputs.ids))
+            if logits is not None:
+                return logits.clone()
+        return self._feed([inputs], all_logits)
 
     def _feed(self, inputs: Iterable[Inputs], all_logits: bool = False) -> Tensor:
         kept: list[Tensor] = []
@@ -247,6 +261,7 @@ class Stream:
                 if not all_logits:
                     kept.clear()
                 kept.append(logits if all_logits else logits[:, -1])
+        self._end_text()
         return torch.cat(kept, dim=1) if all_logits else kept[-1]
 
     def score(self, token_ids: Tokens) -> Tensor:
@@ -275,6 +290,7 @@ class Stream:
                 parts.append(_nll(before[:, None], these[:, :1]))
             parts.append(_nll(logits[:, :-1], these[:, 1:]))
             before = logits[:, -1]
+        self._end_text()
         found = torch.cat(parts, dim=1)
         if self._images is None or inputs.embeddings is None:
             return found
@@ -341,7 +357,8 @@ class Stream:
             token = int(chosen)
             if said is not None:
                 said.add(token)
-            self._feed([Inputs(chosen.to(self._device))])
+            if self._step(token) is None:
+                self._feed([Inputs(chosen.to(self._device))])
             yield token
             if token in ends:
                 return
@@ -413,7 +430,7 @@ class Stream:
         saved_policy = file.policy(policy)
         with file.refusing():
             stream = cls(model, saved_policy, seed=file.facts["seed"], **file.facts["made_with"])
-            cache = stream._cached()
+            cache = stream._open()
         saved = file.read(cache, stream._vocabulary)
         cache.put_rows(saved.rows, check=False)  # `SessionFile.read` has
         stream._last = saved.last
@@ -422,9 +439,25 @@ class Stream:
         return stream
 
     def _cached(self) -> StreamingCache:
+        if self._whole is not None:
+            raise WeirError("kvzip has not read a text yet; feed one first")
         if self.cache is None:
             raise WeirError("recompute caches nothing, so there is nothing to look at or to save")
         return self.cache
+
+    def _open(self) -> StreamingCache:
+        """Return the cache; under `kvzip` an empty one for a stream that has read its text."""
+        if self._whole is not None and isinstance(self.policy, KVzip):
+            self._held = self.cache = new_cache(self._served, self.policy, self._options)
+            self._whole.close()
+            self._whole = None
+        return self._cached()
+
+    def _end_text(self) -> None:
+        """Choose what `kvzip` keeps of the text, if it was the text that has just been fed."""
+        if self._whole is not None:
+            self._held = self.cache = self._whole.keep()
+            self._whole = None
 
     @property
     def _vocabulary(self) -> int:
@@ -457,14 +490,15 @@ class Stream:
         size = PIECE
         if all_logits:
             size = max(1, min(size, MOST_LOGITS // (self._vocabulary * inputs.rows)))
+        if self._whole is not None:
+            self._whole.check(inputs.embeddings)
         cache = self.cache
         if cache is not None and cache.prefill == "full" and not self.seen:
             size = len(inputs)
         refused: dict[int, NotFiniteError] = {}
         start = 0
         while start < len(inputs):
-            room = None if cache is None else cache.room()
-            stop = start + min(size, room or size)
+            stop = start + size
             piece = inputs if stop - start == len(inputs) else inputs.part(start, stop)
             logits = self._read(piece, all_logits, start, refused)
             if logits is None:
@@ -543,6 +577,22 @@ class Stream:
             logits: Tensor = self.model(**piece.given, **more).logits
         return logits
 
+    def _step(self, token: int) -> Tensor | None:
+        """Feed a token to the only row by a whole step, and return the logits that are kept; None,
+        with no effect, where the model has to be called, which also says why it refuses a token.
+        """
+        if self.cache is None or self.model is not self._served:
+            return None
+        try:
+            logits = self.cache.run_step([token])
+        except NotFiniteError:
+            return None
+        if logits is not None:
+            self._logits, self._last = logits, [token]
+            if self._text is not None:
+                self._text.add([token])
+        return logits
+
     def _keep(self, piece: Inputs, logits: Tensor, without: Collection[int] = ()) -> Tensor:
         """Keep the last tokens and logits of all rows but `without`, and return the logits."""
         last, after = piece.last, logits[:, -1].clone()
@@ -552,6 +602,8 @@ class Stream:
                 after[row] = before[row]
                 last[row] = self._last[row] if self._last else 0
         self._logits, self._last = after, last
+        if self._whole is not None:
+            self._whole.add(piece.ids, without)
         if self._text is not None:
             ids = piece.ids[0].tolist()
             # An image has one token for each of its pieces, and no text.

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from weir import kernels
 from weir.cache.layer import Layer, LayerSpec
-from weir.cache.layer import layer as module
+from weir.cache.layer import transaction as module
 from weir.cache.plan import plan_forward
 from weir.policies.grammar import policy
 from weir.slab import AttentionParams, LayerPositions, Rotary
@@ -108,7 +108,7 @@ def test_a_forward_that_fails_leaves_no_trace():
     feed(other, [90])
     plan = plan_forward(None, 2, 70, [90, 90], [10, 10], 16, torch.device("cpu"))
     layer.attend(*tokens(70, 5), PARAMS, plan)
-    layer.undo()
+    layer.abandon()
     assert layer.state.lengths == other.state.lengths
     found, wanted = (
         each.feed(*tokens(50, 7), PARAMS, seen=90, waiting=10) for each in (layer, other)

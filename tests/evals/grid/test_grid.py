@@ -12,6 +12,7 @@ from weir.errors import WeirError
 from weir.evals.fitting import budget_in
 from weir.evals.grid import grid as grid_of
 from weir.evals.grid.grid import Grid, make_grid, pools_of
+from weir.evals.notation import with_budget
 from weir.loading import skeleton
 from weir.policies.registry import NAMED
 from weir.pools import CounterRNG
@@ -69,10 +70,10 @@ def test_a_pool_that_says_it_draws_nothing_draws_nothing(name, llama, ids, monke
     weir.Stream(llama, policy, chunk=4).feed(ids(1, 80))
 
 
-def test_all_is_every_named_policy_but_the_oracle_and_the_wrappers():
+def test_all_is_every_named_policy_but_those_that_are_no_stream_and_the_wrappers():
     grid = make_grid(["nano"], "ppl", "all, recompute", budgets=[128])
     names = [cell.policy.partition("(")[0] for cell in grid.cells]
-    assert sorted(names) == sorted(set(NAMED) - {"pinned", "pyramid", "quantized"})
+    assert sorted(names) == sorted(set(NAMED) - {"kvzip", "pinned", "pyramid", "quantized"})
     assert names[-1] == "recompute"
 
 
@@ -151,6 +152,56 @@ def test_budgets_may_be_bytes_and_every_policy_has_the_largest_that_fits():
         make_grid(["nano"], "recall", "h2o", memory=[300_000])
     with pytest.raises(WeirError, match="leave out the memory or the protocol"):
         make_grid(["nano"], "needle", "h2o", paper="balancekv", memory=[900_000])
+
+
+def test_policies_are_compared_at_equal_slots_bytes_or_keys_and_values():
+    shape, asked = skeleton("nano"), {"models": ["nano"], "tasks": "recall", "budgets": [256]}
+    names = "streaming_llm, h2o, kcenter"
+    slots = make_grid(**asked, policies=names, equal="slots").cells
+    assert [cell.budget for cell in slots] == [256] * 3
+    assert make_grid(**asked, policies=names).cells == slots  # the default of budgets
+    yardstick = size_of(shape, "streaming_llm(budget=256)")
+    whole = make_grid(**asked, policies=names, equal="bytes").cells
+    for cell in whole:
+        assert (cell.memory, cell.equal) == (yardstick.stream, None)
+        larger = with_budget(cell.policy.partition("(")[0], cell.budget + 1)
+        assert size_of(shape, cell.policy).stream <= yardstick.stream
+        assert size_of(shape, larger).stream > yardstick.stream
+    assert whole[0].budget == 256
+    # The second copy of its keys, and the queries that it waits with, cost h2o slots.
+    assert whole[1].budget < 200
+    kv = make_grid(**asked, policies=names, equal="kv").cells
+    assert [cell.budget for cell in kv] == [256] * 3
+    assert {(cell.memory, cell.equal) for cell in kv} == {(yardstick.step_stream, "kv")}
+    assert kv[0].as_json()["equal"] == "kv" and "equal" not in whole[0].as_json()
+    given = {"models": ["nano"], "tasks": "recall", "policies": "h2o"}
+    counted = make_grid(**given, memory=[400_000], equal="kv").cells[0]
+    assert size_of(shape, counted.policy).step_stream <= 400_000 < yardstick.step_stream
+    assert make_grid(**given, memory=[900_000], equal="bytes") == make_grid(
+        **given, memory=[900_000]
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"memory": [900_000], "equal": "slots"}, "given as budgets, not as memory"),
+        ({"memory": [900_000], "budgets": [64], "equal": "kv"}, "one kind of sizes"),
+        ({"equal": "bytes"}, "needs sizes: give budgets or memory"),
+        ({"paper": "balancekv", "equal": "bytes"}, "leave out equal or the protocol"),
+        (
+            {"budgets": [64], "equal": "slots", "policies": "sink(4) | recent(61)"},
+            "has 65 slots written in it, more than the 64",
+        ),
+        (
+            {"budgets": [64], "equal": "bytes", "policies": "sink(4) | recent(61)"},
+            r"recent\(61\) on nano takes",
+        ),
+    ],
+)
+def test_sizes_that_cannot_be_equal_are_refused(given, message):
+    with pytest.raises(WeirError, match=message):
+        make_grid(**{"models": ["nano"], "tasks": "needle", "policies": "h2o", **given})
 
 
 def test_quantized_policies_have_the_budgets_of_those_inside():

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, PreTrainedModel
 
+from weir.cache import observing
 from weir.errors import WeirError
 from weir.evals.inspect import attention
 from weir.evals.inspect.attention import Attention, looks_ahead, watch
@@ -103,7 +104,7 @@ def whole(model: PreTrainedModel, ids: Tensor, what: str = "weights") -> dict[in
 def short_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls of 32 tokens and blocks of 12 queries."""
     monkeypatch.setattr(attention, "PIECE", 32)
-    monkeypatch.setattr(attention, "BLOCK", 12)
+    monkeypatch.setattr(observing, "BLOCK", 12)
 
 
 def check_weights(model: PreTrainedModel) -> None:

@@ -138,8 +138,8 @@ def test_files_are_reported_together_and_what_is_in_two_counts_once(tmp_path):
     third = write(tmp_path / "c.jsonl", [record("b", 2.5)])
     with pytest.raises(WeirError, match=r"a.jsonl and .*c.jsonl contradict each other: ppl"):
         read_together([first, third])
-    with pytest.raises(WeirError, match="html, md, csv, latex, not 'pdf'"):
-        write_report(first, tmp_path / "none", ["pdf"])
+    with pytest.raises(WeirError, match="html, md, csv, latex, pdf, bib, not 'docx'"):
+        write_report(first, tmp_path / "none", ["docx"])
 
 
 def test_a_name_that_stood_for_other_pools_is_another_cell(tmp_path):

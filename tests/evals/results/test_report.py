@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from weir.errors import WeirError
+from weir.evals.report import COLORS, legend_columns, line_style, readable_range
+from weir.evals.results.citing import Paper, papers_in, papers_of
 from weir.evals.results.file import ResultsFile
-from weir.evals.results.report import family, pareto_front, write_report
+from weir.evals.results.report import (
+    family,
+    pareto_front,
+    plot_along,
+    plot_pareto,
+    write_report,
+)
 
 
 def record(number: int, policy: str, value: float, nbytes: int, **more: Any) -> dict[str, Any]:
@@ -106,7 +116,7 @@ def test_the_markdown_has_the_same_tables_and_its_pictures_beside_it(results, tm
 def test_every_heading_is_another(results, tmp_path):
     _, page = write_report(results, tmp_path / "out")
     titles = re.findall(r"^## (.*)", page.read_text("utf-8"), re.MULTILINE)
-    assert len(titles) == len(set(titles)) == 5
+    assert len(titles) == len(set(titles)) == 6
     assert titles[:3] == ["m", "m: ppl, ppl against bytes", "m: ppl, perplexity along the text"]
 
 
@@ -161,3 +171,120 @@ def test_a_figure_that_is_absurd_is_drawn_like_any_other(tmp_path):
     with ResultsFile(path, {"grid": "abc", "cells": [{}]}) as file:
         file.append({**RECORDS[4], "cell": 0, "result": {"cells": cells}})
     assert "<svg" in write_report(path, tmp_path / "out")[0].read_text("utf-8")
+
+
+def test_a_report_is_written_as_pdf_with_every_picture_beside_it(results, tmp_path):
+    out = tmp_path / "out"
+    (page,) = write_report(results, out, ["pdf"])
+    assert page.name == "report.pdf"
+    # A page of facts, one of failures, the tables and the three pictures.
+    pages = len(re.findall(rb"/Type /Page\b", page.read_bytes()))
+    assert pages >= 6
+    pictures = sorted(path.name for path in out.glob("*-*.pdf"))
+    assert pictures == ["along-0.pdf", "heat-1.pdf", "pareto-0.pdf"]
+    for name in pictures:
+        written = (out / name).read_bytes()
+        assert written.startswith(b"%PDF") and b"/FontType 3" not in written
+    again = write_report(results, tmp_path / "again", ["pdf"])[0]
+    assert again.read_bytes() == page.read_bytes()
+
+
+def test_rivals_fill_the_axes_where_the_baseline_is_far_away():
+    rivals = [record(n, f"{name}(budget=64)", 40 + n, 10**6) for n, name in enumerate("abc")]
+    far = [record(9, "dense", 4000.0, 90_000_000), *rivals]
+    near = [record(9, "dense", 41.5, 1_000_000), *rivals]
+    for records, left_out in ((far, True), (near, False)):
+        picture = plot_pareto(records, "ppl")
+        (axes,) = picture.figure.axes
+        low, high = axes.get_ylim()
+        assert 39 < low < 40 and 42 < high < 43
+        assert ("dense, not drawn: 4,000 in 90.0 MB" in picture.svg) == left_out
+        assert sum(len(line.get_xdata()) for line in axes.lines[1:]) == (3 if left_out else 4)
+
+
+def test_a_spike_does_not_flatten_the_other_curves():
+    blocks = {"window(budget=64)": [30, 900, 31.0], "h2o(budget=64)": [29.0, 28.0, 30.0]}
+    records = [
+        record(n, policy, 30.0, 10**6, result={"ppl_by_block": b, "block": 9, "tokens": 27})
+        for n, (policy, b) in enumerate(blocks.items())
+    ]
+    picture = plot_along(records)
+    low, high = picture.figure.axes[0].get_ylim()
+    assert 27 < low < 28 and 31 < high < 32
+    assert "window(budget=64), up to 900" in picture.svg
+    assert readable_range([[1.0, 2.0], [1.5, None]]) is None
+
+
+def test_ten_policies_have_ten_colors_and_more_have_other_markers():
+    looks = [line_style(n) for n in range(90)]
+    assert len({look["color"] for look in looks[:10]}) == 10
+    assert len({(look["color"], look["marker"]) for look in looks}) == 90
+    colors = [np.array([int(c[i : i + 2], 16) for i in (1, 3, 5)]) for c in COLORS]
+    assert min(np.abs(a - b).max() for a, b in itertools.combinations(colors, 2)) > 50
+
+
+def test_a_legend_has_as_many_columns_as_its_names_leave_room_for():
+    assert legend_columns(["h2o", "dense", "weir", "tova"], 7.6, 8) == 3
+    assert legend_columns(["sink(4) | recent(188):int8 | reservoir(64)", "a"], 7.6, 8) == 2
+    assert legend_columns(["x" * 200, "b"], 7.6, 8) == 1
+
+
+def test_the_papers_of_the_policies_that_ran_are_cited(results, tmp_path):
+    page, bib = write_report(results, tmp_path / "out", ["md", "bib"])
+    text = page.read_text("utf-8")
+    wanted = (
+        "- Zhang et al., H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large "
+        "Language Models, arXiv:2306.14048"
+    )
+    assert wanted in text.split("## Papers to cite")[1]
+    assert "SnapKV" not in text
+    entries = bib.read_text("utf-8")
+    assert entries.count("@misc{") == 2 and entries.count("@software{weir,") == 1
+    assert "author = {Zhang and others}" in entries and "eprint = {2306.14048}" in entries
+    assert papers_of("dense") == papers_of("no_such_policy(4)") == []
+    assert papers_in("Mine (A. Lee and B. Kim 2031, nothing more)") == []
+    assert papers_in('Mine (Lee and Kim 2024, "A  Title\n of mine", arXiv:2401.00001), part 2') == [
+        Paper("2401.00001", "Lee and Kim", "A Title of mine")
+    ]
+    numbers = {
+        paper.number
+        for name in ("subgen", "balancekv", "buzz", "tova")
+        for paper in papers_of(f"{name}(budget=64)")
+    }
+    assert numbers >= {"2402.06082", "2502.07861", "2410.23079", "2401.06104"}
+
+
+def recalled(form: str, way: str, distance: int, right: int) -> dict[str, Any]:
+    return {"form": form, "way": way, "distance": distance, "right": right, "asked": 4}
+
+
+def test_answers_with_recall_are_drawn_over_the_distance(tmp_path):
+    forms = [
+        recalled(form, way, distance, 3 if way == "recall" else 0)
+        for form in ("once", "changed", "never")
+        for way in ("recall", "none")
+        for distance in (1000, 10000)
+    ]
+    more = {"metric": "accuracy", "better": "higher"}
+    path = tmp_path / "r.jsonl"
+    with ResultsFile(path, {"grid": "abc", "cells": [{}] * 2}) as file:
+        file.append(record(0, "weir(64)", 0.5, 100, **more, result={"by_form": forms}))
+        near = [recalled("once", "none", 200, 4)]
+        file.append(record(1, "dense", 1.0, 900, **more, setting="b", result={"by_form": near}))
+    page, markdown = write_report(path, tmp_path / "out")
+    assert "m: facts from the archive" in page.read_text("utf-8")
+    assert "(recalled-0.svg)" in markdown.read_text("utf-8")
+    picture = (tmp_path / "out" / "recalled-0.svg").read_text("utf-8")
+    for words in ("told once", "changed since", "weir(64), with recall", "dense, without"):
+        assert words in picture
+    assert "three facts" not in picture and "never" not in picture
+
+
+@pytest.mark.parametrize("wrong", [{"distance": "far"}, {"way": 3}, {"right": None}, {"form": 1}])
+def test_answers_that_are_no_answers_are_refused(tmp_path, wrong):
+    path = tmp_path / "r.jsonl"
+    with ResultsFile(path, {"grid": "abc", "cells": [{}]}) as file:
+        row = {**recalled("once", "none", 200, 4), **wrong}
+        file.append(record(0, "dense", 1.0, 900, result={"by_form": [row]}))
+    with pytest.raises(WeirError, match=rf"the field 'result\.by_form\[0\]\.{next(iter(wrong))}'"):
+        write_report(path, tmp_path / "out")

@@ -149,6 +149,24 @@ def test_answers_that_were_given_before_are_counted(tmp_path, monkeypatch):
     assert (found["repeated_first"], found["repeated_last"]) == (0.0, 1.0)
 
 
+def test_turns_that_get_something_recalled_are_counted(tmp_path):
+    model, tokenizer = weir.load("nano")
+    path = tmp_path / "bench.jsonl"
+    told = "The secret access code of Alice Moreau is 48213."
+    asked = "What is the secret access code of Alice Moreau?"
+    pairs = [
+        [f"{told} {'The river is wide and slow here. ' * 70}", asked],
+        ["Tell me about the rain.", "More."],
+    ] * 2
+    path.write_text("\n".join(json.dumps({"turns": pair}) for pair in pairs))
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    subject = Subject("nano", model, tokenizer, weir.policy("recent(400)"), chunk=16)
+    found = MTBench(str(path), most=8, recall=128).run(subject, quiet)
+    assert found["recalls"] == [0, 2]
+    assert [told in texts[0] for texts in found["recalled"] if texts] == [True, True]
+    assert MTBench(str(path), most=8).run(subject, quiet)["recalls"] == [0, 0]
+
+
 def test_an_answer_without_words_is_not_judged():
     ends = mtbench._compare_ends("nll", [1.0, None, 2.0, 3.0, 4.0])
     assert ends == {

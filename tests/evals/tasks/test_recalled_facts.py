@@ -68,9 +68,58 @@ def test_facts_are_about_different_people_and_paraphrases_share_only_the_name():
             assert " now " in fact.told[1]
 
 
+def test_more_forms_change_nothing_of_the_others():
+    usual = draw_recalled(8, np.random.default_rng(0))
+    told, others = draw_recalled(8, np.random.default_rng(0), ("sessions", "order", "once"))
+    assert (told[: len(usual[0])], others) == usual
+    more = told[len(usual[0]) :]
+    assert [fact.form for fact in more] == ["sessions"] * 8 + ["order"] * 8
+    assert not {fact.question for fact in more} & {fact.question for fact in usual[0]}
+    for fact in more:
+        first, second = fact.told
+        if fact.form == "order":
+            assert fact.answer in first and fact.before in second
+            assert fact.answer in fact.question and fact.before in fact.question
+        else:
+            assert fact.beside is not None
+            assert fact.beside.answer in first and fact.answer in second
+            assert fact.beside.question in fact.question
+            numbers = {"code", "number", "year"}
+            assert (fact.kind in numbers) != (fact.beside.kind in numbers)
+
+
+@pytest.mark.parametrize(
+    ("said", "verdict"),
+    [
+        ("The code is 48213, and Al Bo likes the otter.", "right"),
+        ("The code is 48213.", "unsaid"),
+        ("The code is 48213, and Al Bo likes the fox.", "wrong"),
+        ("I do not know.", "unsaid"),
+    ],
+)
+def test_an_answer_to_two_questions_is_right_if_both_are(said, verdict):
+    one = RecalledFact("sessions", "code", ("",), "What is the code of Al Bo?", " 48213")
+    both = RecalledFact("sessions", "animal", ("", ""), "What?", " otter", beside=one)
+    assert judge(said, both) == verdict
+
+
+@pytest.mark.parametrize(
+    ("said", "verdict"),
+    [
+        ("You told me about the boat of Al Bo first, and then of Cy Dee.", "right"),
+        ("The boat of Cy Dee.", "wrong"),
+        ("Cy Dee came before Al Bo.", "wrong"),
+        ("The boat.", "unsaid"),
+    ],
+)
+def test_the_first_name_of_an_answer_counts(said, verdict):
+    fact = RecalledFact("order", "name", ("", ""), "The boat of Cy Dee, or of Al Bo?", "Al Bo")
+    assert judge(said, fact._replace(before="Cy Dee")) == verdict
+
+
 def test_the_search_finds_what_was_told_and_nothing_of_what_was_not(nano):
     found = FoundFacts("1000 20000", samples=16).run(subject_of(nano), quiet)
-    by = {(cell["form"], cell["distance"]): cell for cell in found["cells"]}
+    by = {(cell["form"], cell["distance"]): cell for cell in found["by_form"]}
     assert found["found"] > 0.9
     for distance in (1000, 20000):
         assert by["never", distance]["none"] >= 15
@@ -87,8 +136,15 @@ def test_wrong_parameters_are_refused():
         Recalled(distances="far")
 
 
-def cells(found):
-    return [{k: v for k, v in cell.items() if k != "first_ms"} for cell in found["cells"]]
+def test_a_chat_without_a_cache_computes_its_newest_turns_for_every_question(nano):
+    task = Recalled("600", 1, 1, forms="once", ways="recall plain none", every=1)
+    found = task.run(subject_of(nano), quiet)
+    by = {row["way"]: row for row in found["by_form"]}
+    assert by["recall"]["found"] == by["plain"]["found"] == 1
+    assert by["recall"]["tokens"] == by["plain"]["tokens"] > 0 == by["none"]["tokens"]
+    assert by["recall"]["computed"] == by["none"]["computed"] + by["recall"]["tokens"]
+    assert by["plain"]["computed"] > by["recall"]["computed"] + 100
+    assert found["first_ms"].keys() == {"recall", "plain", "none"}
 
 
 @pytest.mark.slow
@@ -114,11 +170,11 @@ def test_a_run_that_was_interrupted_ends_as_one_that_was_not(nano, tmp_path, mon
     saved = json.loads((tmp_path / "state" / "0" / "progress.json").read_text())
     assert saved["stream"].startswith("stream-") and saved["statements"] > 0
     again = task.run(subject_of(nano), quiet)
-    assert cells(again) == cells(whole) and again["tokens"] == whole["tokens"]
+    assert again["by_form"] == whole["by_form"] and again["tokens"] == whole["tokens"]
     assert again["archived_turns"] == whole["archived_turns"]
-    asked = sum(cell["asked"] for cell in cells(whole))
+    asked = sum(cell["asked"] for cell in whole["by_form"])
     assert asked == 2 * 5 * 2
-    recalled = [c for c in cells(whole) if c["way"] == "recall" and c["form"] == "once"]
+    recalled = [c for c in whole["by_form"] if c["way"] == "recall" and c["form"] == "once"]
     assert recalled[0]["found"] == 2 and recalled[0]["tokens"] > 0
     other = Recalled(**{**settings, "samples": 3}, state=str(tmp_path / "state"))
     with pytest.raises(WeirError, match="has the state of recalled"):

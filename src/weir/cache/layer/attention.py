@@ -32,9 +32,7 @@ from weir.slab import (
     Slots,
     as_read,
     attention_mass,
-    attention_softmax,
     compute_attention,
-    compute_logits,
     merge_groups,
 )
 
@@ -67,10 +65,6 @@ class NewTokens(NamedTuple):
             return t.gather(t.ndim - 2, each.expand(*t.shape[:-2], -1, t.shape[-1]))
 
         return self._map(pick)
-
-    def row(self, row: int) -> NewTokens:
-        """View one row, as a batch of its own."""
-        return self._map(lambda t: t[row : row + 1])
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> NewTokens:
         queries, keys, values, params = self
@@ -240,47 +234,6 @@ def store_last_queries(slab: Slab, spec: LayerSpec, queries: Tensor, segment: Se
         slab.queries[row, :, start:] = merge_groups(last)[0]
 
 
-def read_again(state: LayerState, row: int, new: NewTokens, segment: Segment) -> Tensor:
-    """Answer the queries of repeated tokens of one row, and note what the originals were given.
-
-    After a fold the model reads the last chunk once more, with the slots as they stand, as if it
-    were asked to repeat it. Nobody keeps the repeated tokens. What stays is a number beside each
-    token of the chunk: the largest share of its attention that one of the repeated queries gave it.
-
-    Args:
-        state: the layer's slots; `Slab.mass` of the row's last tokens is set, if the pipe asks.
-        row: the row; its tail is empty.
-        new: the last tokens once more, in a batch of one row.
-        segment: these, behind all others.
-
-    Returns:
-        [1, kv_heads, group, width, value_dim].
-    """
-    assert state.slab is not None
-    used, width, spec = state.used[row], segment.width, state.spec
-    slab = state.slab.view(row, row + 1).copy()
-    slab.grow(used + width)
-    slab.open_tail(used, segment.start, width)
-    queries, keys, values, params = new.rotated(spec, slab, segment)
-    slab.append(keys, values, used)
-    if slab.span is not None:
-        slab.span.narrow(2, used, width).copy_(segment.spans[:, None])
-    stop, start = used + width, state.first
-    bias = mask_of_piece(spec.positions, slab, segment, stop, queries.dtype, in_step=True)
-    if spec.pipe.needs_second_reading:
-        mine = slab.run(start, stop)
-        some = bias if bias is None or bias.shape[4] == 1 else bias[..., start:]
-        shares = attention_softmax(compute_logits(queries, mine.keys, params, some), mine.b, params)
-        most = shares.amax(dim=(2, 3)).nan_to_num_(0.0)[:, :, : used - start]
-        mass = state.slab.mass
-        assert mass is not None
-        position = state.slab.position[row, :, start:used]
-        again = position >= segment.start - width
-        mass[row, :, start:used] = most[0].where(again, mass[row, :, start:used])
-    slots = slab.attended(start, stop)
-    return compute_attention(queries, slots, params, bias).answers
-
-
 class WindowPiece:
     """New tokens of all rows, in segments that each but the first follow a fold.
 
@@ -426,6 +379,6 @@ def _layout_after(spec: LayerSpec, tokens: int) -> Layout:
     """The layout of a row after so many tokens, each of which went to the first pool with room."""
     lengths = []
     for pool in spec.pipe.pools:
-        lengths.append(min(tokens, pool.slots() or 0))
+        lengths.append(0 if pool.shares_slots else min(tokens, pool.slots() or 0))
         tokens -= lengths[-1]
     return lay_out(spec.pipe, lengths)

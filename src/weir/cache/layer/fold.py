@@ -177,7 +177,8 @@ def _marks_key(pipe: Pipe, segment: Segment, row: int, arrived: int) -> tuple[An
     after = segment.origin + segment.seen[row] + segment.counts[row]
     far = math.inf if pipe.slots is None else pipe.slots + arrived + marks.header
     since, before = after - marks.turn, marks.turn - segment.origin
-    return marks.beginning, marks.header, min(since, far), min(before, far)
+    kept = tuple(min(after - place, far) for one in marks.kept for place in one)
+    return marks.beginning, marks.header, min(since, far), min(before, far), kept
 
 
 def _marks(pipe: Pipe, segment: Segment, rows: list[int]) -> dict[str, Any]:
@@ -186,7 +187,11 @@ def _marks(pipe: Pipe, segment: Segment, rows: list[int]) -> dict[str, Any]:
         return {}
     of_rows = [segment.marks[row] for row in rows]
     turn = torch.tensor([marks.turn for marks in of_rows], device=segment.device)
-    return {"beginning": of_rows[0].beginning, "turn": turn, "header": of_rows[0].header}
+    kept = None
+    if of_rows[0].kept:
+        kept = torch.tensor([marks.kept for marks in of_rows], device=segment.device)
+    one = of_rows[0]
+    return {"beginning": one.beginning, "turn": turn, "header": one.header, "kept": kept}
 
 
 def _rows(pipe: Pipe, slab: Slab, rows: list[int], index: Tensor | None) -> Slab:

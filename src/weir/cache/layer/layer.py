@@ -1,17 +1,10 @@
 """One layer's stream: append, attend, and commit when a forward has succeeded.
 
-A forward that fails in a later layer, or makes keys that are not finite, must leave no trace. It
-writes only into tail slots that wait for a token anyway; the fold and the attention received wait
-in `Layer._pending` until it has succeeded. A forward that is longer than the free part of the tail
-commits all but its last segment on the way, and the layer keeps a copy of its slots until it ends.
+What a forward has done so far is in the layer's `Transaction`, which ends by `commit` or `abandon`.
 """
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -24,12 +17,12 @@ from weir.cache.layer.attention import (
     attend_prompt,
     mask_of_piece,
     mask_of_step,
-    read_again,
     store_last_queries,
     store_queries,
 )
-from weir.cache.layer.fold import Pending, fold_rows
+from weir.cache.layer.fold import Pending
 from weir.cache.layer.layer_state import LayerSpec, LayerState
+from weir.cache.layer.transaction import Transaction
 from weir.cache.plan import ForwardPlan, Segment, plan_forward
 from weir.errors import WeirError
 from weir.slab import (
@@ -38,19 +31,10 @@ from weir.slab import (
     Heads,
     HeldPart,
     Observe,
-    Slab,
     compute_attention,
     merge_groups,
     put_lines,
 )
-
-
-@dataclass(frozen=True)
-class Backup:
-    """Copy of a layer from before the current forward; `slab` is None if it held no tokens."""
-
-    slab: Slab | None
-    lengths: list[list[int]]
 
 
 class Layer:
@@ -61,8 +45,7 @@ class Layer:
         state: the slots, and how each row of the batch uses them.
         params: the parameters of the last attention call; None before the first token. An engine
             has read them before its steps, and the fold reads them here.
-        unchecked: tensors of the last forward, [batch, ...] each, whose numbers must be finite (or
-            true). One check of all layers at the end of a step is cheaper than one a layer.
+        running: what the forward under way has done here; empty between forwards.
     """
 
     def __init__(self, spec: LayerSpec) -> None:
@@ -74,9 +57,7 @@ class Layer:
         """Forget everything and free the slots."""
         self.state.reset()
         self.params: AttentionParams | None = None
-        self.unchecked: list[Tensor] = []
-        self._pending: Pending | None = None
-        self._backup: Backup | None = None
+        self.running = Transaction(self.state)
         self._fold_seconds = 0.0
 
     def feed(
@@ -120,7 +101,7 @@ class Layer:
         plan: ForwardPlan,
         answers: bool = True,
     ) -> Tensor:
-        """Append new tokens and answer their queries; call `commit` or `undo` next.
+        """Append new tokens and answer their queries; call `commit` or `abandon` next.
 
         Args:
             queries: [batch, heads, length, key_dim], unrotated unless `spec.positions.placed`.
@@ -129,7 +110,7 @@ class Layer:
 
         Raises:
             RowsNotFinite: keys or values are infinite or NaN; in a step the check is at its end
-                (`unfinite`).
+                (`Transaction.unfinite`).
             WeirError: keys differ in dtype, device or shape from those before.
         """
         self.params = params
@@ -137,11 +118,10 @@ class Layer:
         kv_heads = keys.shape[1]
         queries = queries.view(batch, kv_heads, heads // kv_heads, length, -1)
         if not plan.segments:
-            self.unchecked = []
             return values.new_zeros((batch, heads, length, values.shape[3]))
-        self._check_finite(keys, values, plan)
+        self.running.check_finite(keys, values, plan)
         if self.state.slab is None:
-            self._backup = Backup(None, [])
+            self.running.note_new_slots()
             group = heads // kv_heads
             sizes = Heads(kv_heads, group, keys.shape[3], values.shape[3], keys.dtype)
             first = plan.segments[0].start
@@ -170,37 +150,6 @@ class Layer:
             rows, places, columns_of = segment.entries
             out[rows, :, :, columns_of] = part[rows, :, :, places]
         return out.flatten(1, 2)
-
-    # --- finite or not
-
-    def _check_finite(self, keys: Tensor, values: Tensor, plan: ForwardPlan) -> None:
-        """Refuse keys and values of tokens that are not finite, now or at the forward's end."""
-        if plan.step:
-            self.unchecked = [keys, values]
-            return
-        self.unchecked = []
-        if not keys.numel():
-            return
-        if keys.device.type == "cpu":
-            # The minimum and the maximum are enough: NaN makes both NaN.
-            if all(map(math.isfinite, [*keys.aminmax(), *values.aminmax()])):
-                return
-            columns = first_unfinite(finite_columns(keys, values), plan)
-            if columns:
-                raise RowsNotFinite(self.spec.index, columns)
-        else:
-            self.unchecked = [finite_columns(keys, values)]
-
-    def unfinite(self, plan: ForwardPlan) -> dict[int, int]:
-        """Find each row's first column that is not finite in the last forward; {} if all are."""
-        if not self.unchecked:
-            return {}
-        if self.unchecked[0].dtype == torch.bool:
-            return first_unfinite(self.unchecked[0], plan)
-        finite = torch.stack(
-            [t.isfinite().reshape(t.shape[0], -1).all(dim=1) for t in self.unchecked]
-        )
-        return dict.fromkeys((~finite.all(dim=0)).nonzero()[:, 0].tolist(), 0)
 
     def _check_like(self, keys: Tensor, values: Tensor) -> None:
         """Refuse keys and values that do not fit the existing slots."""
@@ -242,60 +191,28 @@ class Layer:
         all are known to be finite.
         """
         assert self.params is not None
-        self.unchecked = [] if largest is None else [largest]
+        self.running.unchecked = [] if largest is None else [largest]
         self._note_spans(segment)
         waits = segment.due or largest is not None
-        self._pending = Pending(segment, self.params) if waits else None
+        self.running.pending = Pending(segment, self.params) if waits else None
 
     # --- the end of a forward
 
     def commit(self) -> None:
         """Finish a successful forward: fold the rows whose tail is full."""
-        self._commit()
-        self._backup = None
+        self.running.commit()
+        self._fold_seconds += self.running.fold_seconds
+        self.running = Transaction(self.state)
+
+    def abandon(self) -> None:
+        """Restore the state from before a forward that failed."""
+        self.running.abandon()
+        self.running = Transaction(self.state)
 
     def take_fold_seconds(self) -> float:
         """Return the seconds spent folding since the last call."""
         seconds, self._fold_seconds = self._fold_seconds, 0.0
         return seconds
-
-    def _commit(self) -> None:
-        pending, self._pending = self._pending, None
-        if pending is None or self.state.slab is None or not pending.segment.due:
-            return
-        start = time.perf_counter()
-        fold_rows(self.state, pending)
-        self._fold_seconds += time.perf_counter() - start
-
-    def _commit_early(self) -> None:
-        """Commit a segment before the forward has ended."""
-        if self._backup is None and self.state.slab is not None:
-            lengths = [list(row) for row in self.state.lengths]
-            self._backup = Backup(self.state.slab.copy(), lengths)
-        self._commit()
-
-    def undo(self) -> None:
-        """Restore the state from before a forward that failed."""
-        self._pending = None
-        backup, self._backup = self._backup, None
-        if backup is not None:
-            self.state.slab, self.state.lengths = backup.slab, backup.lengths
-            if self.state.slab is not None:
-                self.state.refresh()
-        if self.state.slab is not None:
-            # A step that reads the whole slab would spread a NaN even from a slot of weight zero.
-            for row, used in enumerate(self.state.used):
-                self.state.slab.scrub(row, used, used + self.spec.chunk)
-
-    def undo_rows(self, rows: list[int]) -> None:
-        """Remove the tokens of some rows from a step that has not been committed."""
-        if self._pending is None or self.state.slab is None:
-            return
-        segment = self._pending.segment
-        ends = self.state.ends(segment.waiting)
-        for row in rows:
-            self.state.slab.scrub(row, ends[row], ends[row] + 1)
-        self._pending = Pending(segment.without(rows), self._pending.params)
 
     # --- segments
 
@@ -325,14 +242,14 @@ class Layer:
                 lines = places.lines(kv_heads, slab.queries.shape[2])
                 put_lines(slab.queries, merge_groups(queries), lines)
         self._note_spans(segment)
-        self._pending = Pending(segment, params)
+        self.running.pending = Pending(segment, params)
         slots = slab.attended(self.state.first, ends.stop, plain=self.state.plain)
         return compute_attention(queries, slots, params, bias).answers
 
     def _attend_piece(self, new: NewTokens, segment: Segment, last: Segment) -> Tensor:
         """Store one segment of a forward in the tail, and attend; `last` is the final segment."""
-        if self._pending is not None:
-            self._commit_early()
+        if self.running.pending is not None:
+            self.running.fold_early()
         slab, spec = self.state.slab, self.spec
         assert slab is not None
         queries, keys, values, params = new.rotated(spec, slab, segment)
@@ -363,7 +280,7 @@ class Layer:
             mass = result.mass
             if observes:
                 observed = result._replace(shares=None) if segment is last else result
-        self._pending = Pending(segment, params, mass=mass, observed=observed)
+        self.running.pending = Pending(segment, params, mass=mass, observed=observed)
         return result.answers
 
     def _attend_together(self, new: NewTokens, plan: ForwardPlan) -> Tensor | None:
@@ -371,42 +288,21 @@ class Layer:
         queries, keys, values, params = new
         kernel = kernels.attend_window(queries, values)
         plain = params.softcap is None and params.sinks is None
-        if kernel is None or not (plain and self.state.plain) or self._pending is not None:
+        if kernel is None or not (plain and self.state.plain) or self.running.pending is not None:
             return None
         piece = WindowPiece.of(self.state, keys, values, plan.segments)
         if piece is None:
             return None
         answers = piece.answer(kernel, queries, params)
         segment, arrivals = piece.folded()
-        self._pending = Pending(segment, params, arrivals)
-        self._commit_early()
+        self.running.pending = Pending(segment, params, arrivals)
+        self.running.fold_early()
         rest = piece.rest()
         if rest is not None:
             assert self.state.slab is not None
             self.state.slab.append(*rest, self.state.used[0])
-            self._pending = Pending(plan.segments[-1], params)
+            self.running.pending = Pending(plan.segments[-1], params)
         return answers
-
-    def reread(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        params: AttentionParams,
-        plan: ForwardPlan,
-        rows: Sequence[int],
-    ) -> Tensor:
-        """Answer a second reading of the last tokens of `rows`, and keep what they were given.
-
-        Arguments as for `attend`; the tokens take no slot, and other rows are not answered.
-        """
-        batch, heads, length, _ = queries.shape
-        queries = queries.view(batch, keys.shape[1], heads // keys.shape[1], length, -1)
-        new, segment = NewTokens(queries, keys, values, params), plan.segments[0]
-        out = values.new_zeros((*queries.shape[:4], values.shape[3]))
-        for row in rows:
-            out[row] = read_again(self.state, row, new.row(row), segment.of_row(row))[0]
-        return out.flatten(1, 2)
 
     def _note_spans(self, segment: Segment) -> None:
         """Store the places of a segment's tokens on three axes, for the folds that move them."""
@@ -429,39 +325,6 @@ class Layer:
         new = new.rotated(self.spec, self.state.slab, segment)
         out, arrivals = attend_prompt(self.spec, new, segment, answers)
         store_last_queries(self.state.slab, self.spec, new.queries, segment)
-        self._pending = Pending(segment, new.params, arrivals)
-        self._commit_early()
+        self.running.pending = Pending(segment, new.params, arrivals)
+        self.running.fold_early()
         return out
-
-
-class RowsNotFinite(Exception):
-    """Keys or values of some rows are not finite; the forward must be repeated without them.
-
-    Attributes:
-        layer: the layer that found them.
-        columns: by row, the first column whose key or value is not finite.
-    """
-
-    def __init__(self, layer: int, columns: dict[int, int]) -> None:
-        super().__init__(f"layer {layer}, rows {sorted(columns)}")
-        self.layer = layer
-        self.columns = columns
-
-
-def first_unfinite(finite: Tensor, plan: ForwardPlan) -> dict[int, int]:
-    """Find each row's first token in a column where `finite` [batch, length] is false."""
-    found: dict[int, int] = {}
-    wrong = (~finite).tolist()
-    for segment in plan.segments:
-        columns = segment.columns.tolist()
-        for row, count in enumerate(segment.counts):
-            bad = [column for column in columns[row][:count] if wrong[row][column]]
-            if bad and row not in found:
-                found[row] = bad[0]
-    return found
-
-
-def finite_columns(keys: Tensor, values: Tensor) -> Tensor:
-    """Return which columns have finite keys and values in all heads [batch, length], bool."""
-    finite = keys.isfinite().all(dim=3) & values.isfinite().all(dim=3)
-    return finite.all(dim=1)

@@ -241,7 +241,7 @@ class LayerSpec:
             heads,
             slots,
             masters=(pipe.slots_of(exact) or masters) if rotates else 0,
-            mass=pipe.needs_mass or pipe.needs_second_reading,
+            mass=pipe.needs_mass,
             two_weights=pipe.two_weights,
             frames=positions.alibi is not None,
             spans=self.moves_on_axes,
@@ -260,7 +260,7 @@ class LayerSpec:
             values = torch.empty(*shape, heads.value_dim, dtype=heads.dtype)
             weights = torch.empty(shape)
             position = torch.empty(shape, dtype=torch.int64)
-        mass = weights if self.pipe.needs_mass or self.pipe.needs_second_reading else None
+        mass = weights if self.pipe.needs_mass else None
         nothing = Slots(keys, values, weights, weights, position, mass)
         return {
             f"{index}.{name}": (tuple(t.shape[2:]), t.dtype)

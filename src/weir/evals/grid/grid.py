@@ -10,13 +10,13 @@ from dataclasses import asdict, dataclass, fields
 from functools import cache, lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from weir.cache import Positions, Prefill, check_origin, depends_on_weights
 from weir.errors import WeirError, suggest
-from weir.evals.fitting import check_fixed, fit_to_memory
+from weir.evals.fitting import Counted, bytes_of, check_fixed, check_slots, fit_to_memory
 from weir.evals.notation import read_policies, read_tasks, takes_budget, with_budget
 from weir.evals.results import read_results
 from weir.evals.task import Task
@@ -87,8 +87,13 @@ def protocol(name: str) -> Protocol:
     return PROTOCOLS[name]
 
 
-NOT_IN_EVERY = {"recompute", "pinned", "pyramid", "quantized"}
-"""Named policies that `all` leaves out: the slow oracle, and those built around another."""
+Equal = Literal["slots", "bytes", "kv"]
+"""What all policies of a grid have the same of: slots, bytes of the whole cache, or bytes of keys
+and values."""
+YARDSTICK = "streaming_llm"
+"""The policy whose bytes at each budget all others get, if sizes are not given in bytes."""
+NOT_IN_EVERY = {"recompute", "kvzip", "pinned", "pyramid", "quantized"}
+"""Named policies that `all` leaves out: those that are no stream, and those around another."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,7 @@ class Cell:
         seed, chunk, positions: as for `Stream`; a protocol has its own positions.
         protocol: the paper's protocol, if the cell follows one.
         memory: bytes from which the budget was computed; None if budgets were given in slots.
+        equal: "kv" if those are bytes of keys and values alone; None otherwise.
         loading: how the model is loaded, pairs of an argument of `weir.load` and its value.
         compiled: whether decode steps are compiled; never for a model given as an object.
         pools: the pools that the policy's name stands for, which may change between versions of
@@ -119,11 +125,12 @@ class Cell:
     loading: tuple[tuple[str, Any], ...] = ()
     compiled: bool = False
     pools: str | None = None
+    equal: str | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """The fields; the last four only where set."""
+        """The fields; the last five only where set."""
         facts = {**asdict(self), "loading": dict(self.loading)}
-        seldom = ("memory", "loading", "compiled", "pools")
+        seldom = ("memory", "loading", "compiled", "pools", "equal")
         return {k: v for k, v in facts.items() if v or k not in seldom}
 
     @classmethod
@@ -163,6 +170,7 @@ def make_grid(
     *,
     budgets: Sequence[int] = (),
     memory: Sequence[int] = (),
+    equal: Equal | None = None,
     seeds: Sequence[int] = (0,),
     paper: str | None = None,
     chunk: int | None = None,
@@ -184,6 +192,9 @@ def make_grid(
             that fits, within the model's window. Weights are loaded for `weir` alone, which gets
             slots of 8 bits on models that do not bear 4. A policy with slots of its own has to fit
             into the largest of them; `dense` and others without a limit run as they are.
+        equal: what policies have the same of: `slots` (the budgets), `bytes` (the whole cache) or
+            `kv` (keys and values of slots alone). By default `bytes` with `memory`, else `slots`.
+            `bytes` and `kv` without `memory` take the sizes of `streaming_llm` at the budgets.
         seeds: every cell runs with each seed; deterministic cells run with the first alone.
         paper: a protocol's name.
         chunk: tokens between two folds; by default the protocol's, or 64.
@@ -208,6 +219,23 @@ def make_grid(
             "weir.compile_steps(model)."
         )
     rules = Protocol("", positions=positions) if paper is None else protocol(paper)
+    if equal == "slots" and memory:
+        raise WeirError(
+            "equal slots are given as budgets, not as memory; give budgets, or compare at equal "
+            "bytes or kv"
+        )
+    if equal is not None and not (memory or budgets or rules.rate):
+        raise WeirError(f"equal {equal} needs sizes: give budgets or memory")
+    if equal is not None and memory and budgets:
+        raise WeirError(
+            f"equal {equal} has one kind of sizes: give budgets, for the bytes of {YARDSTICK} with "
+            "each, or memory, but not both"
+        )
+    if rules.rate is not None and equal is not None:
+        raise WeirError(
+            f"the protocol {paper} takes its budgets from the prompt, {rules.rate:g} of it, so all "
+            "policies have the same slots; leave out equal or the protocol"
+        )
     if rules.rate is not None and (budgets or memory):
         raise WeirError(
             f"the protocol {paper} sets the budgets from the prompt, {rules.rate:g} of it. Leave "
@@ -241,20 +269,32 @@ def make_grid(
             return shape_of(name)
         return load_model(name, how(name), compiled)[0]
 
+    counted: Counted = "kv" if equal == "kv" else "bytes"
+    in_slots = () if equal in ("bytes", "kv") else budgets
+
+    @cache
+    def sizes(model: str) -> tuple[int, ...]:
+        """The bytes at which the policies of a model are compared."""
+        if memory or in_slots:
+            return tuple(memory)
+        each = (with_budget(YARDSTICK, budget) for budget in budgets)
+        return tuple(
+            bytes_of(shape_of(model), one, folds, rules.positions, counted) for one in each
+        )
+
     def sized(model: str, policy: str) -> list[tuple[str, int | None, int | None]]:
         """A policy with each budget in it, the budget, and the memory that it was made for."""
+        how_sized = folds, model, rules.positions, counted
         if not (budgets or memory) or not takes_budget(policy):
-            if memory:
-                room, shape = max(memory), sizing(model, policy)
-                check_fixed(shape, policy, room, folds, model, rules.positions)
+            if rooms := sizes(model):
+                check_fixed(sizing(model, policy), policy, max(rooms), *how_sized)
+            elif equal == "slots":
+                check_slots(policy, max(budgets))
             return [(policy, None, None)]
-        found = [(with_budget(policy, budget), budget, None) for budget in budgets]
+        found = [(with_budget(policy, budget), budget, None) for budget in in_slots]
         fitting = [
-            (
-                *fit_to_memory(sizing(model, policy), policy, room, folds, model, rules.positions),
-                room,
-            )
-            for room in memory
+            (*fit_to_memory(sizing(model, policy), policy, room, *how_sized), room)
+            for room in sizes(model)
         ]
         return [*found, *fitting]
 
@@ -276,6 +316,7 @@ def make_grid(
             how(model),
             compiled,
             pools_of(policy),
+            "kv" if room is not None and counted == "kv" else None,
         )
         for model in models
         for setting in settings

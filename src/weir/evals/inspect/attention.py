@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,100 +17,18 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
+from weir.cache import Attention, AttentionCall, ListeningCache, bias_of
 from weir.errors import WeirError
-from weir.evals.capture import AttentionCall, ListeningCache
 from weir.models import CACHE, cache_of, describe, input_device, sink_of, transformers_model
 from weir.slab import (
     AttentionParams,
-    LayerPositions,
-    attention_softmax,
-    compute_logits,
     two_weight_attention,
 )
 
 PIECE = 256
 """Tokens that a model reads in one call."""
-BLOCK = 64
-"""Queries whose logits are there at one time."""
 OURS = "weir-inspect"
 """Our attention function's name in transformers."""
-
-
-@dataclass(frozen=True)
-class Attention:
-    """Queries of one layer in one call, and the keys that they may see.
-
-    Attributes:
-        queries: [batch, kv_heads, group, length, key_dim]; `group` query heads share a KV head.
-        keys: [batch, kv_heads, slots, key_dim].
-        first, places: positions of the first query and of the keys [slots], int64.
-        positions: the layer's window and linear biases, for models that weir streams.
-        mask: for others, transformers' mask: true where a query attends, broadcasts with
-            [batch, 1, length, slots]; None for everywhere.
-    """
-
-    layer: int
-    queries: Tensor
-    keys: Tensor
-    first: int
-    places: Tensor
-    params: AttentionParams
-    positions: LayerPositions | None = None
-    mask: Tensor | None = None
-
-    @property
-    def length(self) -> int:
-        """Number of queries per head."""
-        return self.queries.shape[3]
-
-    @property
-    def heads(self) -> int:
-        """Number of query heads."""
-        return self.queries.shape[1] * self.queries.shape[2]
-
-    def blocks(self) -> Iterator[tuple[int, int]]:
-        """(start, stop) of blocks of queries, `BLOCK` at most in each."""
-        for start in range(0, self.length, BLOCK):
-            yield start, min(start + BLOCK, self.length)
-
-    def logits(self, start: int, stop: int) -> Tensor:
-        """Logits as they enter the softmax: scaled, capped, with linear biases, before sink logits.
-
-        ALiBi biases are 0 at the query's own position: a constant does not change a softmax. Of the
-        queries `start` to `stop` of this call: [batch, heads, stop - start, slots], float32; -inf
-        where a query does not attend.
-        """
-        queries, bias = self.queries[..., start:stop, :], self._bias(start, stop)
-        return compute_logits(queries, self.keys, self.params, bias).flatten(1, 2)
-
-    def weights(self, start: int, stop: int) -> Tensor:
-        """The model's attention weights: the softmax of `logits`, of the same shape.
-
-        A sink logit takes part in the softmax, so that the weights then sum to less than 1.
-        """
-        logits = self.logits(start, stop).unflatten(1, (self.keys.shape[1], -1))
-        return attention_softmax(logits, logits.new_zeros(1, 1, 1), self.params).flatten(1, 2)
-
-    def _bias(self, start: int, stop: int) -> Tensor | None:
-        """Linear biases of some queries, -inf where they do not attend; None for no bias."""
-        if self.positions is None:
-            return None if self.mask is None else _bias_of(self.mask[:, None, :, start:stop])
-        here = torch.arange(start, stop, device=self.places.device) + self.first
-        ahead = here[:, None] - self.places
-        seen = ahead >= 0
-        if self.positions.window is not None:
-            seen &= ahead < self.positions.window
-        if self.positions.alibi is not None:
-            both = torch.cat([self.places, here])[None, None]
-            biases = self.positions.alibi.bias(both, self.keys.shape[1], 0, self.first)
-            keys, own = biases.split([len(self.places), len(here)], dim=-1)
-            return (keys - own.mT).masked_fill_(~seen, -torch.inf)
-        return _bias_of(seen)
-
-
-def _bias_of(seen: Tensor) -> Tensor:
-    """0 where something is true, and -inf elsewhere."""
-    return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -torch.inf)
 
 
 Look = Callable[[Attention], None]
@@ -134,19 +51,8 @@ def watch(model: PreTrainedModel, ids: Tensor, look: Look) -> None:
         return
 
     def hear(call: AttentionCall) -> None:
-        """Show the layer's queries and all keys."""
-        queries, state = call.queries, call.held.state
-        (piece,) = call.forward.plan.on(queries.device).segments  # a call never exceeds the tail
-        assert state.slab is not None
-        positions = call.held.spec.positions
-        if positions.rotary is not None and not positions.placed:
-            queries = positions.rotary.rotate(queries, piece.positions)
-        # All rows and heads alike: tokens in order, and those of this call behind them.
-        end = state.ends(piece.waiting)[0] + piece.width
-        queries = queries.unflatten(1, (call.keys.shape[1], -1))
-        keys, places = state.slab.read(0, end)[0], state.slab.position[0, 0, :end]
-        start = int(piece.start[0])
-        look(Attention(call.layer, queries, keys, start, places, call.params, positions))
+        """Show the layer's queries and all keys; a call never exceeds the tail."""
+        look(call.attention())
 
     # A cache without a limit begins with five chunks, for each of many short sequences.
     chunk = min(PIECE, ids.shape[1])
@@ -253,7 +159,7 @@ def _attend(
             query, key, value, mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
         )
     else:
-        none, bias = key.new_zeros(1, 1, 1), None if mask is None else _bias_of(mask[:, None])
+        none, bias = key.new_zeros(1, 1, 1), None if mask is None else bias_of(mask[:, None])
         group = query.unflatten(1, (key.shape[1], -1))
         out = two_weight_attention(group, key, value, none, none, params, bias).flatten(1, 2)
     return out.transpose(1, 2).contiguous(), None

@@ -28,7 +28,7 @@ from weir.errors import WeirError
 from weir.evals.inspect.section import Inspection, Picture, Section, drawing
 from weir.evals.report import TextTable, render
 from weir.models import describe
-from weir.policies import Recompute, parse_policy
+from weir.policies import KVzip, Recompute, parse_policy
 from weir.stream import Stream, describe_tokens
 
 if TYPE_CHECKING:
@@ -133,6 +133,11 @@ GONE, UNREAD = (0.93, 0.94, 0.95), (1.0, 1.0, 1.0)
 def section(asked: Inspection) -> Section:
     """Show what the policy holds of the text, as strips over layers and heads, and as text."""
     name = POLICY if asked.policy is None else asked.policy
+    if isinstance(parse_policy(name), KVzip):
+        raise WeirError(
+            "kvzip reads one text whole and chooses once, and here the text is read part by part; "
+            "name another policy"
+        )
     if isinstance(parse_policy(name), Recompute):
         raise WeirError(
             "recompute caches nothing, so there is nothing to show. Use another policy."

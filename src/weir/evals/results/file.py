@@ -51,7 +51,7 @@ def check_cell(line: JsonRecord, cells: int) -> None:
     if "protocol" not in line:
         raise line.wrong("protocol", "is missing")
     checks: dict[str, Callable[[str], object]] = {
-        **dict.fromkeys(("protocol", "positions", "pools", "stands_for"), line.text),
+        **dict.fromkeys(("protocol", "positions", "pools", "stands_for", "equal"), line.text),
         **dict.fromkeys(("chunk", "budget", "memory"), line.count),
         "loading": line.record,
         "compiled": line.flag,
@@ -59,7 +59,8 @@ def check_cell(line: JsonRecord, cells: int) -> None:
     for name, check in checks.items():
         if line.values.get(name) is not None:
             check(name)
-    # What reports draw: blocks of a text, answers by distance, cells of heat maps.
+    # What reports draw: blocks of a text, answers by distance, also by form and way, cells of heat
+    # maps.
     result = line.record("result")
     if "ppl_by_block" in result:
         result.numbers("ppl_by_block")
@@ -69,6 +70,19 @@ def check_cell(line: JsonRecord, cells: int) -> None:
         for row in result.records("by_distance"):
             for name in ("distance", "asked", "right"):
                 row.count(name)
+    if "by_book" in result:
+        for book in result.records("by_book"):
+            book.number("ppl")
+    if "marks" in result and set(result.text("marks")) - {"0", "1"}:
+        raise result.wrong("marks", "must have a 1 for each right answer and a 0 for each other")
+    if "by_form" in result:
+        for row in result.records("by_form"):
+            row.text("form")
+            for name in ("distance", "asked"):
+                row.count(name)
+            if "way" in row:  # answers, and not what a search found
+                row.text("way")
+                row.count("right")
     if "cells" in result:
         for cell in result.records("cells"):
             cell.count("length")

@@ -1,4 +1,4 @@
-"""Reports of results: one HTML page with its plots inside, Markdown, CSV and LaTeX."""
+"""Reports of results: one HTML page with its plots inside, Markdown, CSV, LaTeX and PDF."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import html
 import io
 import itertools
 import math
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,15 +16,22 @@ from typing import TYPE_CHECKING, Any
 
 from weir.errors import WeirError
 from weir.evals.report import (
+    DASHES,
     GRAY,
+    NO_DATE,
+    Picture,
     TextTable,
+    drawn_figure,
     html_page,
+    legend_columns,
     line_style,
     needs_log_scale,
+    readable_range,
     style_axes,
-    svg_figure,
     whole_blocks,
+    with_peak,
 )
+from weir.evals.results.citing import as_bibtex, cited
 from weir.evals.results.file import CellRecord, failures, unique
 from weir.evals.results.naming import read_together
 from weir.evals.results.summary import (
@@ -33,9 +41,11 @@ from weir.evals.results.summary import (
     by_distance,
     group_by,
     overviews,
+    paired,
     short_heads,
     strip_budget,
 )
+from weir.evals.scores import wilson
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -148,58 +158,102 @@ def pareto_front(points: Sequence[tuple[float, float]], higher: bool) -> list[in
     return best
 
 
-def plot_pareto(records: Sequence[CellRecord], label: str) -> str | None:
+BASELINE = "dense"
+"""The policy that keeps everything; it can be so far from its rivals that they share a corner."""
+FARTHER = 2.0
+"""The baseline is left out of axes that it would make so many times as long."""
+
+
+def plot_pareto(records: Sequence[CellRecord], label: str) -> Picture | None:
     """Plot figures against cache bytes, budgets of a policy joined, the Pareto front in gray.
 
     The records are of one model and setting; None where fewer than two policies have both figures.
+    Where the baseline is far from all others, the axes fit the others, and the legend has its
+    figures.
     """
     of_policy = group_by((r for r in records if r["value"] is not None and r["kv_bytes"]), "policy")
     if len(of_policy) < 2:
         return None
-    points = [
-        (max(r["kv_bytes"] for r in rows) / 1e6, mean(r["value"] for r in rows))
-        for rows in of_policy.values()
-    ]
-    families = [family(policy) for (policy,) in of_policy]
-    with svg_figure(f"pareto{label}", WIDTH, _height(len(points))) as (figure, out):
+    found: dict[str, list[tuple[float, float]]] = {}
+    for (policy,), rows in of_policy.items():
+        point = max(r["kv_bytes"] for r in rows) / 1e6, mean(r["value"] for r in rows)
+        found.setdefault(family(policy), []).append(point)
+    drawn = {name: points for name, points in found.items() if name != BASELINE}
+    left_out = BASELINE in found and _is_far(
+        found[BASELINE], list(itertools.chain(*drawn.values()))
+    )
+    drawn = drawn if left_out else found
+    points = list(itertools.chain(*drawn.values()))
+    names = [name if name in drawn else _written(name, found[name]) for name in found]
+    columns = legend_columns(["not beaten in both", *names], WIDTH, LETTERS)
+    with drawn_figure(f"pareto{label}", WIDTH, _height(len(names) + 1, columns)) as drawing:
+        figure, picture = drawing
         axes = figure.subplots()
         best = [points[i] for i in pareto_front(points, records[0]["better"] == "higher")]
         front: dict[str, Any] = {"color": GRAY, "lw": 5, "alpha": 0.25, "zorder": 1}
         axes.plot(*zip(*best, strict=True), **front, label="not beaten in both")
-        for number, kind in enumerate(unique(families)):
-            mine = sorted(p for p, name in zip(points, families, strict=True) if name == kind)
-            axes.plot(*zip(*mine, strict=True), lw=1.2, ms=6, label=kind, **line_style(number))
-        _dress_axes(axes, "cache, MB", label, *zip(*points, strict=True))
-    return out[0]
+        for number, (kind, name) in enumerate(zip(found, names, strict=True)):
+            mine = sorted(drawn.get(kind, []))
+            x, y = zip(*mine, strict=True) if mine else ((), ())
+            axes.plot(x, y, lw=1.2, ms=6, label=name, **line_style(number))
+        _dress_axes(axes, "cache, MB", label, *zip(*points, strict=True), columns=columns)
+    return picture
 
 
-def plot_along(records: Sequence[CellRecord]) -> str | None:
+def _is_far(base: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> bool:
+    """Whether points would make an axis so long that different others are hard to tell apart."""
+    for mine, theirs in zip(zip(*base, strict=True), zip(*others, strict=True), strict=True):
+        span = max(theirs) - min(theirs)
+        if span and max(*mine, *theirs) - min(*mine, *theirs) > FARTHER * span:
+            return True
+    return False
+
+
+def _written(name: str, points: Sequence[tuple[float, float]]) -> str:
+    """A policy that is not drawn, with its figures."""
+    each = "; ".join(f"{value:,.4g} in {megabytes:,.1f} MB" for megabytes, value in points)
+    return f"{name}, not drawn: {each}"
+
+
+def plot_along(records: Sequence[CellRecord]) -> Picture | None:
     """Plot perplexity by whole block of a text, a line per policy; None without blocks.
 
     Only the first seed of the records is drawn, which are of one model and setting.
     """
     rows = [r for r in records if len(r["result"].get("ppl_by_block", ())) > 1]
-    of_policy = group_by(rows, "policy")
-    if not of_policy:
+    results = {policy: mine[0]["result"] for (policy,), mine in group_by(rows, "policy").items()}
+    if not results:
         return None
-    with svg_figure("along", WIDTH, _height(len(of_policy))) as (figure, out):
+    curves = {
+        policy: whole_blocks(result["ppl_by_block"], result["tokens"], result["block"])
+        for policy, result in results.items()
+    }
+    shown = readable_range(list(curves.values()))
+    names = {policy: with_peak(policy, curve, shown) for policy, curve in curves.items()}
+    # Budgets of a policy have one color, as in the other picture, and differ in their dashes.
+    families: dict[str, list[str]] = {}
+    for policy in curves:
+        families.setdefault(family(policy), []).append(policy)
+    columns = legend_columns(list(names.values()), WIDTH, LETTERS)
+    with drawn_figure("along", WIDTH, _height(len(names), columns)) as (figure, picture):
         axes = figure.subplots()
-        every = []
-        for number, ((policy,), mine) in enumerate(of_policy.items()):
-            result = mine[0]["result"]
-            values = whole_blocks(result["ppl_by_block"], result["tokens"], result["block"])
+        for policy, values in curves.items():
+            number, kin = list(families).index(family(policy)), families[family(policy)]
+            dashes = DASHES[1:][kin.index(policy) % (len(DASHES) - 1)]
+            result = results[policy]
             edges = [min(i * result["block"], result["tokens"]) for i in range(len(values) + 1)]
             middles = [(a + b) / 2 for a, b in itertools.pairwise(edges)]
             # Markers of many blocks would merge into one band.
             often = max(1, len(values) // 8) if len(values) > 25 else 1
-            how = {"lw": 1.4, "ms": 4, "markevery": often, **line_style(number)}
-            axes.plot(middles, values, label=policy, **how)
-            every += [v for v in values if v is not None]
-        _dress_axes(axes, "tokens read", "perplexity", (), every)
-    return out[0]
+            how = {"lw": 1.4, "ms": 4, "ls": dashes, "markevery": often, **line_style(number)}
+            axes.plot(middles, values, label=names[policy], **how)
+        _dress_axes(axes, "tokens read", "perplexity", (), (), columns=columns)
+        if shown is not None:
+            axes.set_ylim(*shown)
+    return picture
 
 
-def plot_heat(records: Sequence[CellRecord]) -> str | None:
+def plot_heat(records: Sequence[CellRecord]) -> Picture | None:
     """Plot heat maps of accuracy by length and depth, a panel per policy; None without such cells.
 
     The mean over seeds of the records is drawn, which are of one model and setting.
@@ -209,7 +263,7 @@ def plot_heat(records: Sequence[CellRecord]) -> str | None:
         return None
     across = min(3, len(of_policy))
     down = -(-len(of_policy) // across)
-    with svg_figure("heat", WIDTH, 1.9 * down + 0.6) as (figure, out):
+    with drawn_figure("heat", WIDTH, 1.9 * down + 0.6) as (figure, picture):
         panels = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True).flatten()
         for axes in panels[len(of_policy) :]:
             axes.set_axis_off()
@@ -230,7 +284,68 @@ def plot_heat(records: Sequence[CellRecord]) -> str | None:
         figure.supylabel("depth", fontsize=8)
         if image is not None:
             figure.colorbar(image, ax=panels.tolist(), shrink=0.8, label="found")
-    return out[0]
+    return picture
+
+
+FORMS = {
+    "once": "told once",
+    "changed": "changed since",
+    "several": "three facts in a sentence",
+    "paraphrased": "other words, the same name",
+    "sessions": "two things, told apart",
+    "order": "which was told first",
+}
+"""Forms of the task `recalled`, as its pictures call them. The others have no right answers."""
+WAYS = {"recall": "with recall", "none": "without", "plain": "retrieval, no cache"}
+
+
+def plot_recalled(records: Sequence[CellRecord]) -> Picture | None:
+    """Plot right answers over the distance, a panel for each form and a line for each way; None
+    without results of `recalled`.
+
+    The records are of one model. A policy is named where there are several of them.
+    """
+    rows = [
+        {**row, "policy": record["policy"]}
+        for record in records
+        for row in record["result"].get("by_form", ())
+        if "way" in row and row["form"] in FORMS and row["asked"]
+    ]
+    if not rows:
+        return None
+    forms = [form for form in FORMS if any(row["form"] == form for row in rows)]
+    lines = unique((row["policy"], row["way"]) for row in rows)
+    several = len(unique(policy for policy, _ in lines)) > 1
+    farthest = max(row["distance"] for row in rows)
+    with drawn_figure("recalled", WIDTH, _height(len(lines), 3) - 0.4) as (figure, picture):
+        panels = figure.subplots(1, len(forms), squeeze=False, sharey=True)[0]
+        for axes, form in zip(panels, forms, strict=True):
+            for number, (policy, way) in enumerate(lines):
+                of_line = [r for r in rows if (r["policy"], r["way"]) == (policy, way)]
+                points = group_by((r for r in of_line if r["form"] == form), "distance")
+                counts = {
+                    distance: (sum(r["right"] for r in mine), sum(r["asked"] for r in mine))
+                    for (distance,), mine in sorted(points.items())
+                }
+                shares = [right / asked for right, asked in counts.values()]
+                sure = [wilson(right, asked) for right, asked in counts.values()]
+                below = [share - low for share, (low, _) in zip(shares, sure, strict=True)]
+                above = [high - share for share, (_, high) in zip(shares, sure, strict=True)]
+                name = WAYS.get(way, way)
+                label = f"{policy}, {name}" if several else name
+                how = {"lw": 1.4, "ms": 5, "capsize": 2, "elinewidth": 0.8, **line_style(number)}
+                if form != forms[0]:
+                    label = "_"  # the legend has it from the first panel
+                axes.errorbar(list(counts), shares, yerr=[below, above], label=label, **how)
+            axes.set_xscale("log")
+            axes.set_xlim(100, 2 * farthest)
+            axes.set_ylim(-0.03, 1.03)
+            axes.set_title(FORMS[form], fontsize=9)
+            style_axes(axes)
+        panels[0].set_ylabel("right answers")
+        figure.supxlabel("tokens since", fontsize=9)
+        figure.legend(loc="outside lower left", frameon=False, fontsize=8, ncols=3)
+    return picture
 
 
 def _share(cells: Sequence[dict[str, Any]]) -> float:
@@ -238,12 +353,18 @@ def _share(cells: Sequence[dict[str, Any]]) -> float:
     return float(mean(cell["accuracy"] for cell in cells)) if cells else math.nan
 
 
-def _height(names: int) -> float:
-    """Height in inches of a picture with a legend of three names per row below."""
-    return 3.4 + 0.17 * -(-names // 3)
+LETTERS = 8
+"""Points of the letters of a legend."""
 
 
-def _dress_axes(axes: Axes, across: str, up: str, x: Sequence[float], y: Sequence[float]) -> None:
+def _height(names: int, columns: int) -> float:
+    """Height in inches of a picture with a legend of so many names below."""
+    return 3.4 + 0.17 * -(-names // columns)
+
+
+def _dress_axes(
+    axes: Axes, across: str, up: str, x: Sequence[float], y: Sequence[float], *, columns: int
+) -> None:
     """Label, scale and style axes, and put the legend below them, where it hides no point."""
     axes.set_xlabel(across)
     axes.set_ylabel(up)
@@ -252,22 +373,44 @@ def _dress_axes(axes: Axes, across: str, up: str, x: Sequence[float], y: Sequenc
     if needs_log_scale(y, FAR):
         axes.set_yscale("log")
     style_axes(axes)
-    axes.figure.legend(loc="outside lower left", frameon=False, fontsize=8, ncols=3)
+    axes.figure.legend(loc="outside lower left", frameon=False, fontsize=LETTERS, ncols=columns)
 
 
-FORMATS = {"html": "report.html", "md": "report.md", "csv": "tables.csv", "latex": "tables.tex"}
+FORMATS = {
+    "html": "report.html",
+    "md": "report.md",
+    "csv": "tables.csv",
+    "latex": "tables.tex",
+    "pdf": "report.pdf",
+    "bib": "references.bib",
+}
 """The file name of each format of a report."""
 USUAL = ("html", "md")
 MARKS = "Bold is best, underlined second best."
 SURE = (
-    "After a figure come its 95 % interval (Wilson's for counted answers, Student's over seeds), "
-    "the standard deviation over seeds, and n, answers or seeds. A figure without these was "
-    "measured once."
+    "After each figure you find its 95 % interval (Wilson's for counted answers, Student's over "
+    "seeds, and for a perplexity of one seed Student's over the whole blocks of the text), the "
+    "standard deviation over seeds, and n: answers, seeds or blocks. A figure without an interval "
+    "was measured once."
 )
 
 STYLE = "body { max-width: 60rem; } svg { min-width: 30rem; }"
 """CSS for wide tables and pictures."""
 ACROSS = "After a figure come Student's 95 % interval, the standard deviation and n of the models."
+
+
+CITE = (
+    "These papers are named by the pools that ran. --format bib writes them, and weir, as BibTeX; "
+    "complete the authors before you publish."
+)
+PAIRED = (
+    "Each policy next to streaming_llm at the same bytes or slots, or next to the only "
+    "streaming_llm there is: the ratio, or for shares of right answers the difference. Both read "
+    "the same text and answer the same questions, so the 95 % interval is that of the pairs: "
+    "Student's over blocks of the text, over books or over seeds, and Newcombe's for answers. n "
+    "counts the pairs. If the interval contains 1 (for a ratio) or 0 (for a difference), this "
+    "measurement does not tell the two policies apart."
+)
 
 
 @dataclass(frozen=True)
@@ -277,14 +420,17 @@ class ReportPart:
     title: str
     words: str
     table: FigureTable | None = None
-    picture: str | None = None
+    picture: Picture | None = None
     name: str = ""
 
 
 def write_report(
     results: Path | Sequence[Path], out: Path, formats: Sequence[str] = USUAL
 ) -> list[Path]:
-    """Write `report.html`, which holds its pictures, and `report.md` with them beside it.
+    r"""Write a report in several formats.
+
+    `report.html` holds its pictures, and `report.md` has them next to it as SVG. `report.pdf` has
+    everything, and with it each picture is written as a PDF, for `\includegraphics`.
 
     Args:
         results: one or several files of `weir eval`, which may still be growing.
@@ -309,12 +455,23 @@ def write_report(
         raise WeirError(f"{source} has no finished cell yet, so there is nothing to report")
     parts = list(_parts(done))
     tables = [part.table for part in parts if part.table is not None]
-    page = (parts, _facts(cells, records), failures(records), source)
-    renderers: dict[str, Callable[[], str]] = {
-        "html": lambda: _html(*page),
-        "md": lambda: _markdown(*page),
-        "csv": lambda: as_csv(tables),
-        "latex": lambda: as_latex(tables),
+    papers = cited(
+        unique(
+            str(text)
+            for r in done
+            for text in (r.get("written") or r["policy"], r.get("pools"))
+            if text is not None
+        )
+    )
+    references = [str(paper) for paper in papers]
+    page = (parts, _facts(cells, records), references, failures(records), source)
+    renderers: dict[str, Callable[[], bytes]] = {
+        "html": lambda: _html(*page).encode(),
+        "md": lambda: _markdown(*page).encode(),
+        "csv": lambda: as_csv(tables).encode(),
+        "latex": lambda: as_latex(tables).encode(),
+        "pdf": lambda: _pdf(*page),
+        "bib": lambda: as_bibtex(list(papers)).encode(),
     }
     if out.exists() and not out.is_dir():
         raise WeirError(f"{out} is a file, and --out must be a folder. Use another name.")
@@ -322,10 +479,12 @@ def write_report(
         out.mkdir(parents=True, exist_ok=True)
         wanted = [name for name in FORMATS if name in formats]
         for name in wanted:
-            (out / FORMATS[name]).write_text(renderers[name](), "utf-8")
+            (out / FORMATS[name]).write_bytes(renderers[name]())
         for part in parts:
             if part.picture is not None and "md" in formats:
-                (out / f"{part.name}.svg").write_text(part.picture, "utf-8")
+                (out / f"{part.name}.svg").write_text(part.picture.svg, "utf-8")
+            if part.picture is not None and "pdf" in formats:
+                (out / f"{part.name}.pdf").write_bytes(part.picture.pdf())
     except OSError as error:
         raise WeirError(f"cannot write to {out}: {error.strerror}") from None
     return [out / FORMATS[name] for name in wanted]
@@ -338,6 +497,8 @@ def _parts(done: Sequence[CellRecord]) -> Iterator[ReportPart]:
             "largest cache over all tasks."
         )
         yield ReportPart(table.title, words, table=table)
+    for table in paired(done):
+        yield ReportPart(table.title, PAIRED, table=table)
     for table in across_models(done):
         words = (
             "How each policy changes a model's figures at the same bytes or slots: the ratio, or "
@@ -353,11 +514,15 @@ def _parts(done: Sequence[CellRecord]) -> Iterator[ReportPart]:
     for number, ((model, _, setting), mine) in enumerate(settings.items()):
         label = mine[0]["metric"]
         points = (
-            f"{label} against the bytes of the cache; {mine[0]['better']} is better. Points of "
-            "one policy with different budgets are joined. No other policy is better in both "
-            "respects than the points on the gray line."
+            f"{label} against the bytes of the cache; {mine[0]['better']} is better. Points of one "
+            "policy with different budgets are joined. No other point in the picture beats those "
+            f"on the gray line in both. If {BASELINE} is far from all others, the axes leave it "
+            "out, and the legend has its figures."
         )
-        along = "Perplexity of each block of the text; lower is better."
+        along = (
+            "Perplexity of each block of the text; lower is better. If a curve leaves the picture "
+            "at the top, the legend has its highest block."
+        )
         needles = "Share of needles found, by length and depth of the haystack."
         for kind, heading, picture, words in (
             ("pareto", f"{label} against bytes", plot_pareto(mine, label), points),
@@ -367,6 +532,18 @@ def _parts(done: Sequence[CellRecord]) -> Iterator[ReportPart]:
             if picture is not None:
                 title = f"{model}: {short[setting]}, {heading}"
                 yield ReportPart(title, words, picture=picture, name=f"{kind}-{number}")
+    yield from _recalled_parts(done)
+
+
+def _recalled_parts(done: Sequence[CellRecord]) -> Iterator[ReportPart]:
+    for number, ((model,), mine) in enumerate(group_by(done, "model").items()):
+        if (picture := plot_recalled(mine)) is not None:
+            words = (
+                "Share of right answers by the tokens that were read since the fact was told, with "
+                "95 % intervals (Wilson's)."
+            )
+            title = f"{model}: facts from the archive"
+            yield ReportPart(title, words, picture=picture, name=f"recalled-{number}")
 
 
 def _facts(cells: int, records: Sequence[CellRecord]) -> str:
@@ -389,7 +566,11 @@ def _facts(cells: int, records: Sequence[CellRecord]) -> str:
 
 
 def _html(
-    parts: Sequence[ReportPart], facts: str, failed: Sequence[CellRecord], source: str
+    parts: Sequence[ReportPart],
+    facts: str,
+    references: Sequence[str],
+    failed: Sequence[CellRecord],
+    source: str,
 ) -> str:
     body = []
     for part in parts:
@@ -397,7 +578,10 @@ def _html(
         if part.table is not None:
             body.append(as_html(part.table))
         if part.picture is not None:
-            body.append(f"<figure>{part.picture}</figure>")
+            body.append(f"<figure>{part.picture.svg}</figure>")
+    if references:
+        rows = "".join(f"<li>{html.escape(one)}</li>" for one in references)
+        body.append(f"<h2>Papers to cite</h2>\n<p>{CITE}</p>\n<ul>{rows}</ul>")
     if failed:
         rows = "".join(f"<li>{html.escape(_failure(record))}</li>" for record in failed)
         body.append(f"<h2>Failed</h2>\n<ul>{rows}</ul>")
@@ -406,8 +590,94 @@ def _html(
     return html_page("weir: results", page, footer, heading="Results", style=STYLE)
 
 
+def _pdf(
+    parts: Sequence[ReportPart],
+    facts: str,
+    references: Sequence[str],
+    failed: Sequence[CellRecord],
+    source: str,
+) -> bytes:
+    """The report as PDF, a page for each part; no TeX is needed for it."""
+    import matplotlib as mpl
+    from matplotlib.backends.backend_pdf import PdfPages
+    from matplotlib.figure import Figure
+
+    texts = [("Results", [facts, f"Made by weir report from {source}."])]
+    if references:
+        texts.append(("Papers to cite", [CITE, *references]))
+    if failed:
+        texts.append(("Failed", [_failure(record) for record in failed]))
+    target = io.BytesIO()
+    with (
+        mpl.rc_context({"pdf.fonttype": 42, "font.size": 10}),
+        PdfPages(target, metadata=NO_DATE) as pages,
+    ):
+
+        def write(title: str, words: Sequence[str], table: Sequence[str] = ()) -> None:
+            """Add a page of text, as large as the text is."""
+            lines = [line for each in words for line in textwrap.wrap(each, 100)]
+            widest = max(map(len, (*lines, *table, title)))
+            height = 0.7 + LINE_INCHES * (len(lines) + len(table) + 3)
+            figure = Figure(figsize=(max(6.0, 0.8 + LETTER_INCHES * widest), height))
+            figure.text(
+                0.4 / figure.get_figwidth(), 1 - 0.4 / height, title, weight="bold", va="top"
+            )
+            rest = "\n".join([*lines, "", *table])
+            mono: dict[str, Any] = {
+                "family": "monospace",
+                "fontsize": LETTERS,
+                "va": "top",
+                "linespacing": 1.3,
+            }
+            figure.text(0.4 / figure.get_figwidth(), 1 - 0.8 / height, _plain(rest), **mono)
+            pages.savefig(figure)
+
+        for heading, paragraphs in texts:
+            write(heading, paragraphs)
+        for part in parts:
+            if part.table is not None:
+                words = part.words.replace(MARKS, "A star marks the best.")
+                write(part.title, [words], as_lines(part.table))
+            if part.picture is not None:
+                above = part.picture.figure.suptitle(_plain(part.title), fontsize=10)
+                pages.savefig(part.picture.figure)
+                above.remove()
+    return target.getvalue()
+
+
+LINE_INCHES = 0.16
+LETTER_INCHES = 0.069
+"""Height of a line and width of a letter of the text of a PDF."""
+
+
+def _plain(text: str) -> str:
+    """Escape dollars, between which matplotlib would set mathematics."""
+    return text.replace("$", r"\$")
+
+
+def as_lines(table: FigureTable) -> list[str]:
+    """A table in columns of letters of one width; the best have a star, intervals are below."""
+    rows = [["policy", *(column.head for column in table.columns)]]
+    for name, cells in _rows(table, "*%s", "%s", "%s", group=","):
+        rows.append([name, *(figure for figure, _ in cells)])
+        if any(sure for _, sure in cells):
+            rows.append(["", *(sure for _, sure in cells)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if n == 0 else cell.rjust(width)
+            for n, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+
+
 def _markdown(
-    parts: Sequence[ReportPart], facts: str, failed: Sequence[CellRecord], source: str
+    parts: Sequence[ReportPart],
+    facts: str,
+    references: Sequence[str],
+    failed: Sequence[CellRecord],
+    source: str,
 ) -> str:
     body = ["# Results", facts]
     for part in parts:
@@ -416,6 +686,8 @@ def _markdown(
             body.append(as_markdown(part.table))
         if part.picture is not None:
             body.append(f"![{part.title}]({part.name}.svg)")
+    if references:
+        body += ["## Papers to cite", CITE, "\n".join(f"- {one}" for one in references)]
     if failed:
         body += ["## Failed", "\n".join(f"- {_failure(record)}" for record in failed)]
     body.append(f"Made by `weir report` from `{source}`.")

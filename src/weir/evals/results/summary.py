@@ -1,8 +1,10 @@
 """Summarize cell records as tables: one row per policy, one column per task, seeds averaged.
 
 Shares of right answers are counted over all seeds together and have Wilson's interval; other
-figures with several seeds have Student's. Over several models only the change beside StreamingLLM
-is averaged, since models differ by more than policies do.
+figures with several seeds have Student's, and a perplexity that was measured once has Student's
+over the blocks of its text. Two policies are compared block by block, or answer by answer, since
+blocks and questions differ by more than policies do. Over several models only the change beside
+StreamingLLM is averaged, since models differ by more than policies do.
 """
 
 from __future__ import annotations
@@ -11,11 +13,13 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from math import exp, log
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from weir.evals.results.file import CellRecord, unique
-from weir.evals.scores import count_right, mean_interval
+from weir.evals.scores import count_right, mean_interval, paired_shares
 
 if TYPE_CHECKING:
     from weir.evals.task import Better
@@ -26,7 +30,7 @@ class Estimate:
     """A mean over seeds, and its uncertainty.
 
     Attributes:
-        n: number of answers, or of seeds if no answers are counted.
+        n: number of answers, or else of seeds, or for one seed of blocks of the text.
         sd: standard deviation over the seeds; None for one seed.
         low, high: the 95 % interval; None for a single figure.
     """
@@ -44,6 +48,12 @@ class Estimate:
         middle, reach = mean_interval(values)
         ends = (None, None) if reach is None else (middle - reach, middle + reach)
         return cls(middle, len(values), len(values), _spread(values), *ends)
+
+    @classmethod
+    def of_blocks(cls, value: float, losses: Sequence[float]) -> Estimate:
+        """The estimate of a perplexity from the mean losses of a text's blocks, in nats."""
+        reach = mean_interval(losses)[1] or 0.0
+        return cls(value, len(losses), 1, None, value * exp(-reach), value * exp(reach))
 
     @classmethod
     def of_counts(cls, rows: Sequence[Any]) -> Estimate | None:
@@ -64,6 +74,8 @@ def estimate_of(records: Sequence[dict[str, Any]], field: str) -> Estimate | Non
         return None
     if field == "value" and all(map(_is_share, known)):
         return Estimate.of_counts([record["result"] for record in known])
+    if field == "value" and len(known) == 1 and (losses := block_losses(known[0])):
+        return Estimate.of_blocks(known[0]["value"], losses)
     return Estimate.of([record[field] for record in known])
 
 
@@ -76,10 +88,33 @@ def _is_share(record: dict[str, Any]) -> bool:
     )
 
 
+def block_losses(record: CellRecord) -> list[float]:
+    """Mean losses of the whole blocks of a text, in nats.
+
+    Empty if the record's main figure is no perplexity by blocks, if some block has no finite one,
+    or if there are fewer than `LEAST_BLOCKS`.
+    """
+    result = record["result"]
+    blocks = result.get("ppl_by_block") if record["metric"] == "ppl" else None
+    if not blocks:
+        return []
+    whole = blocks[: result["tokens"] // result["block"]]
+    return [log(ppl) for ppl in whole] if all(whole) and len(whole) >= LEAST_BLOCKS else []
+
+
+def book_losses(record: CellRecord) -> list[float]:
+    """Mean losses of the books of a text, in nats; empty if there are none."""
+    books = record["result"].get("by_book") if record["metric"] == "ppl" else None
+    found = [book["ppl"] for book in books or ()]
+    return [log(ppl) for ppl in found] if all(found) else []
+
+
 def _spread(values: Sequence[float]) -> float | None:
     return stdev(values) if len(values) > 1 else None
 
 
+LEAST_BLOCKS = 5
+"""Fewer blocks of a text give no interval."""
 CACHE = "cache, MB"
 """The head of the column of bytes."""
 FOLDERS = re.compile(r"""\b((?:file|text)=["'])(?!hub:)[^"']*/""")
@@ -252,6 +287,106 @@ REFERENCE = "streaming_llm"
 Place = tuple[str, str, tuple[Any, ...]]
 """Where policies are compared: a model however it was loaded, a setting, and the size with all else
 that a cell says."""
+
+
+def paired(records: Sequence[CellRecord]) -> list[FigureTable]:
+    """One table per model and protocol: each policy's difference from StreamingLLM, pair by pair.
+
+    Perplexities are paired by blocks of the text, answers by questions, and other figures by seeds.
+    With several books there is a column that pairs by books. A policy is put beside `REFERENCE` at
+    the same bytes or slots, or beside the only one there is. Figures where lower is better are
+    ratios, the others differences. None is marked as best: the best of these can be worse than the
+    reference.
+    """
+    done = [r for r in records if r["status"] == "done" and r["value"] is not None]
+    tables = []
+    for (model, paper), mine in group_by(done, "model", "protocol").items():
+        rows = [name for name in unique(r["policy"] for r in mine) if not _is_reference(name)]
+        settings = group_by(mine, "setting")
+        short = short_heads([setting for (setting,) in settings])
+        columns = []
+        books: dict[str, list[tuple[float, float]]] = {row: [] for row in rows}
+        for (setting,), cells in settings.items():
+            pairs = {row: _pairs(cells, row) for row in rows}
+            better = cells[0]["better"]
+            head = f"{short[setting]}, {'ratio' if better == 'lower' else 'difference'}"
+            figures = tuple(_paired(pairs[row], better == "lower") for row in rows)
+            columns.append(Column(head, figures, None))
+            for row in rows:
+                for one, other in pairs[row][:1]:
+                    books[row] += zip(book_losses(one), book_losses(other), strict=False)
+        if max(map(len, books.values()), default=0) > 1:
+            figures = tuple(_ratio([a - b for a, b in books[row]]) for row in rows)
+            columns.append(Column("ppl by books, ratio", figures, None))
+        found = [column for column in columns if any(column.figures)]
+        kept = [n for n in range(len(rows)) if any(column.figures[n] for column in found)]
+        if not kept:
+            continue
+        title = f"{model if paper is None else f'{model}, protocol {paper}'}: beside {REFERENCE}"
+        parts = [
+            Column(c.head, tuple(c.figures[n] for n in kept), c.better, c.digits) for c in found
+        ]
+        tables.append(FigureTable(title, tuple(rows[n] for n in kept), tuple(parts)))
+    return tables
+
+
+def _is_reference(policy: str) -> bool:
+    return strip_budget(policy) == REFERENCE
+
+
+def _pairs(cells: Sequence[CellRecord], policy: str) -> list[tuple[CellRecord, CellRecord]]:
+    """The records of a policy, each with the one of the reference that it is compared with."""
+    beside = [r for r in cells if _is_reference(r["policy"])]
+    found = []
+    for record in (r for r in cells if r["policy"] == policy):
+        same = [r for r in beside if _size(r) == _size(record)] if record.get("budget") else []
+        if not same and len({r["policy"] for r in beside}) == 1:
+            same = [r for r in beside if _size(r)[:2] == _size(record)[:2]]
+        seeds = {r["seed"]: r for r in same}
+        # A policy that draws nothing reads a text once, for all seeds of the others.
+        once = same[0] if len(same) == 1 and block_losses(record) else None
+        if (other := seeds.get(record["seed"], once)) is not None:
+            found.append((record, other))
+    return found
+
+
+def _size(record: CellRecord) -> tuple[Any, ...]:
+    """How a cell reads, and the bytes or slots that it was given."""
+    memory, how = record.get("memory"), (record.get("chunk", 64), record.get("positions"))
+    return (*how, record.get("equal"), memory, record.get("budget") if memory is None else None)
+
+
+def _paired(pairs: Sequence[tuple[CellRecord, CellRecord]], ratio: bool) -> Estimate | None:
+    """The difference of two policies by blocks, by answers, or else by seeds."""
+    if not pairs:
+        return None
+    blocks = [(block_losses(one), block_losses(other)) for one, other in pairs]
+    if all(a and len(a) == len(b) for a, b in blocks):
+        each = [[x - y for x, y in zip(a, b, strict=True)] for a, b in blocks]
+        return _ratio([fmean(block) for block in zip(*each, strict=True)])
+    marks = [tuple(_marks(record) for record in pair) for pair in pairs]
+    if all(a and len(a) == len(b) for a, b in marks):
+        mine, theirs = (list(chain.from_iterable(side)) for side in zip(*marks, strict=True))
+        middle, low, high = paired_shares(mine, theirs)
+        return Estimate(middle, len(mine), len(pairs), None, low, high)
+    values = [(one["value"], other["value"]) for one, other in pairs]
+    if not ratio:
+        return Estimate.of([a - b for a, b in values])
+    return _ratio([log(a / b) for a, b in values]) if all(min(v) > 0 for v in values) else None
+
+
+def _marks(record: CellRecord) -> list[bool]:
+    """Which answers of a record are right, in the order of the questions; empty if unknown."""
+    return [mark == "1" for mark in record["result"].get("marks", "")]
+
+
+def _ratio(logs: Sequence[float]) -> Estimate | None:
+    """The estimate of a ratio from the logarithms of some pairs' ratios."""
+    if not logs:
+        return None
+    middle, reach = mean_interval(logs)
+    ends = (None, None) if reach is None else (exp(middle - reach), exp(middle + reach))
+    return Estimate(exp(middle), len(logs), len(logs), None, *ends)
 
 
 def across_models(records: Sequence[CellRecord]) -> list[FigureTable]:

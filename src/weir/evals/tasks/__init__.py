@@ -2,6 +2,7 @@
 
 from weir.evals.task import TASKS
 from weir.evals.tasks import (
+    agreement,
     attention_error,
     babi,
     choice,

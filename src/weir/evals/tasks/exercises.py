@@ -229,6 +229,7 @@ class ExerciseTask(Task):
 
         Returns:
             "accuracy" with "right", "asked", "low" and "high" (95 %), and the same "by_distance";
+            "marks", 1 or 0 for each answer in the order of the questions;
             "stale", the share of answers that agree with an earlier fact where old and new first
             differ; "token_accuracy", the share of the answers' tokens that are right; "tokens" of
             one stream, "kv_bytes" of one.
@@ -242,6 +243,7 @@ class ExerciseTask(Task):
         distances = distances_to(self.farthest, self.nearest)
         right = dict.fromkeys(distances, 0)
         stale = tokens_right = kv_bytes = tokens = done = 0
+        marks = ""
         while done < self.samples:
             rows = min(self.at_once, self.samples - done)
             drawn, layout = self.draw(material, distances, rows)
@@ -257,7 +259,9 @@ class ExerciseTask(Task):
                 logits = stream.feed(text[:, place - 1 : fed], all_logits=True)
                 for told, answer in zip(facts, logits.argmax(-1).cpu().numpy(), strict=True):
                     *earlier, newest = (fact.answer for fact in told[question])
-                    right[distance] += bool((answer == newest).all())
+                    known = bool((answer == newest).all())
+                    right[distance] += known
+                    marks += "01"[known]
                     tokens_right += int((answer == newest).sum())
                     stale += any(follows(answer, old, newest) for old in earlier)
                 progress((done + rows * stream.seen / layout.length) / self.samples)
@@ -266,6 +270,7 @@ class ExerciseTask(Task):
         asked = self.samples * len(distances)
         figures = {
             **count_by_distance(right, self.samples),
+            "marks": marks,
             "stale": stale / asked,
             "token_accuracy": tokens_right / (asked * self.length),
             "tokens": tokens,

@@ -53,7 +53,7 @@ class FoundFacts(Task):
         """Fill archives and search them.
 
         Returns:
-            "found", the share of told facts whose newest statement came first; "cells", for each
+            "found", the share of told facts whose newest statement came first; "by_form", for each
             form and distance how often the right passage came "first", "other" ones did, or "none";
             "false_recalls" over the turns of others, with "false_by"; "search_ms", the median
             processor time of a search, and "search_ms_most"; "archive_bytes" a token.
@@ -62,33 +62,32 @@ class FoundFacts(Task):
         if not words or not all(word.isdecimal() for word in words):
             raise WeirError("distances of found are numbers of tokens with spaces between them")
         told, others = draw_recalled(self.samples, np.random.default_rng(subject.seed))
-        cells: list[dict[str, Any]] = []
+        by_form: list[dict[str, Any]] = []
         false = Counter[str]()
         took: list[float] = []
         size = 0.0
         for at, distance in enumerate(map(int, words)):
             archive = self._fill(told, distance, subject.seed)
-            rows = archive.nbytes * CHARACTERS
-            size = rows / archive.characters
+            size = archive.nbytes * CHARACTERS / archive.characters
             tally: dict[str, Counter[str]] = {}
             for fact in [*told, *others]:
                 began = time.thread_time()
                 excerpts = archive.search(fact.question)
                 took.append(1e3 * (time.thread_time() - began))
                 tally.setdefault(fact.form, Counter())[_judge(fact, excerpts)] += 1
-            cells += [
+            by_form += [
                 {"form": form, "distance": distance, **_cell(counts)}
                 for form, counts in sorted(tally.items())
             ]
             self._search_others(archive, false)
             archive.close()
             progress((at + 1) / len(words))
-        known = [cell for cell in cells if cell["form"] != "never"]
+        known = [row for row in by_form if row["form"] != "never"]
         turns = sum(count for name, count in false.items() if name.endswith("turns"))
         brought = sum(count for name, count in false.items() if name.endswith("recalls"))
         return {
-            "found": sum(cell["first"] for cell in known) / sum(cell["asked"] for cell in known),
-            "cells": cells,
+            "found": sum(row["first"] for row in known) / sum(row["asked"] for row in known),
+            "by_form": by_form,
             "false_recalls": brought / turns if turns else None,
             "false_by": dict(false),
             "search_ms": median(took),

@@ -21,6 +21,7 @@ from weir.evals.task import Better, Progress, Subject, Task, task
 from weir.policies import parse_policy
 from weir.pools import Bounds, Count
 from weir.stream import Conversation, Stream, render_chat
+from weir.stream.archive import Archive
 
 GRAM = 3
 """Tokens in a row that are counted as one for repetition."""
@@ -41,12 +42,14 @@ class MTBench(Task):
         file: `mt_bench.jsonl`, a record a dialogue with its `turns`.
         most: tokens of an answer.
         alone: give each dialogue a new stream, for a baseline.
+        recall: tokens that are recalled into a turn at most; 0 keeps no archive.
     """
 
     file: str
     samples: Annotated[int, Bounds(4)] | None = None
     most: Count = 96
     alone: bool = False
+    recall: Annotated[int, Bounds(0)] = 0
 
     metrics: ClassVar[dict[str, Better]] = {"nll_last": "lower", "distinct_last": "higher"}
 
@@ -59,23 +62,29 @@ class MTBench(Task):
             different runs of 3 tokens), "repeated_first" and "repeated_last" (share of answers that
             are an earlier one, word for word), with "nll_first_reach" and so on (95 %, Student's;
             none for one answer); "nll" and "distinct" of each answer, none of an empty one;
-            "answers"; "tokens" of the stream, "kv_bytes".
+            "answers"; "recalls", for each turn of a dialogue the number of those that something was
+            recalled for, and "recalled" with its texts; "tokens" of the stream, "kv_bytes".
         """
         check_template(subject.tokenizer)
         records = read_records(self.file, self.samples)
         order = np.random.default_rng(subject.seed).permutation(len(records))
-        talk = Conversation(subject.stream(), subject.tokenizer)
+        talk = self._begin(subject)
         nll: list[float | None] = []
         distinct: list[float | None] = []
         answers: list[str] = []
+        recalls: list[int] = []
+        recalled: list[list[str]] = []
         tokens = 0
         for done, number in enumerate(order, 1):
             if self.alone:
-                talk = Conversation(subject.stream(), subject.tokenizer)
+                talk = self._begin(subject)
             history: list[dict[str, str]] = []
-            for turn in records[number].texts("turns", least=1):
+            for place, turn in enumerate(records[number].texts("turns", least=1)):
                 history.append({"role": "user", "content": turn})
                 answers.append("".join(talk.say(turn, max_new_tokens=self.most)))
+                recalls += [0] * (place + 1 - len(recalls))
+                recalls[place] += bool(talk.recalled)
+                recalled.append([excerpt.text for excerpt in talk.recalled])
                 ids = subject.tokenizer(answers[-1], add_special_tokens=False)["input_ids"]
                 # An empty answer has nothing that could be judged.
                 nll.append(_judge(subject, history, ids) if ids else None)
@@ -92,9 +101,17 @@ class MTBench(Task):
             "distinct": distinct,
             "asked": len(answers),
             "answers": answers,
+            "recalls": recalls,
+            "recalled": recalled,
             "tokens": tokens or talk.stream.seen,
             "kv_bytes": talk.stream.nbytes,
         }
+
+    def _begin(self, subject: Subject) -> Conversation:
+        """A new conversation, with an archive if something is to be recalled."""
+        archive = Archive() if self.recall else None
+        stream = subject.stream()
+        return Conversation(stream, subject.tokenizer, archive=archive, recall=self.recall)
 
 
 def _compare_ends(name: str, figures: Sequence[float | None]) -> dict[str, float | None]:

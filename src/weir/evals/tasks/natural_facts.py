@@ -240,15 +240,17 @@ class Facts(Task):
 
         Returns:
             "accuracy" with "right", "asked", "low" and "high" (95 %), and the same "by_distance";
-            for `changed` "stale", the share of answers that are the old one; for `rule` "leaked",
-            the share of answers at the end, to something else, that copy from the system turn;
-            "tokens" of one stream, "kv_bytes" of one.
+            "marks", 1 or 0 for each answer in the order of the questions; for `changed` "stale",
+            the share of answers that are the old one; for `rule` "leaked", the share of answers at
+            the end, to something else, that copy from the system turn; "tokens" of one stream,
+            "kv_bytes" of one.
         """
         rng = np.random.default_rng(subject.seed)
         wording = Wording(subject.tokenizer, self.form in ("chat", "rule"))
         book = read_stream(subject.tokenizer, self.text, BOOK_TOKENS).ids.numpy()
         right = dict.fromkeys(self.tokens_back, 0)
         stale = leaked = done = kv_bytes = tokens = 0
+        marks = ""
         while done < self.samples:
             rows = [
                 ToldFacts(wording, self, book, rng)
@@ -268,7 +270,9 @@ class Facts(Task):
                 newest = [several[-1] for several in answers]
                 likeliest = likeliest_answers(stream, [wording.question(f) for f in facts], newest)
                 for predicted, (*old, new) in zip(likeliest, answers, strict=True):
-                    right[distance] += bool((predicted == new).all())
+                    known = bool((predicted == new).all())
+                    right[distance] += known
+                    marks += "01"[known]
                     stale += any(follows(predicted, one, new) for one in old)
                 progress((done + len(rows) * place / ids.shape[1]) / self.samples)
             if self.form == "rule":
@@ -281,7 +285,7 @@ class Facts(Task):
             done += len(rows)
             kv_bytes, tokens = max(kv_bytes, stream.nbytes // len(rows)), stream.seen
         asked = self.samples * self.facts
-        found = count_by_distance(right, asked)
+        found = count_by_distance(right, asked) | {"marks": marks}
         if self.form == "changed":
             found["stale"] = stale / (asked * len(right))
         if self.form == "rule":

@@ -12,6 +12,7 @@ import json
 import re
 import time
 from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -33,9 +34,13 @@ from weir.stream.archive import Archive, cut_sentences
 from weir.train import NAMES
 
 Way = Literal["recall", "none", "plain"]
-FORMS = ("once", "changed", "several", "paraphrased", "never")
+FORMS = ("once", "changed", "several", "paraphrased", "never", "sessions", "order")
 """Told once; told again with another answer; three in one sentence; asked for in other words, which
-share only the name; never told."""
+share only the name; never told; two things about somebody, told in different turns and asked for in
+one; which of two things was told first. Questions of LongMemEval are of these forms: `once` is its
+single-session-user, `changed` knowledge-update, `never` abstention, `sessions` multi-session, and
+`order` temporal reasoning."""
+USUAL = FORMS[:5]
 WAYS = ("recall", "none", "plain")
 """The cache with recall, the cache alone, and the found passages with the newest turns on an empty
 cache, all of it computed again."""
@@ -53,6 +58,20 @@ PARAPHRASES = (
     "When was the ship of {} made?",
 )
 """Questions for each of `KINDS` that share no word with the fact but the name."""
+PAIRS = ((0, 3), (2, 1), (5, 4), (7, 6))
+"""Two of `KINDS` for each question about two things: the answer to one is a number, to the other
+not."""
+THINGS = (
+    "secret access code",
+    "password",
+    "house number",
+    "favourite animal",
+    "city",
+    "meeting",
+    "treasure",
+    "boat",
+)
+"""What each of `KINDS` tells about somebody."""
 TOGETHER = 3
 FILLER = 700
 """Characters of the book that a turn reads out."""
@@ -63,10 +82,16 @@ NEWEST = 512
 """Tokens of the newest turns that the way `plain` computes again."""
 SAVED = 20_000
 """Tokens between two states that are saved."""
+BEGAN = 1_793_000_000.0
+"""When a stream begins, in seconds since 1970: quotations say when something was said."""
+SECONDS = 2.0
+"""Seconds that a token takes."""
 
 
 class RecalledFact(NamedTuple):
-    """A fact: its statement, its question, the right answer, and the one it had before."""
+    """A fact: its statements, its question, the right answer, the one it had before or that could
+    be given in its place, and another fact that the same question asks for.
+    """
 
     form: str
     kind: str
@@ -74,6 +99,7 @@ class RecalledFact(NamedTuple):
     question: str
     answer: str
     before: str = ""
+    beside: RecalledFact | None = None
 
 
 @dataclass
@@ -86,6 +112,7 @@ class _Tally:
     stale: int = 0
     found: int = 0
     tokens: int = 0
+    computed: int = 0
 
     def as_json(self) -> dict[str, Any]:
         asked = self.right + self.wrong + self.unsaid
@@ -104,7 +131,8 @@ class Recalled(Task):
         samples: facts of each form.
         per_stream: facts of each form on one stream; fewer than `samples` for a policy that keeps
             everything.
-        forms: the forms that are asked for, with spaces between them; all are told.
+        forms: the forms that are asked for, with spaces between them; the first five are told in
+            any case.
         ways: how questions are answered, with spaces between them: `recall`, `none`, `plain`.
         most: tokens of recalled text in a turn.
         every: tokens of book between two statements.
@@ -116,7 +144,7 @@ class Recalled(Task):
     distances: str | int = "1000 10000"
     samples: Count = 64
     per_stream: Count = 64
-    forms: str = " ".join(FORMS)
+    forms: str = " ".join(USUAL)
     ways: str = "recall none"
     most: Count = 256
     every: Count = 100
@@ -147,10 +175,11 @@ class Recalled(Task):
         """Tell, read and ask.
 
         Returns:
-            "accuracy", the share of right answers to told facts with the first way; "cells", for
+            "accuracy", the share of right answers to told facts with the first way; "by_form", for
             each form, distance and way the answers that are "right", "wrong" and "unsaid", those
             that gave an answer which has changed ("stale"), the questions for which something was
-            recalled ("found") and the "tokens" of all of it; "false_recalls", the share of turns
+            recalled ("found"), the "tokens" of all of it, and the tokens that were "computed"
+            before the answers; "false_recalls", the share of turns
             that ask for nothing earlier and got something, with "false_by"; medians of the
             "search_ms" and, by way, of the "first_ms" to the first token; "archive_bytes" a token;
             "archived_turns", "tokens", "kv_bytes".
@@ -184,7 +213,7 @@ class Recalled(Task):
         return {
             "accuracy": sum(t.right for t in told) / asked if asked else None,
             "asked": asked,
-            "cells": [
+            "by_form": [
                 {"form": form, "distance": distance, "way": way, **tally.as_json()}
                 for (form, distance, way), tally in sorted(whole.items())
             ],
@@ -195,11 +224,14 @@ class Recalled(Task):
 
 
 def draw_recalled(
-    count: int, rng: np.random.Generator
+    count: int, rng: np.random.Generator, forms: Collection[str] = USUAL
 ) -> tuple[list[RecalledFact], list[RecalledFact]]:
-    """Draw facts to be told, in order, and those that are only asked for."""
+    """Draw facts to be told, in order, and those that are only asked for.
+
+    Of `sessions` and `order`, those in `forms` are drawn, after all others.
+    """
     names = [f"{first} {last}" for last in SURNAMES for first in NAMES]
-    drawn = iter(rng.permutation(names)[: 4 * count].tolist())
+    drawn = iter(rng.permutation(names).tolist())
     told: list[RecalledFact] = []
     others: list[RecalledFact] = []
     several: list[tuple[str, RecalledFact]] = []
@@ -235,11 +267,47 @@ def draw_recalled(
         ]
         sentence = f"{', '.join(parts[:-1])}, and {parts[-1]}." if parts[1:] else f"{parts[0]}."
         told += [fact._replace(told=(sentence,)) for _, fact in group]
+    if "sessions" in forms:
+        told += [_draw_two(next(drawn), PAIRS[n % len(PAIRS)], rng) for n in range(count)]
+    if "order" in forms:
+        told += [_draw_order(next(drawn), next(drawn), n, rng) for n in range(count)]
     return told, others
+
+
+def _draw_two(name: str, kinds: tuple[int, int], rng: np.random.Generator) -> RecalledFact:
+    """Draw two things about somebody, which one question asks for."""
+    parts: list[RecalledFact] = []
+    for begun, question, kind in (KINDS[number] for number in kinds):
+        value = draw_answer(kind, rng)
+        sentence = f"{begun.format(name)}{value}."
+        parts.append(RecalledFact("sessions", kind, (sentence,), question.format(name), value))
+    one, other = parts
+    both = f"{one.question} {other.question}"
+    return other._replace(told=one.told + other.told, question=both, beside=one)
+
+
+def _draw_order(first: str, second: str, number: int, rng: np.random.Generator) -> RecalledFact:
+    """Draw two facts of which one is told before the other."""
+    kind = number % len(KINDS)
+    begun, _, answer = KINDS[kind]
+    told = tuple(f"{begun.format(name)}{draw_answer(answer, rng)}." for name in (first, second))
+    one, other = rng.permutation([first, second]).tolist()
+    thing = THINGS[kind]
+    asked = f"What did I tell you first, the {thing} of {one} or the {thing} of {other}?"
+    return RecalledFact("order", "name", told, asked, first, second)
 
 
 def judge(answer: str, fact: RecalledFact) -> str:
     """Say whether an answer is "right", "stale" (what was told before), "wrong" or "unsaid"."""
+    if fact.beside is not None:
+        verdicts = {judge(answer, one) for one in (fact.beside, fact._replace(beside=None))}
+        return next(one for one in ("wrong", "unsaid", "right") if one in verdicts)
+    if fact.kind == "name":  # the one that is named first
+        places = [_plain(answer).find(_plain(name)) for name in (fact.answer, fact.before)]
+        if max(places) < 0:
+            return "unsaid"
+        first, second = (len(answer) if place < 0 else place for place in places)
+        return "right" if first < second else "wrong"
     said = _values(answer, fact.kind)
     right, old = _plain(fact.answer), _plain(fact.before)
     if old and old in said:
@@ -282,8 +350,36 @@ class _RunState:
     newest: list[list[str]] = field(default_factory=list)
 
 
+class _Dated(Conversation):
+    """A conversation in which time passes with the tokens, and not with the speed of a machine."""
+
+    def _keep(self, role: str, text: str, start: int) -> None:
+        if self.archive is not None:
+            at = BEGAN + SECONDS * start
+            self.archive.add(role, text, start=max(0, start), stop=self.stream.seen, at=at)
+
+
 class _Aside(Conversation):
-    """A conversation that leaves nothing in the archive."""
+    """A conversation that leaves nothing in the archive.
+
+    Attributes:
+        newest: messages that are computed again with the first turn.
+        computed: tokens that were read for the last turn, all of `newest` included.
+    """
+
+    newest: Sequence[dict[str, str]] = ()
+    computed = 0
+
+    def turn(self, text: str, quoted: str = "") -> list[int]:
+        """Return the ids of a turn of the user; the first comes with the newest messages."""
+        if not self.newest or self.stream.seen:
+            return super().turn(text, quoted)
+        said = {"role": "user", "content": quoted + text}
+        return self._turns.whole([*self.newest, said])
+
+    def _feed(self, text: str, ids: list[int]) -> None:
+        self.computed = len(ids)
+        super()._feed(text, ids)
 
     def _resume(self) -> None:
         pass
@@ -304,7 +400,7 @@ class _Run:
         folder: Path | None,
     ) -> None:
         self._task, self._subject, self._folder = task, subject, folder
-        told, others = draw_recalled(count, rng)
+        told, others = draw_recalled(count, rng, task.forms.split())
         self._facts = [*told, *others]
         statements = list(dict.fromkeys(s for fact in told for s in fact.told[:1]))
         later = [fact.told[1] for fact in told if len(fact.told) > 1]
@@ -323,7 +419,7 @@ class _Run:
             if (folder / "progress.json").exists():
                 stream = self._restore(folder)
         self._archive = Archive(path)
-        self._talk = Conversation(
+        self._talk = _Dated(
             stream or subject.stream(), subject.tokenizer, archive=self._archive, recall=task.most
         )
         self._archive.rewind(self._talk.stream.seen)
@@ -342,7 +438,9 @@ class _Run:
             if self._done.statements < len(self._statements):
                 self._tell()
             elif self._done.due:
-                self._read(min(place for place, *_ in self._done.due))
+                # A million tokens may lie before the next question: the state is saved on the way.
+                next_due = min(place for place, *_ in self._done.due)
+                self._read(min(next_due, self._talk.stream.seen + SAVED))
             seen = self._talk.stream.seen
             if self._folder is not None and seen >= saved + SAVED:
                 self._save(self._folder)
@@ -419,8 +517,9 @@ class _Run:
         setattr(tally, verdict, getattr(tally, verdict) + 1)
         tally.found += bool(talk.recalled)
         tally.tokens += talk.recalled_tokens
+        tally.computed += talk.computed
 
-    def _aside(self, way: str) -> Conversation:
+    def _aside(self, way: str) -> _Aside:
         """A conversation beside the stream that leaves nothing behind."""
         tokenizer, most = self._subject.tokenizer, self._task.most
         if way != "plain":
@@ -435,10 +534,12 @@ class _Run:
                 break
             newest.insert(0, pair)
         stream = Stream(self._subject.model, "dense")
-        talk = _Aside(stream, tokenizer, None, None, None, most)
-        for pair in newest:
-            talk.take_in(*pair)
-        talk.archive = self._archive
+        talk = _Aside(stream, tokenizer, None, None, self._archive, most)
+        talk.newest = [
+            {"role": role, "content": text}
+            for pair in newest
+            for role, text in zip(("user", "assistant"), pair, strict=True)
+        ]
         talk.held = HeldPlaces(self._talk.stream)
         return talk
 

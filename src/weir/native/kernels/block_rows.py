@@ -21,7 +21,9 @@ from torch import Tensor
 from weir.kernels.cpu.compilation import (
     WHOLE,
     bytes_at,
+    compile_callback,
     compile_kernel,
+    doubles_at,
     floats_at,
     longs_at,
     shorts_at,
@@ -130,6 +132,46 @@ def _read_rows(
 
 
 _compiled_read = compile_kernel(_read_rows)
+
+
+def _look_up(address: int) -> None:
+    """`_read_rows` with arguments in memory: integers, but for the address of the last factor.
+
+    Where there is no such row, all rows become NaN.
+    """
+    n = longs_at(address, (1, 11))[0]
+    sizes, weight = (n[1], n[2], n[3], n[4]), (n[5], n[6], n[7], n[8])
+    unit = doubles_at(n[9], (1, 1))[0, 0]
+    if not _compiled_read(n[0], *sizes, *weight, unit, n[10]):
+        floats_at(n[10], (1, n[1] * BLOCK * n[3]))[0, :] = np.float32(np.nan)
+
+
+def block_reader(which: np.ndarray, blocks: Any, out: Tensor) -> tuple[int, np.ndarray, list[Any]]:
+    """Describe how a step table looks up rows, the same memory at every step.
+
+    Args:
+        which: the numbers of the rows, int64 [rows].
+        blocks: a weight, with `codes`, `scales`, `kind` and `outputs`.
+        out: float32 [rows, inputs].
+
+    Returns:
+        The address of a function, what it is called with the address of, and what has to stay in
+        memory meanwhile.
+    """
+    form, table, unit = _form_of(blocks.kind)
+    factor = np.array([unit], np.float64)
+    sizes = len(which), blocks.outputs, blocks.codes.shape[1], blocks.scales.shape[1]
+    memory = blocks.codes.data_ptr(), blocks.scales.data_ptr()
+    known = form.ctypes.data, 0 if table is None else table.ctypes.data, factor.ctypes.data
+    numbers = which.ctypes.data, *sizes, *memory, *known, out.data_ptr()
+    held = [form, table, factor, which, blocks.codes, blocks.scales, out]
+    return _look_up_at(), np.array(numbers, np.int64), held
+
+
+@lru_cache
+def _look_up_at() -> int:
+    address: int = compile_callback(_look_up).address
+    return address
 
 
 @lru_cache

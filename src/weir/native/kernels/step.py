@@ -1,6 +1,7 @@
 """A whole decode step of a decoder in one call: tables of operations, which threads run together.
 
-An *operation* is a norm and the products behind it, attention of some heads, or a table of angles.
+An *operation* is a norm and the products behind it, attention of some heads, a table of angles, or
+the rows of an embedding.
 Each has parts, which threads take until none are left; then they wait for those that others took.
 Addresses and sizes are in tables that are made once (`models.native_program`); a step changes a few
 numbers. Numbers between operations are float32, whatever the weights are.
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from llvmlite import ir
 from numba import njit
 from torch import Tensor
 
@@ -32,13 +34,13 @@ from weir.kernels.cpu.compilation import (
 )
 from weir.kernels.cpu.decode import attend, held_at, hold, merge, scratch_size
 from weir.kernels.cpu.threads import PARTS, TeamKernel, add_to, take_part, wait_until
-from weir.kernels.cpu.vectors import as_float
+from weir.kernels.cpu.vectors import LONG, as_float, llvm_function
 from weir.native.block_formats import BLOCK
 from weir.native.kernels.gates import ACTIVATIONS, gate
 from weir.native.kernels.linear import multiply_part, way_of
 from weir.native.kernels.linear_blocks import multiply_panels, round_rows
 
-ANGLES, PRODUCTS, ATTENTION, NORMS = range(4)
+ANGLES, PRODUCTS, ATTENTION, NORMS, LOOK_UP = range(5)
 """Kinds of operations."""
 PLAIN, NORM, MERGE = range(3)
 """Inputs of a product: numbers in memory, normalized ones, or merged answers."""
@@ -92,6 +94,9 @@ OPERATION = np.dtype(
             *("ahead", "ahead_bytes"),
             # Angles: places in the stream [rows], and turns of each pair at a place, float64.
             *("where", "turns"),
+            # Embeddings, of which `where` has the token ids and `weight` the numbers: how many
+            # there are; of weights in blocks what `block_rows.block_reader` returns, or 0.
+            *("tokens", "reader", "lookup"),
         )
     ]
     # Of norms, and what they add to their weights; by which cosines and sines are multiplied; by
@@ -215,6 +220,32 @@ def _angles(n: np.record) -> None:
             angle = np.float64(np.float32(turned - np.rint(turned))) * (2 * math.pi)
             cos[row, i] = np.float32(math.cos(angle) * n.scaling)
             sin[row, i] = np.float32(math.sin(angle) * n.scaling)
+
+
+@llvm_function
+def _call_reader(builder: ir.IRBuilder, function: Any, lookup: Any) -> None:
+    """Call a function of `block_rows.block_reader`."""
+    kind = ir.FunctionType(ir.VoidType(), [LONG])
+    builder.call(builder.inttoptr(function, kind.as_pointer()), [lookup])
+
+
+@njit(nogil=True)
+def _look_up(n: np.record) -> None:
+    """Each row's embedding [rows, inputs], times a factor; NaN where there is none of its id."""
+    if n.reader:
+        _call_reader(n.reader, n.lookup)
+    ids, factor = longs_at(n.where, (1, n.rows))[0], np.float32(n.factor)
+    for row in range(n.rows):
+        out = floats_at(n.onto + 4 * row * n.inputs, (1, n.inputs))[0]
+        first = ids[row] * n.inputs
+        if n.reader:
+            for i in range(n.inputs):
+                out[i] *= factor
+        elif 0 <= ids[row] < n.tokens:
+            for i in range(n.inputs):
+                out[i] = _stored(n.weight, n.weight_bits, first + i) * factor
+        else:  # keys of NaN are refused
+            out[:] = np.float32(np.nan)
 
 
 @njit(nogil=True)
@@ -376,6 +407,8 @@ def _run_step(address: int) -> None:
                 _attend(n, part, private)
             elif n.kind == ANGLES:
                 _angles(n)
+            elif n.kind == LOOK_UP:
+                _look_up(n)
             else:
                 _add_norms(n, private)
             add_to(at + _DONE, 1)
@@ -396,6 +429,7 @@ _CODES: dict[str, int] = {
     "products": PRODUCTS,
     "attention": ATTENTION,
     "norms": NORMS,
+    "look_up": LOOK_UP,
     "plain": PLAIN,
     "norm": NORM,
     "merge": MERGE,
@@ -447,8 +481,10 @@ class StepTable:
         self._made.append({name: _address(value) for name, value in fields.items()})
         return len(self._made) - 1
 
-    def multiply(self, weights: Sequence[Any], outs: Sequence[Tensor], **fields: Any) -> None:
-        """Add products of one input with some weights (`models.native_form.Weight`)."""
+    def multiply(self, weights: Sequence[Any], outs: Sequence[Tensor], **fields: Any) -> np.ndarray:
+        """Add products of one input with some weights (`models.native_form.Weight`), and return
+        their table, which may be changed between steps.
+        """
         products = np.zeros(len(weights), PRODUCT)
         inputs = weights[0].inputs
         for at, weight, out in zip(products, weights, outs, strict=True):
@@ -473,9 +509,11 @@ class StepTable:
             alike = len({bool(weight.function) for weight in weights}) == 1
             products["parts"] = products["parts"].min() if alike else 1
         parts = int(products["parts"][0] if gated else products["parts"].sum())
-        self._needed = max(self._needed, 2 * (self.rows * inputs + int(products["outputs"].max())))
+        powers = 2 * int(products["outputs"].max()) if gated else 0
+        self._needed = max(self._needed, 2 * self.rows * inputs + powers)
         fields |= {"rounded": int((products["function"] > 0).any())}
         self.add("products", parts, inputs=inputs, products=products, count=len(weights), **fields)
+        return products
 
     def attend(self, held: np.ndarray, heads: int, slots: int, waits: int, **fields: Any) -> int:
         """Add attention of some heads, for which `stretches` are given."""

@@ -1,9 +1,9 @@
 """BalanceKV's merge-and-reduce in a fixed number of slots: balanced halves of all past tokens.
 
-BalanceKV (Kochetkova et al. 2025, arXiv:2502.07861), section 3 and Algorithms 1, 2 and 4. Tokens
-enter level 0. A block of a level is halved by a walk that keeps its halves balanced for every query
-(`halving`). The remaining tokens rise to the next level, where each represents twice as many
-(`schedule`).
+BalanceKV (Kochetkova et al. 2025, "Streaming Attention Approximation via Discrepancy Theory",
+arXiv:2502.07861), section 3 and Algorithms 1, 2 and 4: tokens enter level 0; a block of a level is
+halved by a walk that keeps its halves balanced for every query (`halving`), and those that stay
+rise to the next level, each for twice as many (`schedule`).
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class Access:
         return CORSMiddleware(
             app,
             allow_origins=self.origins,
-            allow_methods=("GET", "POST", "DELETE"),
+            allow_methods=("GET", "HEAD", "POST", "PUT", "DELETE"),
             allow_headers=("*",),
             expose_headers=EXPOSED,
             allow_private_network=True,

@@ -155,7 +155,7 @@ def _methods_at(request: Request) -> list[str]:
     for route in request.app.state.ways:
         if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:
             found |= route.methods or set()
-    return sorted(found)
+    return sorted(found | {"HEAD"} if "GET" in found else found)
 
 
 def bind(host: str, port: int, keys: Keys) -> socket.socket:

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from weir.serve.api.dependencies import run_in_thread
 from weir.serve.api.errors import APIError
 from weir.serve.api.generation import Renderer, make_request, send_answers
-from weir.serve.api.items import check_drops, unknown_output
+from weir.serve.api.items import cannot_pin, check_drops, check_pins, unknown_output
 from weir.serve.api.models import check_model
 from weir.serve.api.output_format import add_constraint, add_own_tools, check_tools
 from weir.serve.api.requests import named_session
@@ -27,6 +27,7 @@ from weir.serve.api.thinking import find_variables
 from weir.serve.client import EngineClient, Generation
 from weir.serve.engine.output import AnswerEvent, FinishEvent, RoundEvent
 from weir.serve.messages import Message, StrayResult, link_results
+from weir.serve.pins import CannotPin
 from weir.serve.prompts import Prompt, Tell, UnknownOutput
 from weir.serve.thoughts import ThoughtDelta, ThoughtParser
 from weir.serve.tools.formats import Tool
@@ -91,10 +92,10 @@ def _make_match(
     check_model(client, chat.body.model)
     check_tools(client, offer)
     variables = find_variables(client, chat.body)
-    drops = check_drops(client, chat.body)
+    drops, pins = check_drops(client, chat.body), check_pins(client, chat.body)
     tell = client.tell_forgotten if chat.body.tells_forgotten else None
     recall = client.recall_of(chat.body.recall)
-    how = (owner, session, offer.tools, variables, drops, tell, recall)
+    how = (owner, session, offer.tools, variables, drops, tell, recall, pins)
     match = partial(_match, client, chat.messages, *how)
     return match, variables
 
@@ -109,14 +110,17 @@ def _match(
     drops: Sequence[str],
     tell: Tell | None,
     recall: int,
+    pins: Sequence[str],
 ) -> Prompt:
     """Find the prompt of a chat."""
     held = messages if isinstance(messages, Handle) else client.matcher.hold(messages)
     try:
-        how = (session, tools, variables, drops, tell, recall)
+        how = (session, tools, variables, drops, tell, recall, pins)
         return client.matcher.match(owner, held.map(_link), *how)
     except UnknownOutput as error:
         raise unknown_output(error) from None
+    except CannotPin as error:
+        raise cannot_pin(error) from None
 
 
 def _link(_: Any, messages: Sequence[Message]) -> Sequence[Message]:

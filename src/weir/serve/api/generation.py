@@ -30,6 +30,7 @@ from weir.serve.client import EngineClient, Generation, GenerationRequest, Serve
 from weir.serve.engine.engine import Cancelled
 from weir.serve.engine.output import AnswerEvent, FinishEvent, TokenEvent
 from weir.serve.engine.scheduler import Busy
+from weir.serve.pins import count_tokens, pin_for
 from weir.serve.prompts import LOOKUPS, Prompt
 from weir.serve.sessions.records import StorageFull, is_hidden
 from weir.serve.structured import BadSchema
@@ -39,9 +40,7 @@ FORGOTTEN_HEADER = "x-weir-forgotten"
 """Header with the number of tokens of the conversation that were in no slot after the last answer.
 """
 WARNINGS = 16
-"""The most parts of a request that a warning names."""
-PIN_STEP = 256
-"""A warning rounds the number for `--pin` up to a multiple of this."""
+"""Parts of a request that a warning names."""
 ATTEMPTS = 2 + LOOKUPS
 """The most times that a request is started.
 
@@ -122,6 +121,14 @@ def make_request(
         sampling = body.sampling_params(logprobs, secrets.randbits(62), client.defaults)
     except WeirError as error:
         raise APIError(400, str(error)) from None
+    for number, stop in enumerate(body.stop_token_ids or ()):
+        if stop >= client.vocabulary:
+            raise APIError(
+                400,
+                f"Invalid 'stop_token_ids[{number}]': there is no token {stop}; this model has "
+                f"the tokens 0 to {client.vocabulary - 1}.",
+                param=f"stop_token_ids[{number}]",
+            )
     stop_ids = frozenset(body.stop_token_ids or ())
     return GenerationRequest(
         match,
@@ -167,6 +174,8 @@ async def send_answers(
     named = generation.prompt.session
     if named is not None and is_hidden(named):
         named = None
+    if named is not None:
+        add_log_fields(http.scope, session=named)
     headers = {} if named is None and not always_named else {SESSION_HEADER: named or ""}
     if (parent := generation.prompt.parent) is not None and parent.usage.get("forgotten"):
         headers[FORGOTTEN_HEADER] = str(parent.usage["forgotten"])
@@ -202,15 +211,23 @@ async def send_answers(
 
 
 def _warn_unpinned(http: Request, client: EngineClient, prompt: Prompt) -> str:
-    """Log that the beginning of a new conversation does not fit in the pinned slots.
-
-    Returns the advice for the client. Returns an empty text if it fits, or if the conversation was
-    warned in its first turn.
+    """Log that the beginning of a new conversation has no room, and return what to do about it;
+    empty if there is room, or the conversation was warned about in its first turn. The same for
+    outputs that are pinned, in every turn.
     """
     pinned = client.pinned
+    if prompt.unkept:
+        parent = prompt.parent
+        beginning = prompt.beginning if parent is None else parent.usage.get("beginning", 0)
+        needed = pin_for(beginning + count_tokens(prompt.kept) + prompt.unkept)
+        add_log_fields(http.scope, unpinned=prompt.unkept, pin=needed)
+        return (
+            f"{prompt.unkept} tokens of pinned outputs have no room, and leave the cache like "
+            f"others; start the server with --pin {needed}"
+        )
     if prompt.parent is not None or pinned is None or prompt.beginning <= pinned:
         return ""
-    needed = -(-prompt.beginning // PIN_STEP) * PIN_STEP
+    needed = pin_for(prompt.beginning)
     add_log_fields(http.scope, unpinned=prompt.beginning - pinned, pin=needed)
     return (
         f"only the first {pinned} of the {prompt.beginning} tokens of the system message and "
@@ -345,6 +362,7 @@ def usage_of(generation: Generation, so_far: int | None = None) -> dict[str, Any
     ends = [end for _, end in sorted(generation.finished.items())]
     lost = max((end.lost for end in ends), key=len, default=())
     used = [use for end in ends for use in end.used]
+    outputs = max((one.pinned_outputs for one in stats), default=0)
     return {
         "prompt_tokens": prompt.length,
         "completion_tokens": answered,
@@ -358,6 +376,7 @@ def usage_of(generation: Generation, so_far: int | None = None) -> dict[str, Any
             "pinned": max((one.pinned for one in stats), default=0),
             "beginning": max((one.beginning for one in stats), default=0),
             "forgotten": max((one.forgotten for one in stats), default=0),
+            **({"pinned_outputs": outputs} if outputs else {}),
             **({} if prompt.reread is None else {"reread": prompt.reread.to_json()}),
             **({"noted": prompt.note} if prompt.note else {}),
             **({"forgotten_turns": list(lost)} if lost else {}),

@@ -1,4 +1,6 @@
-"""`/v1/sessions/ID/items`: tool outputs in a session, which can be dropped from its cache."""
+"""`/v1/sessions/ID/items`: outputs of tools in a session, which can be dropped from its cache, and
+pinned (`/v1/sessions/ID/pins`).
+"""
 
 from __future__ import annotations
 
@@ -6,11 +8,13 @@ from typing import Any
 
 from fastapi import APIRouter, Depends
 
+from weir.errors import quote
 from weir.serve.api.dependencies import Client, Owner, run_in_thread
 from weir.serve.api.errors import APIError
 from weir.serve.api.requests import check_query
 from weir.serve.api.schemas.chat import GenerationBody
-from weir.serve.client import CannotDrop, DroppedOutput, EngineClient, NoOutput
+from weir.serve.client import CannotDrop, DroppedOutput, EngineClient, NoOutput, PinnedOutput
+from weir.serve.pins import CannotPin
 from weir.serve.prompts import UnknownOutput
 
 router = APIRouter(dependencies=[Depends(check_query)])
@@ -20,12 +24,14 @@ router = APIRouter(dependencies=[Depends(check_query)])
 async def items(name: str, client: Client, owner: Owner) -> dict[str, Any]:
     """List the tool outputs that a session has read and not dropped, the newest first."""
     outputs, _ = await run_in_thread(client.list_outputs, owner, name)
+    pinned = client.store.pinned_chains(owner)
     data = [
         {
             "id": one.call,
             "object": "session.item",
             "start": one.place.start,
             "tokens": one.place.stop - one.place.start,
+            "pinned": one.place.chain in pinned,
         }
         for one in outputs
     ]
@@ -43,6 +49,44 @@ async def drop(name: str, call: str, client: Client, owner: Owner) -> dict[str, 
         "tokens": dropped.tokens,
         "again": dropped.again,
     }
+
+
+# A call's id may have slashes, so "/pin" at the end of it could not be told from the id.
+@router.put("/v1/sessions/{name}/pins/{call:path}")
+async def pin(name: str, call: str, client: Client, owner: Owner) -> dict[str, Any]:
+    """Keep the output of a tool in a session's cache for good, by the id of its call."""
+    pinned = await run_in_thread(_pin, client, owner, name, call)
+    return {
+        "id": pinned.call,
+        "object": "session.item",
+        "pinned": True,
+        "tokens": pinned.tokens,
+        "again": pinned.again,
+        "reread": pinned.reread,
+    }
+
+
+@router.delete("/v1/sessions/{name}/pins/{call:path}")
+async def unpin(name: str, call: str, client: Client, owner: Owner) -> dict[str, Any]:
+    """Let the output of a tool leave a session's cache again, by the id of its call."""
+    await run_in_thread(_unpin, client, owner, name, call)
+    return {"id": call, "object": "session.item", "pinned": False}
+
+
+def _pin(client: EngineClient, owner: str, name: str, call: str) -> PinnedOutput:
+    try:
+        return client.pin_output(owner, name, call)
+    except NoOutput as error:
+        raise APIError(404, str(error), code="item_not_found") from None
+    except CannotPin as error:
+        raise APIError(400, str(error), code="cannot_pin") from None
+
+
+def _unpin(client: EngineClient, owner: str, name: str, call: str) -> None:
+    try:
+        client.unpin_output(owner, name, call)
+    except NoOutput as error:
+        raise APIError(404, str(error), code="item_not_found") from None
 
 
 def _drop(client: EngineClient, owner: str, name: str, call: str) -> DroppedOutput:
@@ -66,6 +110,31 @@ def check_drops(client: EngineClient, body: GenerationBody) -> list[str]:
     return body.drops
 
 
+def check_pins(client: EngineClient, body: GenerationBody) -> list[str]:
+    """The calls whose outputs a request pins; APIError if this server cannot pin any, or if the
+    request drops one of them.
+    """
+    if body.pins:
+        try:
+            client.check_pins()
+        except CannotPin as error:
+            raise cannot_pin(error) from None
+        both = next((number for number, call in enumerate(body.pins) if call in body.drops), None)
+        if both is not None:
+            raise APIError(
+                400,
+                f"the output of the call {quote(body.pins[both])} is pinned and dropped in one "
+                "request; name it in one of the two",
+                param=f"weir.pin[{both}]",
+            )
+    return body.pins
+
+
+def cannot_pin(error: CannotPin) -> APIError:
+    """The error of a request that pins an output that cannot be pinned."""
+    return APIError(400, str(error), param="weir.pin", code="cannot_pin")
+
+
 def unknown_output(error: UnknownOutput) -> APIError:
-    """The error for a request that drops an output that is not in its history."""
-    return APIError(400, str(error), param=f"weir.drop[{error.number}]")
+    """The error of a request that drops or pins an output that its history does not have."""
+    return APIError(400, str(error), param=f"weir.{error.field}[{error.number}]")

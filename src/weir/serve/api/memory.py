@@ -45,7 +45,8 @@ async def memory(
 
     def names(node: str) -> list[Any] | None:
         record = client.store.find_turn(owner, node)
-        return None if record is None else describe_messages(record.messages)
+        dropped = client.store.dropped_chains(owner)
+        return None if record is None else describe_messages(record.messages, dropped)
 
     def recall() -> dict[str, Any]:
         store = client.store

@@ -53,6 +53,9 @@ class RequestMiddleware:
         scope.setdefault("state", {}).update(log_fields=fields, at_end=at_end)
         UNDER_WAY.add(number)
         status = 0
+        bare = scope["method"] == "HEAD"
+        # The routes know GET only. What they answer is sent without its body.
+        asked = {**scope, "method": "GET"} if bare else scope
 
         def end() -> None:
             while at_end:
@@ -64,7 +67,9 @@ class RequestMiddleware:
                 status = message["status"]
                 message["headers"] = [*message["headers"], (b"x-request-id", number.encode())]
             elif not message.get("more_body"):
-                end()  # a client that has read the last byte may send its next request
+                end()  # who has read the last byte may ask again
+            if bare and "body" in message:
+                message["body"] = b""
             await send(message)
 
         try:
@@ -72,7 +77,7 @@ class RequestMiddleware:
             if error is not None:
                 await error.response(scope["path"])(scope, receive, send_with_id)
             else:
-                await self._app(scope, receive, send_with_id)
+                await self._app(asked, receive, send_with_id)
         except Exception:
             LOG.exception("failed", extra={"fields": {"id": number}})
             if not status:
@@ -80,7 +85,7 @@ class RequestMiddleware:
         finally:
             UNDER_WAY.discard(number)
             end()
-            route = getattr(scope.get("route"), "path", "other")
+            route = getattr(asked.get("route"), "path", "other")
             self._metrics.requests.labels(route, str(status or "gone")).inc()
             log_event(
                 "request",

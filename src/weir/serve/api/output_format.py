@@ -51,12 +51,11 @@ def add_own_tools(client: EngineClient, body: GenerationBody, offer: ToolOffer) 
 
 
 def refuse_own_tools(body: GenerationBody) -> None:
-    """Refuse the server's tools and drops for text completions, which have no calls."""
-    if body.drops:
-        message = (
-            "text completions have no tool outputs to drop. Leave out weir.drop, or send a chat"
-        )
-        raise APIError(400, message, param="weir.drop", code="unsupported")
+    """Refuse the server's tools, drops and pins for texts, which have no calls (APIError)."""
+    for name, calls in (("drop", body.drops), ("pin", body.pins)):
+        if calls:
+            message = "texts have no outputs of tools; leave it out, or send a chat"
+            raise APIError(400, message, param=f"weir.{name}", code="unsupported")
     if body.own_tools:
         message = "the server's tools are only for chats. Leave out weir.tools, or send a chat"
         raise APIError(400, message, param="weir.tools", code="unsupported")

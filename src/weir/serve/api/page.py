@@ -54,7 +54,7 @@ def contents() -> tuple[str, dict[str, bytes]]:
     return number, found
 
 
-@public.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
+@public.get("/", include_in_schema=False)
 async def index(request: Request) -> Response:
     """Return the page, which browsers validate each time."""
     number, found = contents()

@@ -27,7 +27,7 @@ from weir.serve.api.generation import (
     usage_of,
     warn,
 )
-from weir.serve.api.items import check_drops, unknown_output
+from weir.serve.api.items import cannot_pin, check_drops, check_pins, unknown_output
 from weir.serve.api.logprobs import LogprobFormatter
 from weir.serve.api.middleware import LOG, at_end
 from weir.serve.api.models import check_model
@@ -48,6 +48,7 @@ from weir.serve.api.thinking import find_variables
 from weir.serve.client import EngineClient, Generation
 from weir.serve.engine.output import AnswerEvent, RoundEvent
 from weir.serve.messages import StrayResult
+from weir.serve.pins import CannotPin
 from weir.serve.prompts import Prompt, UnknownOutput
 from weir.serve.response_turn import HistoryNotKept, PreviousNotFound, ResponseTurn, node_of
 from weir.serve.sessions.items import Item, new_id
@@ -215,6 +216,7 @@ async def _make_turn(
         check_drops(client, body),
         body.tells_forgotten,
         recall=client.recall_of(body.recall),
+        pins=check_pins(client, body),
     )
 
 
@@ -257,6 +259,8 @@ def _match(turn: ResponseTurn) -> Prompt:
         raise APIError(404, str(error), param=named, code=code) from None
     except UnknownOutput as error:
         raise unknown_output(error) from None
+    except CannotPin as error:
+        raise cannot_pin(error) from None
     except StrayResult as error:
         param = result_param("input", turn.items, error) or named
         raise APIError(400, str(error), param=param) from None

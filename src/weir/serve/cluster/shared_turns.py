@@ -25,7 +25,7 @@ from dataclasses import asdict, replace
 from weir.cache import RowState
 from weir.errors import WeirError
 from weir.serve.cluster.storage import Storage
-from weir.serve.messages import Message
+from weir.serve.messages import Message, ResultPlace
 from weir.serve.sessions.records import (
     NOT_KEPT,
     Checkpoint,
@@ -230,6 +230,7 @@ class SharedTurns(TurnTables):
             values = json.loads(self._storage.read(f"{folder}/{name}.json") or b"")
             values["messages"] = tuple(Message.from_json(kept) for kept in values["messages"])
             values["ids"] = bytes.fromhex(values["ids"])
+            values["kept"] = tuple(ResultPlace(*place) for place in values.get("kept", ()))
             return TurnRecord(**values)
         except (ValueError, TypeError, LookupError):
             return None

@@ -13,7 +13,7 @@ import threading
 from array import array
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +30,7 @@ from weir.serve.engine.prefixes import PrefixKey, PrefixPlace, PrefixState, Pref
 from weir.serve.engine.sampler import SampledToken, sample
 from weir.serve.engine.scheduler import Scheduler
 from weir.serve.engine.sequence import Sequence, Stage
+from weir.serve.messages import ResultPlace
 from weir.serve.sessions.records import Checkpoint
 from weir.serve.sessions.store import SessionStore
 
@@ -105,7 +106,8 @@ class ModelRunner:
         self.sizes: tuple[int, ...] = ()
         self._model = model
         self._cache = cache
-        self._device = input_device(transformers_model(model))
+        self._served = transformers_model(model)
+        self._device = input_device(self._served)
 
     def run(self, tokens: Mapping[int, list[int]]) -> tuple[Tensor, dict[int, WeirError]]:
         """Call the model once. If it raises, no row has changed, unless `cache.broken`.
@@ -124,18 +126,26 @@ class ModelRunner:
         if any(len(part) < width for part in parts):
             mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in parts])
         with self._cache.only(first, stop):
-            out = self._model(
-                input_ids=ids.to(self._device),
-                attention_mask=None if mask is None else mask.to(self._device),
-                use_cache=True,
-                logits_to_keep=1,
-                **{CACHE: self._cache},
-            )
-        logits: Tensor = out.logits[:, -1]
+            found = None
+            if width == 1 and mask is None and self._model is self._served:
+                found = self._cache.run_step([part[0] for part in parts])
+            logits = self._call(ids, mask) if found is None else found
         index = [row - first for row in tokens]
         if index != list(range(len(logits))):
             logits = logits[index]
         return logits, {row + first: error for row, error in self._cache.failed.items()}
+
+    def _call(self, ids: Tensor, mask: Tensor | None) -> Tensor:
+        """Return the model's logits after the last column [rows, vocabulary]."""
+        out = self._model(
+            input_ids=ids.to(self._device),
+            attention_mask=None if mask is None else mask.to(self._device),
+            use_cache=True,
+            logits_to_keep=1,
+            **{CACHE: self._cache},
+        )
+        logits: Tensor = out.logits[:, -1]
+        return logits
 
     def _span(self, rows: Collection[int], width: int) -> tuple[int, int]:
         """Return the first row of a call, and the row after its last."""
@@ -150,8 +160,8 @@ class ModelRunner:
 class Engine:
     """Runs sequences.
 
-    `submit`, `cancel`, `resume`, `drop`, `inspect`, `forget`, `stop`, `load` and `is_busy` can be
-    called from any thread. Everything else happens in the thread that calls `run`, or `step` in a
+    `submit`, `cancel`, `resume`, `drop`, `keep`, `inspect`, `forget`, `stop`, `load` and `is_busy`
+    may be called from any thread. All else happens in the thread that calls `run`, or `step` in a
     test.
 
     Args:
@@ -197,9 +207,8 @@ class Engine:
         self._seen = self._calls = 0
         self._resumed: list[tuple[Sequence, Continuation | Exception]] = []
         self._drops: list[tuple[Sequence, tuple[int, int]]] = []
-        self._forgotten: list[
-            str
-        ] = []  # checkpoints whose `PrefixState`s are dropped in the next step
+        self._keeps: list[tuple[Sequence, ResultPlace, Future[bool]]] = []
+        self._forgotten: list[str] = []  # checkpoints whose `PrefixState`s the next step drops
         self._stopping = False
         self._changed = threading.Condition()  # guards all of the above, and wakes `run`
 
@@ -254,6 +263,18 @@ class Engine:
             self._drops.append((sequence, place))
             self._changed.notify()
 
+    def keep(self, sequence: Sequence, place: ResultPlace) -> Future[bool]:
+        """Keep a result of a running sequence from its next step on.
+
+        The future says whether it is kept: not if some of its tokens have left the window, if there
+        is no room, or if the sequence does not run by then.
+        """
+        future: Future[bool] = Future()
+        with self._changed:
+            self._keeps.append((sequence, place, future))
+            self._changed.notify()
+        return future
+
     def inspect(self, sequence: Sequence) -> Future[RowInspection | None]:
         """Inspect a sequence's row between two steps. The result is None if it has no row by then.
 
@@ -295,14 +316,14 @@ class Engine:
         """Run steps until `stop`, and then until all sequences have ended."""
         while True:
             with self._changed:
-                while not (self.scheduler or self._inspections or self._stopping):
+                asked = self._inspections or self._keeps
+                while not (self.scheduler or asked or self._stopping):
                     self._changed.wait()
-                if not (self.scheduler or self._inspections):
+                    asked = self._inspections or self._keeps
+                if not (self.scheduler or asked):
                     return
-                if self.scheduler.all_calling and not (
-                    self._resumed or self._inspections or self._drops
-                ):
-                    # Every change wakes this thread, and a new sequence may find a free row.
+                if self.scheduler.all_calling and not (self._resumed or asked or self._drops):
+                    # Whatever changes wakes this, and a new sequence may find a free row.
                     self._changed.wait(IDLE_SECONDS)
             self.step()
 
@@ -313,6 +334,7 @@ class Engine:
         """
         self._cancel()
         self._drop()
+        self._keep()
         self._go_on()
         self._admit()
         for batch in self.scheduler.decode_batches():
@@ -354,6 +376,31 @@ class Engine:
         read = [(start, min(stop, seen)) for start, stop in sequence.dropped if start < seen]
         self.cache.drop(sequence.row, read)
 
+    def _keep(self) -> None:
+        """Keep the results that `keep` was asked for."""
+        with self._changed:
+            keeps, self._keeps = self._keeps, []
+        for sequence, place, future in keeps:
+            future.set_result(sequence.is_running and self._keep_in_row(sequence, place))
+
+    def _keep_in_row(self, sequence: Sequence, place: ResultPlace) -> bool:
+        """Keep a result in the row of a sequence, if all of it can be kept."""
+        assert sequence.row is not None
+        if place in sequence.kept:
+            return True
+        row = sequence.row
+        folded = self.cache.origin + self.cache.seen[row] - self.cache.waiting[row]
+        if place.start < folded - self.cache.window:
+            return False
+        before = sequence.kept
+        sequence.kept = tuple(sorted((*before, place)))
+        try:
+            self.cache.mark(row, replace(self.cache.marks[row], kept=sequence.kept_ranges))
+        except WeirError:
+            sequence.kept = before
+            return False
+        return True
+
     def _go_on(self) -> None:
         """Continue the sequences whose calls have finished."""
         with self._changed:
@@ -377,8 +424,8 @@ class Engine:
         """Mark the last unread tokens of a sequence as the header of its answer."""
         assert sequence.row is not None
         answer = self.cache.origin + self.cache.seen[sequence.row] + len(sequence.unread)
-        beginning = self.cache.marks[sequence.row].beginning
-        self.cache.mark(sequence.row, Marks(beginning, answer - header, header))
+        before = self.cache.marks[sequence.row]
+        self.cache.mark(sequence.row, replace(before, turn=answer - header, header=header))
 
     def _admit(self) -> None:
         """Give free rows to waiting sequences."""
@@ -421,7 +468,8 @@ class Engine:
         if checkpoint is not None:
             beginning = self.cache.marks[sequence.row].beginning
         answer = self.cache.origin + self.cache.seen[sequence.row] + len(sequence.unread)
-        marks = Marks(beginning, answer - sequence.header, sequence.header)
+        header = sequence.header
+        marks = Marks(beginning, answer - header, header, sequence.kept_ranges)
         self.cache.mark(sequence.row, marks)
 
     def _find_prefix(self, sequence: Sequence) -> PrefixState | None:
@@ -433,7 +481,13 @@ class Engine:
         if sequence.owner is None:
             return None
         most = len(sequence.unread) - max(1, sequence.header)
-        return self.prefixes.find(_key_of(sequence, sequence.owner), sequence.unread, most)
+        key = _key_of(sequence, sequence.owner)
+        found = self.prefixes.find(key, sequence.unread, most)
+        if found is None and key.kept and sequence.parent is None:
+            # One that has not read the first result to be kept will do, too.
+            most = min(most, sequence.kept[0].start - self.cache.origin)
+            found = self.prefixes.find(replace(key, kept=()), sequence.unread, most)
+        return found
 
     def _keep_prefix(self, sequence: Sequence) -> None:
         """Keep the state of a row that has read a part of a prompt."""
@@ -445,7 +499,10 @@ class Engine:
             return
         ids = array("I", [*sequence.pending, *sequence.prompt_ids][: sequence.num_read])
         state = self.cache.take_row(sequence.row)
-        self.prefixes.add(PrefixState(_key_of(sequence, sequence.owner), ids, state))
+        key = _key_of(sequence, sequence.owner)
+        if key.kept and self.cache.seen[sequence.row] + self.cache.origin <= sequence.kept[0].start:
+            key = replace(key, kept=())
+        self.prefixes.add(PrefixState(key, ids, state))
 
     def _size_of_piece(self, sequence: Sequence) -> int:
         """Return how many tokens of a prompt are read next.
@@ -453,8 +510,7 @@ class Engine:
         The end of a long beginning ends a piece, so that its state can be kept for other
         conversations.
         """
-        most = self.scheduler.prefill_chunk
-        size = min(most, self.cache.room(sequence.row) or most)
+        size = self.scheduler.prefill_chunk
         if self._shares_beginning(sequence) and sequence.num_read < sequence.beginning:
             size = min(size, sequence.beginning - sequence.num_read)
         return size
@@ -648,8 +704,8 @@ class Engine:
 def _key_of(sequence: Sequence, owner: str) -> PrefixKey:
     """Return the key of the states that a sequence may continue from and leave behind."""
     if sequence.parent is not None:
-        return PrefixKey(owner, sequence.parent, 0, 0)
-    return PrefixKey(owner, None, sequence.beginning, sequence.seed)
+        return PrefixKey(owner, sequence.parent, 0, 0, sequence.kept_ranges)
+    return PrefixKey(owner, None, sequence.beginning, sequence.seed, sequence.kept_ranges)
 
 
 def sizes_of(engine: Engine) -> tuple[int, ...]:

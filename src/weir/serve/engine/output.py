@@ -29,12 +29,13 @@ class StreamStats:
     """Tokens and bytes of a stream at the end of an answer.
 
     Attributes:
-        seen: tokens so far, including the last of the answer.
-        held: slots in use in the fullest layer, including tokens that wait for a fold.
-        bytes: bytes of the row, which never change.
-        pinned: tokens of its beginning that are never evicted.
-        beginning: tokens of its beginning.
-        forgotten: tokens that are in no slot of any layer and KV head.
+        seen: tokens so far, the last of the answer included.
+        held: slots in use in the fullest layer, tokens that wait for a fold included.
+        bytes: of the row; they never change.
+        pinned: tokens of its beginning that stay for ever.
+        beginning: tokens that its beginning has.
+        forgotten: tokens that no layer and KV head holds in a slot any more.
+        pinned_outputs: tokens of outputs of tools that are kept for good.
     """
 
     seen: int
@@ -44,6 +45,7 @@ class StreamStats:
     pinned: int
     beginning: int
     forgotten: int
+    pinned_outputs: int
 
     @classmethod
     def of(cls, cache: StreamingCache, row: int, held: int) -> StreamStats:
@@ -63,6 +65,7 @@ class StreamStats:
             pinned=min(slots, beginning),
             beginning=beginning,
             forgotten=seen - held,
+            pinned_outputs=sum(stop - start for start, stop in cache.marks[row].kept),
         )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from weir.cache import RowState
 from weir.serve.engine.sampler import SampledToken, Sampler
+from weir.serve.messages import ResultPlace
 from weir.serve.sessions.records import TurnRecord
 
 
@@ -63,16 +64,17 @@ class Sequence:
             sequence keeps its row and waits. None if every answer ends there.
         stage: its progress. The engine alone sets this field and the following ones.
         pending: tokens of `parent` that are fed before those of the prompt.
-        unread: tokens that are still to be fed before the answer.
-        num_read: tokens that the row has read, including `pending` ones and those of a
-            `PrefixState`.
-        reused: tokens of the prompt that a `PrefixState` had already read.
-        alone: whether its prompt must be read in a separate call.
-        output_ids: the answer so far, with the tokens from `Engine.resume`; the last of them has
-            not been fed yet.
-        num_brought: how many of `output_ids` came from `Engine.resume` and were not sampled.
-        dropped: positions in the stream of tokens that are dropped from the row (`Engine.drop`).
-        prefilled: for a fork, the state and logits [vocabulary] at the end of the prompt.
+        unread: tokens still to be fed before the answer.
+        num_read: tokens that the row has read, `pending` ones and those of a `PrefixState`
+            included.
+        reused: tokens of the prompt that a `PrefixState` had read already.
+        alone: whether its prompt must be read in a call of its own.
+        output_ids: the answer so far, with the tokens that `Engine.resume` has brought; the last
+            of them has not been fed yet.
+        num_brought: how many of `output_ids` were brought, and not sampled.
+        dropped: places in the stream of tokens that are dropped from the row (`Engine.drop`).
+        kept: places of results that the row keeps for good, in order (`Engine.keep`).
+        prefilled: of a fork, the state and logits [vocabulary] at the end of the prompt.
     """
 
     id: str
@@ -92,6 +94,7 @@ class Sequence:
     record: Callable[[Sequence, str], TurnRecord] | None = None
     on_stop: Callable[[], str | None] | None = None
     dropped: tuple[tuple[int, int], ...] = ()
+    kept: tuple[ResultPlace, ...] = ()
 
     stage: Stage = Stage.WAITING
     cancelled: bool = False
@@ -104,6 +107,11 @@ class Sequence:
     output_ids: list[int] = field(default_factory=list)
     num_brought: int = 0
     prefilled: tuple[RowState, Tensor] | None = None
+
+    @property
+    def kept_ranges(self) -> tuple[tuple[int, int], ...]:
+        """The first place of each result that is kept, and the one after its last."""
+        return tuple((place.start, place.stop) for place in self.kept)
 
     @property
     def is_running(self) -> bool:

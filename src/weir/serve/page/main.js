@@ -334,7 +334,8 @@ async function start() {
   page.model = model.id;
   byId("model").textContent = model.id;
   byId("policy").textContent = model.weir.policy;
-  if (model.weir.continues) byId("say").placeholder = "Begin a sentence, and the model continues it";
+  byId("policy").title = model.weir.pools;
+  if (model.weir.continues) byId("say").placeholder = "Begin a sentence, and the model goes on";
   await open(fromAddress());
 }
 

@@ -7,8 +7,8 @@ import { Text } from "./text.js";
 const text = new Text(byId("text"), byId("detail"));
 let shown = null;
 
-// Pools that most policies have always get the same look. Others get the remaining looks.
-const USUAL = { sink: 0, recent: 1, beginning: 3, header: 4 };
+// Pools that most policies have look the same in all of them; others take the looks that are left.
+const USUAL = { sink: 0, recent: 1, beginning: 3, header: 4, kept: 3 };
 const LEFT = [2, 5, 3, 4, 0, 1];
 
 /** The class that gives a pool its color and its line; the last pool is of tokens that wait. */

@@ -23,13 +23,13 @@ from safetensors.torch import save_file
 from weir.cache import FARTHEST, ValidationError, integer, list_of, optional, record, text
 from weir.errors import WeirError, quote
 from weir.serve.json_nodes import NodeCounter
-from weir.serve.messages import Message
+from weir.serve.messages import Message, ResultPlace
 from weir.serve.sessions.records import StorageFull, Turn, TurnRecord, pack_ids, unpack_ids
 from weir.serve.sessions.snapshot import RowFormat, anything, decode_foreign, encode_checkpoint
 from weir.serve.sessions.snapshot_folder import is_full
 from weir.stream import replace_atomically
 
-FORMAT = 2
+FORMAT = 3
 KEY = "weir_sessions"
 MAX_FACTS = 16_000_000
 """The most bytes of a file's facts about its turns, all of which are parsed at once."""
@@ -50,6 +50,7 @@ def write_archive(path: Path, turns: Sequence[Turn], row_format: RowFormat) -> N
                 **{name: getattr(made, name) for name in FACTS},
                 "messages": [message.to_json() for message in made.messages],
                 "ids": unpack_ids(made.ids).tolist(),
+                "kept": [list(place) for place in made.kept],
                 "sha256": hashlib.sha256(data).hexdigest(),
             }
         )
@@ -167,7 +168,10 @@ def _validated(facts: Any, file: Any, row_format: RowFormat) -> list[Turn]:
             raise ValidationError(f"turns[{n}]: {error}") from None
         seen = checkpoint.state.facts["seen"] + len(checkpoint.pending)
         if (turn["last"],) != checkpoint.pending or turn["seen"] != seen:
-            raise ValidationError(f"turns[{n}] does not end where its snapshot ends")
+            raise ValidationError(f"turns[{n}] does not end where its snapshot does")
+        kept = checkpoint.state.facts["marks"].get("kept", [])
+        if [place[:2] for place in turn["kept"]] != kept:
+            raise ValidationError(f"turns[{n}] keeps other outputs than its snapshot")
         if turn["node"] in known:
             raise ValidationError(f"turns[{n}] occurs twice")
         if turn["parent"] in nodes - known:
@@ -180,6 +184,7 @@ def _validated(facts: Any, file: Any, row_format: RowFormat) -> list[Turn]:
             session="",
             messages=tuple(Message.from_json(kept) for kept in turn["messages"]),
             ids=pack_ids(turn["ids"]),
+            kept=tuple(ResultPlace(*place) for place in turn["kept"]),
             **{name: turn[name] for name in FACTS},
         )
         found.append((checkpoint, made))
@@ -199,6 +204,7 @@ def _turn_facts(vocabulary: int) -> Any:
         usage=_usage,
         created=_time,
         ids=list_of(token),
+        kept=list_of(_result_place),
         sha256=text(),
     )
 
@@ -219,13 +225,17 @@ def _message(value: Any, place: str) -> None:
     if more:
         calls, result, which, *where = more
         for one in where:
-            list_of(anything, 3)(one, f"{place}.where")
-            for number in one[:2]:
-                integer(0, FARTHEST)(number, f"{place}.where")
-            _chain(one[2], f"{place}.where")
+            _result_place(one, f"{place}.where")
         list_of(list_of(text(), 3))(calls, f"{place}.calls")
         optional(text())(result, f"{place}.result")
         optional(integer())(which, f"{place}.place")
+
+
+def _result_place(value: Any, place: str) -> None:
+    list_of(anything, 3)(value, place)
+    for number in value[:2]:
+        integer(0, FARTHEST)(number, place)
+    _chain(value[2], place)
 
 
 def _usage(value: Any, place: str) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from weir.cache import RowState
 from weir.errors import WeirError
-from weir.serve.messages import Message
+from weir.serve.messages import Message, ResultPlace
 
 OnSaved = Callable[[Exception | None], None]
 """Called once: with None when a turn is safely saved, or with the reason why it cannot be."""
@@ -86,6 +86,7 @@ class TurnRecord:
         created: when it ended, in seconds since 1970.
         ids: the tokens of this turn, prompt and answer, as `pack_ids` writes them; they end at
             `seen`. Empty if unknown.
+        kept: where the results of tools are, in the stream, that its state keeps for good.
     """
 
     node: str
@@ -99,6 +100,7 @@ class TurnRecord:
     usage: dict[str, int] = field(default_factory=dict)
     created: float = field(default_factory=time.time)
     ids: bytes = b""
+    kept: tuple[ResultPlace, ...] = ()
 
     @property
     def topic(self) -> str:
@@ -140,10 +142,8 @@ class TurnTokens:
 
 @dataclass(frozen=True)
 class SessionSummary:
-    """A session as lists show it.
-
-    It has the end times of its first kept turn and of its newest turn, in seconds since 1970, and
-    facts about the newest.
+    """A session as lists show it: when its first kept turn and its newest ended, in seconds since
+    1970, and facts of the newest. Its topic is that of the newest turn with a user message.
     """
 
     id: str

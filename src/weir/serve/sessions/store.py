@@ -21,7 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Self
 
 from weir.errors import WeirError
-from weir.serve.messages import ResultPlace
+from weir.serve.messages import Message, ResultPlace
 from weir.serve.sessions.records import (
     NOT_KEPT,
     Checkpoint,
@@ -34,7 +34,7 @@ from weir.serve.sessions.records import (
     describe_full,
 )
 from weir.serve.sessions.turn_archive import TurnArchive
-from weir.serve.sessions.turn_tables import TurnTables
+from weir.serve.sessions.turn_tables import DROPPED, PINNED, TurnTables
 from weir.stream.archive import Excerpt
 
 _log = logging.getLogger(__name__)
@@ -179,7 +179,9 @@ class SessionStore:
                 self.place.add([turn])
 
     def import_session(self, turns: Sequence[Turn]) -> SessionSummary:
-        """Save the turns of one new session, parents first, either all or none."""
+        """Save the turns of one new session, parents first; all or none."""
+        for chain in {place.chain for _, record in turns for place in record.kept}:
+            self.pin_result(turns[0][1].owner, chain)
         self.place.add(turns, "the session")
         found = self.get_session(turns[0][1].owner, turns[0][1].session)
         if found is None:
@@ -239,11 +241,31 @@ class SessionStore:
 
         Raises a WeirError if the owner has dropped too many.
         """
-        self.place.drop_result(owner, chain)
+        self.place.mark_result(DROPPED, owner, chain)
 
     def dropped_chains(self, owner: str) -> frozenset[str]:
-        """Return the hashes of the owner's histories that end with a dropped result."""
-        return self.place.dropped_chains(owner)
+        """Hashes of the owner's histories that end with a dropped result."""
+        return self.place.marked_chains(DROPPED, owner)
+
+    def pin_result(self, owner: str, chain: str) -> None:
+        """Note that a result is to be kept: that which ends a history of this hash.
+
+        A WeirError if the owner has pinned too many.
+        """
+        self.place.mark_result(PINNED, owner, chain)
+
+    def unpin_result(self, owner: str, chain: str) -> None:
+        """Note that a result need not be kept any more."""
+        self.place.unpin_result(owner, chain)
+
+    def pinned_chains(self, owner: str) -> frozenset[str]:
+        """Hashes of the owner's histories that end with a pinned result."""
+        return self.place.marked_chains(PINNED, owner)
+
+    def read_result(self, owner: str, node: str, chain: str) -> Message | None:
+        """The message of a result among the turns that lead to one; None if it is not kept."""
+        found = (place.read_result(owner, node, chain) for place in reversed(self._places))
+        return next((message for message in found if message is not None), None)
 
     def dropped_places(self, owner: str, node: str) -> list[tuple[int, int]]:
         """Return the places of the dropped results that the turns before a given one have read."""
@@ -273,7 +295,8 @@ class SessionStore:
                     new.id, None
                 )  # a session that also has turns in memory is the most recently used
                 if old is not None:
-                    new = replace(new, turns=old.turns + new.turns, created=old.created)
+                    topic, turns = new.topic or old.topic, old.turns + new.turns
+                    new = replace(new, turns=turns, created=old.created, topic=topic)
                 found[new.id] = new
         return list(found.values())
 

@@ -34,7 +34,9 @@ from weir.serve.sessions.turn_archive import TurnArchive
 _log = logging.getLogger(__name__)
 
 MAX_DROPPED = 4096
-"""The most results of an owner's sessions that can be dropped at a time."""
+"""Results of an owner's sessions that can be dropped at a time, and as many that can be pinned."""
+DROPPED, PINNED = "dropped", "pinned"
+"""Tables of results that are not to be read again, and of those that are to be kept."""
 VERSION = 2
 """Version of the tables (`PRAGMA user_version`)."""
 
@@ -97,6 +99,22 @@ CREATE TABLE IF NOT EXISTS dropped (  -- histories that end with a result that i
     chain TEXT NOT NULL,
     UNIQUE (owner, chain)
 )""",
+    """
+CREATE TABLE IF NOT EXISTS pinned (  -- histories that end with a result that is to be kept
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    owner TEXT NOT NULL,
+    chain TEXT NOT NULL,
+    UNIQUE (owner, chain)
+)""",
+    """
+CREATE TABLE IF NOT EXISTS kept (  -- results that the states of turns keep for good
+    node TEXT NOT NULL REFERENCES nodes (name) ON DELETE CASCADE,
+    owner TEXT NOT NULL,
+    chain TEXT NOT NULL,
+    start INTEGER NOT NULL,
+    stop INTEGER NOT NULL
+)""",
+    "CREATE INDEX IF NOT EXISTS kept_node ON kept (node)",
 )
 """Tables that are added to folders of earlier versions."""
 
@@ -110,7 +128,9 @@ WITH RECURSIVE line (node, parent) AS (
 _RECORD = "node, owner, parent, chain, messages, last, seen, usage, created, ids"
 _COLUMNS = f"""{_RECORD}, (
     SELECT session FROM members WHERE members.node = records.node ORDER BY members.number LIMIT 1
-) AS session"""
+) AS session, (
+    SELECT json_group_array(json_array(start, stop, chain)) FROM kept WHERE kept.node = records.node
+) AS kept"""
 
 _SUMMARIES = """
 WITH own AS (
@@ -120,7 +140,11 @@ WITH own AS (
     WHERE owner = ?2 AND (?3 IS NULL OR session = ?3) GROUP BY session
 )
 SELECT own.session AS id, head.node AS head, turns, begin.created AS created,
-    head.created AS used, head.seen, head.usage, head.topic
+    head.created AS used, head.seen, head.usage, coalesce((
+        SELECT topic FROM members JOIN records ON records.node = members.node
+        WHERE members.owner = ?2 AND session = own.session AND topic != ''
+        ORDER BY members.number DESC LIMIT 1
+    ), '') AS topic
 FROM own
 JOIN members AS late ON late.number = newest JOIN records AS head ON head.node = late.node
 JOIN members AS early ON early.number = oldest JOIN records AS begin ON begin.node = early.node
@@ -179,7 +203,8 @@ class TurnTables:
         with db.writing() as writer:
             for statement in RESULTS:
                 writer.execute(statement)
-        self._dropped: dict[str, frozenset[str]] = {}  # by owner, as far as it was read
+        # By table and owner, as far as asked for.
+        self._chains: dict[tuple[str, str], frozenset[str]] = {}
         self.exclusive = threading.RLock()  # guards `nbytes`
         self._limit = limit
         self._uses_lock = threading.Lock()
@@ -387,8 +412,10 @@ class TurnTables:
             if message.where is not None:
                 facts = {"node": node, "owner": record.owner, "call": message.result}
                 insert(db, "results", **facts, **message.where._asdict())
+        for place in record.kept:
+            insert(db, "kept", node=node, owner=record.owner, **place._asdict())
 
-    # --- results of tools that are dropped
+    # --- results of tools that are dropped or pinned
 
     def list_results(
         self, owner: str, node: str, call: str | None, most: int
@@ -411,28 +438,35 @@ class TurnTables:
     def dropped_places(self, owner: str, node: str) -> list[tuple[int, int]]:
         """Return the places of the dropped results that the turns before a given one have read."""
         rows = self.db.query(
-            f"{_LINE} SELECT start, stop FROM line JOIN results ON results.node = line.node "
-            "JOIN dropped ON dropped.owner = results.owner AND dropped.chain = results.chain",
+            f"{_LINE}, read (start, stop, chain) AS ("
+            "SELECT start, stop, results.chain FROM line JOIN results ON results.node = line.node "
+            "UNION SELECT start, stop, kept.chain FROM line JOIN kept ON kept.node = line.node) "
+            "SELECT start, stop FROM read JOIN dropped ON owner = ?2 "
+            "AND dropped.chain = read.chain",
             node,
             owner,
         )
         return [(row["start"], row["stop"]) for row in rows]
 
-    def dropped_chains(self, owner: str) -> frozenset[str]:
-        """Return the hashes of the owner's histories that end with a dropped result."""
-        found = self._dropped.get(owner)
+    def marked_chains(self, table: str, owner: str) -> frozenset[str]:
+        """Hashes of the owner's histories that end with a result in a table: `dropped` or
+        `pinned`.
+        """
+        found = self._chains.get((table, owner))
         if found is None:
-            rows = self.db.query("SELECT chain FROM dropped WHERE owner = ?", owner)
-            found = self._dropped[owner] = frozenset(row["chain"] for row in rows)
+            rows = self.db.query(f"SELECT chain FROM {table} WHERE owner = ?", owner)
+            found = self._chains[table, owner] = frozenset(row["chain"] for row in rows)
         return found
 
-    def drop_result(self, owner: str, chain: str) -> None:
-        """Note that a result must not be read again. Raises WeirError if there are too many."""
+    def mark_result(self, table: str, owner: str, chain: str) -> None:
+        """Add a result to a table, `dropped` or `pinned`; WeirError if it has too many. A dropped
+        result is pinned no longer.
+        """
         with self.exclusive, self.changing() as db:
-            count = "SELECT count(*) FROM dropped WHERE owner = ?"
+            count = f"SELECT count(*) FROM {table} WHERE owner = ?"
             if db.execute(count, (owner,)).fetchone()[0] >= MAX_DROPPED:
                 db.execute(
-                    "DELETE FROM dropped WHERE number = (SELECT number FROM dropped AS old "
+                    f"DELETE FROM {table} WHERE number = (SELECT number FROM {table} AS old "
                     "WHERE owner = ?1 AND NOT EXISTS (SELECT 1 FROM results WHERE "
                     "results.owner = old.owner AND results.chain = old.chain) "
                     "ORDER BY number LIMIT 1)",
@@ -440,11 +474,34 @@ class TurnTables:
                 )
             if db.execute(count, (owner,)).fetchone()[0] >= MAX_DROPPED:
                 raise WeirError(
-                    f"{MAX_DROPPED:,} outputs in this key's sessions are already dropped, which "
-                    "is the limit. Delete sessions that are not needed."
+                    f"{MAX_DROPPED:,} outputs of this key's sessions are {table}, and there cannot "
+                    "be more; delete sessions that are not needed"
                 )
-            db.execute("INSERT OR IGNORE INTO dropped (owner, chain) VALUES (?, ?)", (owner, chain))
-        self._dropped.pop(owner, None)
+            row = owner, chain
+            db.execute(f"INSERT OR IGNORE INTO {table} (owner, chain) VALUES (?, ?)", row)
+            if table == DROPPED:
+                db.execute("DELETE FROM pinned WHERE owner = ? AND chain = ?", row)
+        self._chains.pop((table, owner), None)
+        self._chains.pop((PINNED, owner), None)
+
+    def unpin_result(self, owner: str, chain: str) -> None:
+        """Note that a result need not be kept any more."""
+        with self.exclusive, self.changing() as db:
+            db.execute("DELETE FROM pinned WHERE owner = ? AND chain = ?", (owner, chain))
+        self._chains.pop((PINNED, owner), None)
+
+    def read_result(self, owner: str, node: str, chain: str) -> Message | None:
+        """The message of a result among the turns that lead to one."""
+        row = self.db.first(
+            f"{_LINE} SELECT line.node FROM line JOIN results ON results.node = line.node "
+            "WHERE results.chain = ?3 LIMIT 1",
+            node,
+            owner,
+            chain,
+        )
+        record = None if row is None else self.newest(owner, "node", row["node"])
+        found = () if record is None else record.messages
+        return next((one for one in found if one.where and one.where.chain == chain), None)
 
     def remove(
         self, nodes: Collection[str], owner: str | None = None, session: str | None = None
@@ -487,4 +544,5 @@ def _record_of(row: sqlite3.Row) -> TurnRecord:
     values: dict[str, Any] = dict(row)
     values["messages"] = tuple(Message.from_json(kept) for kept in json.loads(values["messages"]))
     values["usage"] = json.loads(values["usage"])
+    values["kept"] = tuple(ResultPlace(*place) for place in json.loads(values["kept"]))
     return TurnRecord(**values)

@@ -101,6 +101,13 @@ DROP_TOOL_OUTPUT = Tool(
 
 Most chat templates do not show the ids of calls to the model, so it names an output by its age.
 """
+KEEP_TOOL_OUTPUT = Tool(
+    "keep_tool_output",
+    "Keep the output of a tool in memory for the rest of the conversation, because it will be "
+    "needed later. There is little room: keep what matters only.",
+    DROP_TOOL_OUTPUT.schema,
+)
+"""Pins the output of one of the client's tools, named in the same way."""
 
 
 def clip_result(text: str) -> str:

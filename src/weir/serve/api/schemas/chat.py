@@ -204,26 +204,28 @@ MAX_RECALL = 8192
 """The most tokens of recalled text that a request may ask for."""
 
 
+Calls = Annotated[
+    ListOf[Annotated[str, StringConstraints(min_length=1, max_length=256)]], Field(max_length=128)
+]
+"""Ids of tool calls."""
+
+
 class WeirOptions(Strict):
     """Options that only this server has.
 
-    `tools` names tools of the server that the model may call. The server runs such a call within
-    the answer. `drop` has the ids of calls whose outputs are dropped before the answer.
-    `tell_forgotten` gives the model a note about the tokens that have left its cache. `recall` is
-    the most tokens of forgotten text that the server may put before a message that asks for it; 0
-    for none. If it is left out, the server's setting applies.
+    `tools` are tools of the server that the model may call. The server executes such a call within
+    the answer. `drop` has the ids of calls whose outputs are dropped before the answer, `pin` those
+    of calls whose outputs stay in the cache for good.
+    `tell_forgotten` lets the model read a note that says what has left its cache. `recall` is how
+    many tokens of earlier text the server may put before the message if it asks for text that has
+    left the cache; 0 for none. Left out, the server decides.
     """
 
     recall: Annotated[Whole, Field(ge=0, le=MAX_RECALL)] | None = None
     tools: Annotated[ListOf[Name], Field(max_length=16)] | None = None
     tell_forgotten: bool | None = None
-    drop: (
-        Annotated[
-            ListOf[Annotated[str, StringConstraints(min_length=1, max_length=256)]],
-            Field(max_length=128),
-        ]
-        | None
-    ) = None
+    drop: Calls | None = None
+    pin: Calls | None = None
 
 
 class GenerationBody(Strict):
@@ -409,6 +411,11 @@ class GenerationBody(Strict):
     def drops(self) -> list[str]:
         """The ids of calls whose outputs are dropped."""
         return [] if self.weir is None else list(self.weir.drop or ())
+
+    @property
+    def pins(self) -> list[str]:
+        """The ids of calls whose outputs are pinned."""
+        return [] if self.weir is None else list(self.weir.pin or ())
 
     @property
     def recall(self) -> int | None:

@@ -1,0 +1,117 @@
+"""KVzip: scores of a text's tokens by a repetition of the text, and a cache of the best of them.
+
+The model repeats the text on a row that is set aside: a copy of the row (`take_row`) is put into a
+cache of its own, the repetition is fed there, the attention that it pays is noted, and the copy is
+dropped. The cache that the row came from is only read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from weir.cache.cache import StreamingCache
+from weir.cache.layer import Pending, fold_rows
+from weir.cache.observing import AttentionCall, ListeningCache
+from weir.cache.plan import Segment
+from weir.pools import Marks, select_highest
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """A part of a text that the model is asked to repeat, and what it is fed for that.
+
+    Attributes:
+        start, stop: the first token of the part, counted from 0, and the one after its last.
+        ids: the request and the part [length], int64.
+    """
+
+    start: int
+    stop: int
+    ids: Tensor
+
+
+def repetition_scores(
+    model: PreTrainedModel, full: StreamingCache, row: int, repetitions: Sequence[Repetition]
+) -> dict[int, Tensor]:
+    """Score the tokens of a row by the attention that a repetition of them pays.
+
+    A token's score is the largest share of its attention that any query of its part's repetition
+    gives it, over the query heads of a KV head (KVzip, section 3.2).
+
+    Args:
+        model: the model that the cache serves.
+        full: a cache under `dense`; it is not changed.
+        row: the row.
+        repetitions: the parts of its text.
+
+    Returns:
+        By layer [kv_heads, tokens], float32. Layers that slide over a window of their own, whatever
+        the policy, are left out.
+    """
+    state, found = full.take_row(row), dict[int, Tensor]()
+    for layer, held in enumerate(full.stack):
+        if held.spec.pipe.keeps_all:
+            slab = held.state.slab
+            assert slab is not None
+            shape = slab.keys.shape[1], full.seen[row]
+            found[layer] = torch.zeros(shape, device=slab.keys.device)
+    part: Repetition
+
+    def hear(call: AttentionCall) -> None:
+        if call.layer in found:
+            shares = call.attention().largest_shares(part.start, part.stop)
+            found[call.layer][:, part.start : part.stop] = shares
+
+    aside = ListeningCache(model, full.policy, hear, seed=full.seed, **full.made_with)
+    try:
+        for part in repetitions:
+            aside.put_rows([state], check=False)
+            aside.read(part.ids)
+    finally:
+        aside.close()
+    return found
+
+
+def fill(
+    cache: StreamingCache, full: StreamingCache, row: int, scores: dict[int, Tensor], n: int
+) -> None:
+    """Make a cache hold the `n` tokens of the highest score of a row, each KV head its own.
+
+    Args:
+        cache: an empty cache of one row of another policy for the same model, whose first pool
+            takes what comes until it is full.
+        full: a cache under `dense`.
+        row: the row of it.
+        scores: from `repetition_scores`; layers without any get the newest tokens, as many as
+            their window has.
+        n: how many tokens; fewer than the first pool has slots where the text is shorter.
+    """
+    rows = full.rows.select([row])
+    (seen,), (waiting,) = rows.seen, rows.waiting
+    for index, (layer, whole) in enumerate(zip(cache.stack, full.stack, strict=True)):
+        held, slab = whole.state.slab, layer.state.slab
+        assert held is not None
+        assert slab is not None
+        slots = held.view(row, row + 1).run(0, whole.state.used[row] + waiting)
+        if index in scores:
+            best = scores[index][None]
+            stays = select_highest(min(n, seen), torch.ones_like(best, dtype=torch.bool), best)
+            slots = slots.only(stays)
+        else:
+            slots = slots.part(max(0, len(slots) - (layer.spec.pipe.slots or 0)), len(slots))
+        if slab.span is not None:  # words alone: each stands at its own place on all three axes
+            place = slots.position
+            slots = replace(slots, span=torch.stack([place, torch.ones_like(place)], dim=-1))
+        layer.params = whole.params
+        count, device = len(slots), slots.keys.device
+        columns = torch.zeros(1, count, dtype=torch.int64, device=device)
+        before = [seen - count]
+        segment = Segment(columns, [count], before, [0], [0], cache.origin, device, [Marks()])
+        assert whole.params is not None
+        fold_rows(layer.state, Pending(segment, whole.params, slots))
+    cache.stack.rows = replace(rows, waiting=[0])

@@ -1,0 +1,119 @@
+"""The papers of the policies that ran: what a report says to cite, and BibTeX.
+
+The module of each pool names its paper in its docstring, `Authors YEAR, "Title", arXiv:NUMBER`, and
+so can a module of your own. What is not said there is left out of the entry.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from weir import __version__
+from weir.errors import WeirError
+
+ARXIV = re.compile(r"arXiv:(\d{4}\.\d{4,5})")
+BEFORE = re.compile(r'(?:([A-Z][^()".:;]*?(?: et al\.)?) )?(20\d\d), (?:"([^"]+)", )?$')
+"""Authors, year and title in front of a number of arXiv."""
+METHOD = re.compile(r"([A-Z][\w-]*(?: [A-Z]\w*)*) \([^()]*$")
+"""A method's name in front of the bracket that has its paper."""
+
+
+@dataclass(frozen=True)
+class Paper:
+    """A paper on arXiv.
+
+    Attributes:
+        number: of arXiv.
+        authors, title: as a docstring names them; empty if it does not.
+    """
+
+    number: str
+    authors: str = ""
+    title: str = ""
+
+    @property
+    def year(self) -> str:
+        """The year in which arXiv got it."""
+        return f"20{self.number[:2]}"
+
+    def __str__(self) -> str:
+        return ", ".join(filter(None, (self.authors, self.title, f"arXiv:{self.number}")))
+
+    def bibtex(self) -> str:
+        """The entry of a file of references."""
+        names = self.authors.replace(" et al.", " and others").replace(", ", " and ")
+        fields = {
+            "author": names,
+            "title": f"{{{self.title}}}" if self.title else "",
+            "year": self.year,
+            "eprint": self.number,
+            "archiveprefix": "arXiv",
+        }
+        return _entry("misc", f"arxiv{self.number}", fields)
+
+
+def papers_in(text: str) -> list[Paper]:
+    """The papers that a docstring names."""
+    text = " ".join(text.split()).replace("- ", "-")
+    found: dict[str, Paper] = {}
+    for match in ARXIV.finditer(text):
+        before = text[: match.start()]
+        said, name = BEFORE.search(before), METHOD.search(before)
+        authors, title = (said[1] or "", said[3] or "") if said else ("", "")
+        title = title or (name[1] if name else "")
+        found.setdefault(match[1], Paper(match[1], authors, title))
+    return list(found.values())
+
+
+def papers_of(policy: str) -> list[Paper]:
+    """The papers of a policy's name and pools; none if it evicts nothing or cannot be parsed."""
+    # This imports PyTorch, which a report without this section need not wait for.
+    from weir.policies import NAMED, Recompute, parse_call, saved_policy
+    from weir.pools import POOLS
+
+    try:
+        read = saved_policy(policy)
+    except WeirError:
+        return []
+    kinds: list[Any] = [POOLS["sink"]]
+    if not isinstance(read, Recompute):
+        pipes = [pipe for pipe in read.pipes if pipe.slots is not None]
+        kinds = [type(pool) for pipe in pipes for pool in pipe.pools]
+    call = parse_call(policy)
+    texts = [NAMED[call.name].make.__doc__] if call is not None and call.name in NAMED else []
+    modules = dict.fromkeys(kind.__module__ for kind in kinds)
+    texts += [sys.modules[name].__doc__ for name in modules]
+    return [paper for text in texts for paper in papers_in(text or "")]
+
+
+def cited(policies: Iterable[str]) -> dict[Paper, list[str]]:
+    """The papers of some policies, each with the policies that it is cited for."""
+    best: dict[str, Paper] = {}
+    users: dict[str, dict[str, None]] = {}
+    for policy in policies:
+        for paper in papers_of(policy):
+            there = best.get(paper.number)
+            # Several pools can name a paper, and not all of them its title.
+            best[paper.number] = max(there or paper, paper, key=lambda one: len(str(one)))
+            users.setdefault(paper.number, {})[policy] = None
+    return {best[number]: list(users[number]) for number in sorted(best)}
+
+
+def as_bibtex(papers: Sequence[Paper]) -> str:
+    """Entries for weir and some papers."""
+    own = {
+        "author": "{The weir authors}",
+        "title": "{weir: any Hugging Face decoder on token streams without end, in a KV cache of "
+        "fixed size}",
+        "version": __version__,
+    }
+    return "\n".join([_entry("software", "weir", own), *(paper.bibtex() for paper in papers)])
+
+
+def _entry(kind: str, key: str, fields: dict[str, str]) -> str:
+    lines = [f"  {name} = {{{value}}}," for name, value in fields.items() if value]
+    return "\n".join([f"@{kind}{{{key},", *lines, "}", ""])
