@@ -21,7 +21,6 @@ EXTRAS = {
     "numba": "fast",
     "PIL": "images",
     "prometheus_client": "serve",
-    "pydantic": "serve",
     "ray": "cluster",
     "rich": "cli",
     "rouge_score": "eval",

@@ -42,7 +42,7 @@ def test_without_names_all_are_meant_that_need_not_be_asked_for():
     assert "flat" in FIGURES
     assert {name for name in FIGURES if FIGURES[name].asked} >= {"flat"}
     assert set(chosen([])) == {name for name in FIGURES if not FIGURES[name].asked}
-    assert chosen([])[:2] == ["decode", "recompute"]
+    assert chosen([])[:2] == ["decode", "around"]
     assert chosen(["flat", "decode"]) == ["flat", "decode"]
     with pytest.raises(WeirError, match="no figure 'speed'; there are decode, "):
         chosen(["speed"])
@@ -102,8 +102,8 @@ def test_the_table_shows_what_missed(made):
 
 
 def test_every_policy_of_a_budget_is_compared_but_the_oracle_and_what_it_stands_beside():
-    assert {PLAIN, "recompute"}.isdisjoint(comparable())
-    without = {"dense", "pyramid", "pinned", "quantized", "recompute", PLAIN}
+    assert {PLAIN, "recompute", "kvzip"}.isdisjoint(comparable())
+    without = {"dense", "pyramid", "pinned", "quantized", "recompute", "kvzip", PLAIN}
     assert {name for name, it in NAMED.items() if it.make.__module__.startswith("weir.")} == {
         *comparable(),
         *without,

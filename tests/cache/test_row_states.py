@@ -395,12 +395,12 @@ LIES = {
     "keys has numbers that are not finite": ("1.keys", (0, 0, 2, 0), torch.nan),
     "b gives weight to slots|b has numbers": ("0.b", (0, 0, 0), torch.inf),
     "a is not 0 in slots that wait": ("1.a", (0, 0, 9), 1.0),
-    "'0.moods' is not a tensor of this layer|has no tensor 'moods'": ("0.moods", None, 0),
+    "'moods' is no tensor of this layer": ("0.moods", None, 0),
     "'7.keys' is of no layer": ("7.keys", None, 0),
-    "last must be a whole number from 0 to 60, not 61": ("last", None, 61),
+    "last must be a token id from 0 to 60, not 61": ("last", None, 61),
     "ended must be true or false, not 3": ("ended", None, 3),
-    "waiting must be a whole number from 0 to 3, not 4": ("waiting", None, 4),
-    "'mood' is a fact too many": ("mood", None, 1),
+    "waiting must be at most 3, not 4": ("waiting", None, 4),
+    "unexpected field 'mood'": ("mood", None, 1),
 }
 
 
@@ -416,7 +416,9 @@ def test_a_state_that_no_row_can_have_is_refused_as_in_a_file(ids, sentence):
     else:
         state.facts[name] = lie
     for call in (lambda: cache.put_row(0, state), lambda: cache.put_rows([before, state])):
-        with pytest.raises(WeirError, match=f"that of no row: .*({sentence})"):
+        with pytest.raises(
+            WeirError, match=f"no row of this cache can have this state: .*({sentence})"
+        ):
             call()
         now = cache.take_row(0)
         assert now.facts == before.facts
@@ -428,7 +430,7 @@ def test_who_knows_a_state_may_put_it_unchecked_but_for_what_it_is_of(ids):
     fed(cache, ids(2, 20))
     state = cache.take_row(0)
     state.facts["mood"] = 1
-    with pytest.raises(WeirError, match="that of no row"):
+    with pytest.raises(WeirError, match="no row of this cache can have"):
         cache.put_row(1, state)
     cache.put_row(1, state, check=False)
     now, wanted = cache.take_row(1), cache.take_row(0)

@@ -373,11 +373,6 @@ def test_a_policy_without_a_limit_is_sized_at_a_length_and_a_named_one_by_its_bu
         assert (ended.code, ended.err.count("\n")) == (2, 1) and said in ended.err
 
 
-def test_weir_sinks_says_what_one_wants(capsys):
-    ended = run(capsys, "sinks", "--model", "nano")
-    assert ended.code == 1 and "weir inspect --only shares" in ended.err
-
-
 def test_the_rest_of_a_long_command_is_estimated_once(capsys, monkeypatch):
     from weir.cli import common
 

@@ -194,7 +194,7 @@ def test_weir_gives_them_what_the_others_leave():
     whole = weir.policy("pinned(weir(436), 8, 4)")  # with 64 new tokens all that the window holds
     assert fit_to_model(whole, model) is whole
     assert weir.Stream(model, str(fitted)).policy == fitted
-    assert fit_to_model(weir.policy("weir(320, layers=alike)"), model).slots == 320
+    assert fit_to_model(weir.policy("weir(320, heads=alike)"), model).slots == 320
 
 
 def test_no_head_gets_more_than_layers_see_that_all_slide(monkeypatch):

@@ -136,8 +136,3 @@ def test_formats_in_python_are_looked_at_too():
         Pipe((Sink(4), Recent(8)), formats=("", "int2"))
     with pytest.raises(WeirError, match="unknown format of slots"):
         with_slots(weir.policy("kcenter(8)"), "int2")
-
-
-def test_the_british_spelling_of_saved_sessions_and_results_is_still_read() -> None:
-    old, new = weir.policy("quantised(h2o(64))"), weir.policy("quantized(h2o(64))")
-    assert old.called == new.called is not None

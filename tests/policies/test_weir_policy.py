@@ -62,8 +62,8 @@ def test_what_makes_no_sense_is_refused(text, said):
         ("weir", [[1, 1], [1, 1]], None, [[1024] * 2] * 2),
         ("weir", [[0, 1]], 448, [[448] * 2]),
         ("weir", [], None, [[1024] * 2]),
-        ("weir(layers=alike)", [[0, 1]], None, [[1024] * 2]),
-        ("weir(2000, layers=measured)", [[0, 1]], None, [[1000, 3000]]),
+        ("weir(heads=alike)", [[0, 1]], None, [[1024] * 2]),
+        ("weir(2000, heads=measured)", [[0, 1]], None, [[1000, 3000]]),
         ("weir(2000)", [[0, 1]], 1000, [[2000] * 2]),  # more than the window, as was wanted
         ("weir(400)", [[0, 0], [1, 1], [0, 0]], None, [[256] * 2, [688] * 2, [256] * 2]),
         ("weir(100)", [[0, 0, 1]], None, [[100] * 3]),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from weir.serve import Sequence, TurnRecord
+from weir.serve import TokenSequence, TurnRecord
 
 
-def bare_record(turn: Sequence, reason: str) -> TurnRecord:
+def bare_record(turn: TokenSequence, reason: str) -> TurnRecord:
     """A record that names the turn and says nothing else."""
     return TurnRecord(turn.id, "", turn.id, turn.parent, turn.id, (), turn.output_ids[-1], 1)

@@ -19,7 +19,7 @@ from bare_record import bare_record
 from toychat import END, HEADER, OPEN, USER, answer, asked, beginning, train
 from transformers import PreTrainedModel
 
-from weir.serve import Engine, SampledToken, Sampler, SamplingParams, Sequence, SessionStore
+from weir.serve import Engine, SampledToken, Sampler, SamplingParams, SessionStore, TokenSequence
 from weir.stream import Sampling
 
 WINDOW = 16
@@ -103,7 +103,7 @@ def shares(
                 start += [*before, *HEADER, *answer(before, stops[session]), OPEN, USER]
             ids = [*start, *said, *HEADER]
             engine.submit(
-                Sequence(
+                TokenSequence(
                     id=f"{session}.{number}",
                     parent=f"{session}.{number - 1}" if number else None,
                     prompt_ids=ids,

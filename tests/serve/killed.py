@@ -24,8 +24,8 @@ import weir  # noqa: E402
 from weir.serve import Engine, EngineClient, Limits, ResponseStore  # noqa: E402
 from weir.serve.cluster import SharedTurns, open_storage  # noqa: E402
 from weir.serve.sessions.disk_turns import DiskTurns  # noqa: E402
-from weir.serve.sessions.snapshot import RowFormat  # noqa: E402
 from weir.serve.sessions.store import SessionStore  # noqa: E402
+from weir.serve.sessions.store_format import StoreFormat  # noqa: E402
 
 TOKENIZER = make_tokenizer()
 MODEL = make_model(TOKENIZER)
@@ -36,11 +36,13 @@ weir.Stream(MODEL, POLICY, chunk=4).feed(
 
 def serve(folder: Path, *, shared: bool) -> None:
     if shared:
-        store = SessionStore(SharedTurns(open_storage(str(folder)), RowFormat.of(MODEL, POLICY, 4)))
+        store = SessionStore(
+            SharedTurns(open_storage(str(folder)), StoreFormat.of(MODEL, POLICY, 4))
+        )
         engine = Engine(MODEL, POLICY, 3, store, chunk=4)
         client = EngineClient(engine, TOKENIZER, "small", Limits(), is_replica=True)
     else:
-        store = SessionStore(DiskTurns(folder, RowFormat.of(MODEL, POLICY, 4)))
+        store = SessionStore(DiskTurns(folder, StoreFormat.of(MODEL, POLICY, 4)))
         engine = Engine(MODEL, POLICY, 3, store, chunk=4)
         client = EngineClient(
             engine, TOKENIZER, "small", Limits(), ResponseStore(folder / "book.db")

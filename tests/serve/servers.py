@@ -25,7 +25,7 @@ from weir.serve.api import Keys, bind, make_app
 from weir.serve.api.protocol import BoundedConnection
 from weir.serve.api.schemas.base import Only, Strict
 from weir.serve.sessions.disk_turns import DiskTurns
-from weir.serve.sessions.snapshot import RowFormat
+from weir.serve.sessions.store_format import StoreFormat
 from weir.serve.worker import Worker
 
 POLICY = "sink(2) | recent(6) | heavy(4)"
@@ -132,7 +132,7 @@ def make_client(
     model = make_model(tokenizer)
     store: SessionStore = SessionStore(keep=most)
     if data is not None:
-        store = SessionStore(DiskTurns(data, RowFormat.of(model, policy, 4), limit), **disk)
+        store = SessionStore(DiskTurns(data, StoreFormat.of(model, policy, 4), limit), **disk)
     if archive is not None:
         store.place.open_archive(archive)
     engine = Engine(model, policy, rows, store, chunk=4, queue=limits.queue, shared=shared)

@@ -128,7 +128,7 @@ def test_a_full_disk_is_507_for_files_too(tmp_path, monkeypatch):
         def refuse(*given, **more):
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        monkeypatch.setattr("weir.serve.sessions.archive.save_file", refuse)
+        monkeypatch.setattr("weir.serve.sessions.export.save_file", refuse)
         answer = httpx.get(f"{url}/one/export")
         assert (answer.status_code, answer.json()["error"]["code"]) == (507, "storage_full")
         monkeypatch.setattr("weir.serve.api.sessions.open", refuse, raising=False)

@@ -14,7 +14,7 @@ from reference.naive import VOCABULARY, make_llama
 
 import weir
 from weir.errors import WeirError
-from weir.serve import Engine, SampledToken, Sampler, SamplingParams, Sequence, SessionStore
+from weir.serve import Engine, SampledToken, Sampler, SamplingParams, SessionStore, TokenSequence
 from weir.serve.engine.engine import Cancelled
 from weir.serve.engine.scheduler import Busy
 from weir.stream import Sampling
@@ -63,15 +63,15 @@ def engine(rows: int = 3, **given) -> Engine:
     return Engine(MODEL, given.pop("policy"), rows, given.pop("store", SessionStore()), **given)
 
 
-def turn(node: str, ids, start: str | None = None, limit: int = 6, **given) -> Sequence:
+def turn(node: str, ids, start: str | None = None, limit: int = 6, **given) -> TokenSequence:
     chooser = Sampler(given.pop("choosing", SamplingParams()))
     given = {"record": bare_record, **given}
     listener = given.pop("listener", Heard())
     stops = frozenset(given.pop("stops", ()))
-    return Sequence(node, start, list(ids), limit, stops, chooser, listener, **given)
+    return TokenSequence(node, start, list(ids), limit, stops, chooser, listener, **given)
 
 
-def work(engine: Engine, *turns: Sequence) -> None:
+def work(engine: Engine, *turns: TokenSequence) -> None:
     """Let turns be answered, all together."""
     for each in turns:
         engine.submit(each)
@@ -461,7 +461,7 @@ class Sessions(RuleBasedStateMachine):
     def open(self, rows: int) -> None:
         self.engine = engine(rows=rows)
         self.nodes: dict[str, list[tuple[list[int], int]]] = {}
-        self.under_way: list[tuple[Sequence, list[tuple[list[int], int]]]] = []
+        self.under_way: list[tuple[TokenSequence, list[tuple[list[int], int]]]] = []
         self.count = 0
 
     @rule(

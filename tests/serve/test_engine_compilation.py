@@ -18,8 +18,8 @@ from weir.serve import (
     SampledToken,
     Sampler,
     SamplingParams,
-    Sequence,
     SessionStore,
+    TokenSequence,
     compile_engine,
     sizes_of,
 )
@@ -60,7 +60,7 @@ def answers(engine: Engine, limits: list[int]) -> list[list[int]]:
         generator = torch.Generator().manual_seed(number)
         ids = torch.randint(0, VOCABULARY, (4 + 5 * number,), generator=generator).tolist()
         chooser = Sampler(SamplingParams())
-        turns.append(Sequence(f"{number}", None, ids, limit, frozenset(), chooser, Heard()))
+        turns.append(TokenSequence(f"{number}", None, ids, limit, frozenset(), chooser, Heard()))
         engine.submit(turns[-1])
     while not all(turn.listener.over for turn in turns):
         engine.step()

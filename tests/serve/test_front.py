@@ -25,8 +25,8 @@ from weir.serve.api import front as front_module
 from weir.serve.api.front import Front, FrontConnection, OnlyFront, listen_for_front
 from weir.serve.api.protocol import SMALL_CHUNKS, BoundedConnection
 from weir.serve.cluster import SharedTurns, open_storage
-from weir.serve.sessions.snapshot import RowFormat
 from weir.serve.sessions.store import SessionStore
+from weir.serve.sessions.store_format import StoreFormat
 
 CHAT, RESPONSE = "/v1/chat/completions", "/v1/responses"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -95,7 +95,7 @@ class Cluster:
 def _behind(place: Path, limits: Limits) -> Behind:
     tokenizer = make_tokenizer()
     model = make_model(tokenizer)
-    store = SessionStore(SharedTurns(open_storage(str(place)), RowFormat.of(model, POLICY, 4)))
+    store = SessionStore(SharedTurns(open_storage(str(place)), StoreFormat.of(model, POLICY, 4)))
     engine = Engine(model, POLICY, 3, store, chunk=4)
     client = EngineClient(engine, tokenizer, "small", limits, ResponseStore(most=limits.texts))
     bound = listen_for_front("127.0.0.1")

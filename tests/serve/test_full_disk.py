@@ -18,7 +18,7 @@ from servers import Server, make_client, serving
 from weir.serve import Limits
 from weir.serve.sessions import snapshot_folder as folder_file
 from weir.serve.sessions.records import DISK_FULL
-from weir.serve.sessions.snapshot import OVERHEAD
+from weir.serve.sessions.store_format import OVERHEAD
 
 CHAT = "/v1/chat/completions"
 
@@ -107,7 +107,7 @@ def test_a_full_disk_is_said_before_anything_is_generated(tmp_path, disk, caplog
 
 def test_all_answers_under_way_have_room(tmp_path, disk):
     client = make_client(data=tmp_path, limits=Limits(unread=10**6))
-    row = client.store.place.row_format.turn_bytes()
+    row = client.store.place.store_format.turn_bytes()
     with serving(client) as server:
         disk.size = 2 * row
         assert server.post(CHAT, {**chat("Hi"), "n": 3}).status_code == 507
@@ -141,7 +141,7 @@ def test_where_old_turns_may_go_they_make_room(tmp_path, disk):
     with serving(client) as server:
         said = [ask(server, f"Number {n}") for n in range(4)]
         taken = 10**9 - disk.free_bytes(None)
-        row = client.store.place.row_format.turn_bytes()
+        row = client.store.place.store_format.turn_bytes()
         disk.size = taken + row - 1  # one byte too little: the oldest goes, and no other
         said.append(ask(server, "Number 4"))
         assert [session["topic"] for session in sessions(server)] == [

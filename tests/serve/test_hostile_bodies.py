@@ -109,10 +109,11 @@ def test_nodes_are_counted_outside_of_strings_however_they_arrive():
 
 def test_bodies_of_too_many_nodes_are_refused_before_they_are_parsed(server, monkeypatch):
     monkeypatch.setattr(requests, "parse_body", None)  # would fail
-    monkeypatch.setattr(json_nodes, "MAX_NODES", most := 20_000)
+    most = json_nodes.MAX_NODES
     ids = most + LIMITS.prompt  # a prompt may be token ids, and no other list is so long
     for path, entry, many in ((CHAT, "{}", most), (CHAT, "0", most), ("/v1/completions", "0", ids)):
         body = b'{"messages":[' + b",".join([entry.encode()] * (many + 2)) + b"]}"
+        server.settled()
         answer = httpx.post(f"{server.url}{path}", content=body, headers=JSON, timeout=600)
         assert answer.status_code == 413, answer.text
         assert answer.json()["error"]["code"] == "request_too_large"
@@ -120,10 +121,10 @@ def test_bodies_of_too_many_nodes_are_refused_before_they_are_parsed(server, mon
         NodeCounter(0).feed(b"[" * (most + 1))
 
 
-def test_a_refused_body_may_be_sent_to_its_end(server, monkeypatch):
+def test_a_refused_body_may_be_sent_to_its_end(server):
     """Clients that send everything before they read would else hear of a reset, not of a 413."""
-    monkeypatch.setattr(json_nodes, "MAX_NODES", 100)
-    connection = raw(server.port, CHAT, b"[" * 1000, length=1_001_000)
+    lists = b"[" * (json_nodes.MAX_NODES + 1)
+    connection = raw(server.port, CHAT, lists, length=1_000_000 + len(lists))
     for _ in range(10):
         time.sleep(0.02)
         connection.sendall(b" " * 100_000)
@@ -177,9 +178,9 @@ def test_one_address_leaves_connections_to_others(server, monkeypatch):
         assert many[0].recv(12) == b"HTTP/1.1 200"
 
 
-def test_json_in_the_arguments_of_calls_counts_too(server, monkeypatch):
-    monkeypatch.setattr(json_nodes, "MAX_NODES", 5000)
-    for text in ("[" * 2000, "[[],[]]" * 700, json.dumps({"x": [[]] * 2000})):
+def test_json_in_the_arguments_of_calls_counts_too(server):
+    some = json_nodes.MAX_NODES * 2 // 5
+    for text in ("[" * some, "[[],[]]" * (some // 3 + 1), json.dumps({"x": [[]] * some})):
         calls = [
             {"id": "x", "type": "function", "function": {"name": "f", "arguments": each}}
             for each in ('"', text, text, text)  # the first leaves a text open

@@ -474,8 +474,8 @@ def test_what_is_not_there_is_an_error_of_the_same_form(server):
 
 def test_a_wrong_method_is_told_all_that_are_right(server):
     allowed = {
-        "/v1/sessions/one": "DELETE, GET",
-        "/v1/conversations/one": "DELETE, GET, POST",
+        "/v1/sessions/one": "DELETE, GET, HEAD",
+        "/v1/conversations/one": "DELETE, GET, HEAD, POST",
         CHAT: "POST",
     }
     for path, methods in allowed.items():

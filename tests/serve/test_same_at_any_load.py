@@ -19,7 +19,7 @@ from roundings import close_runs
 from torch import Tensor
 
 from weir.cache import RowState
-from weir.serve import Engine, SampledToken, Sampler, SamplingParams, Sequence, SessionStore
+from weir.serve import Engine, SampledToken, Sampler, SamplingParams, SessionStore, TokenSequence
 from weir.stream import Sampling
 
 VOCABULARY = 4096
@@ -99,7 +99,7 @@ def talk(
             tokens = told[session].tokens[number] if told else ()
             how = SamplingParams(Sampling(temperature=0.7), seed=session)
             listener = Heard(engine)
-            listener.turn = Sequence(
+            listener.turn = TokenSequence(
                 id=f"{session}.{number}",
                 parent=f"{session}.{number - 1}" if number else None,
                 prompt_ids=words(session, number),

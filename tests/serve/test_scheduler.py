@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from weir.serve import Sampler, SamplingParams, Sequence
+from weir.serve import Sampler, SamplingParams, TokenSequence
 from weir.serve.engine.scheduler import Busy, Scheduler, fits_one_call, group_prefills
 
 
-def turn(length: int, row: int | None = None, holder: str = "", read: int = 0) -> Sequence:
-    made = Sequence(
+def turn(length: int, row: int | None = None, holder: str = "", read: int = 0) -> TokenSequence:
+    made = TokenSequence(
         "", None, [1] * length, 1, frozenset(), Sampler(SamplingParams()), None, holder=holder
     )
     made.row, made.unread, made.num_read = row, [1] * length, read

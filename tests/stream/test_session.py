@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from transformers import LlamaForCausalLM
 
 import weir
 from weir.errors import WeirError
-from weir.policies import Policy
 from weir.policies.registry import NAMED
 from weir.stream import session
 
@@ -307,16 +305,18 @@ def test_facts_that_are_no_facts_are_refused(llama, tmp_path, facts):
     refused(llama, tmp_path / "odd")
 
 
-@pytest.mark.parametrize("number", [3, 5])
-def test_a_session_of_another_format_is_refused_by_its_number(
-    llama, ids, tmp_path, monkeypatch, number
-):
-    stream = weir.Stream(llama, POLICY)
-    stream.feed(ids(1, 9))
-    monkeypatch.setattr(session, "FORMAT", number)
-    stream.save(tmp_path / "other")
-    monkeypatch.undo()
-    refused(llama, tmp_path / "other", f"session format {number}; this weir reads 4")
+def rewrite(path: Path, **changed: Any) -> None:
+    """The same session, whose facts say otherwise."""
+    with safe_open(path, framework="pt") as file:
+        facts = json.loads(file.metadata()[session.KEY])
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    session.write_file(path, {**facts, **changed}, tensors)
+
+
+@pytest.mark.parametrize("number", [4, 6])
+def test_a_session_of_another_format_is_refused_by_its_number(llama, saved, number):
+    rewrite(saved, format=number)
+    refused(llama, saved, f"session format {number}; this weir reads 5")
 
 
 def test_a_session_of_another_model_is_refused_and_says_what_differs(fresh_llama, llama, saved):
@@ -343,45 +343,28 @@ def test_a_session_of_another_policy_is_refused_where_one_is_expected(llama, sav
         assert weir.Stream.restore(llama, saved, policy=written).seen == PARTLY_FULL
 
 
-def test_a_policy_that_is_no_longer_known_is_named(llama, saved, monkeypatch):
-    others = {name: it for name, it in NAMED.items() if name != "streaming_llm"}
-    monkeypatch.setattr("weir.policies.grammar.NAMED", others)
-    refused(llama, saved, "a policy that this weir does not know.*'streaming_llm'")
-
-
-def rewrite(path: Path, **kind: str | None) -> None:
-    """The same session, whose kind says otherwise; None for what it does not say."""
-    with safe_open(path, framework="pt") as file:
-        facts = json.loads(file.metadata()[session.KEY])
-        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-    facts["kind"] = {k: v for k, v in {**facts["kind"], **kind}.items() if v is not None}
-    session.write_file(path, facts, tensors)
+def test_a_policy_that_is_not_known_is_named(llama, saved):
+    rewrite(saved, policy="streaming_alm(24)")
+    refused(llama, saved, "a policy that this weir does not know.*'streaming_alm'")
 
 
 def test_a_name_that_stands_for_others_by_now_goes_on_under_those_it_stood_for(
-    llama, ids, tmp_path, monkeypatch
+    llama, ids, tmp_path
 ):
     path = tmp_path / "session"
-    stream = weir.Stream(llama, "weir(budget=24)", chunk=8)
+    meant = weir.policy("weir(budget=24, sinks=5)")
+    stream = weir.Stream(llama, meant, chunk=8)
     stream.feed(ids(1, PARTLY_FULL))
     stream.save(path)
-    meant = stream.policy
-    with monkeypatch.context() as patch:
-        wider = NAMED["weir"]
-
-        def make(budget: int = 256) -> Policy:
-            return wider.make(budget, sinks=5)
-
-        patch.setitem(NAMED, "weir", replace(wider, make=make))
-        restored = weir.Stream.restore(llama, path)
-        refused(
-            llama, path, "which weir.budget=24. stood for.*, not weir", policy="weir(budget=24)"
-        )
-        assert restored.policy == meant
-        assert same(restored, stream, ids(1, 80))
-    assert str(weir.Stream.restore(llama, path).policy) == "weir(budget=24)"
-    rewrite(path, pools=None)
-    refused(llama, path, "kind is not that of a cache")
+    rewrite(path, policy="weir(budget=24)")  # as if the name had meant five sinks then
+    restored = weir.Stream.restore(llama, path)
+    refused(llama, path, "which weir.budget=24. stood for.*, not weir", policy="weir(budget=24)")
+    assert restored.policy == weir.policy(meant.stands_for)
+    assert same(restored, stream, ids(1, 80))
+    rewrite(path, policy="weir(budget=24, sinks=5)")
+    assert str(weir.Stream.restore(llama, path).policy) == "weir(budget=24, sinks=5)"
+    rewrite(path, pools="sink(4) | recent(20)")
+    refused(llama, path, "row 0: this row is of a cache with policy")
 
 
 # --- saving
@@ -389,8 +372,8 @@ def test_a_name_that_stands_for_others_by_now_goes_on_under_those_it_stood_for(
 
 def test_a_session_says_what_it_is(saved):
     facts = session.SessionFile(saved).facts
-    assert (facts["policy"], facts["format"]) == (POLICY, 4)
-    assert [row["seen"] for row in facts["rows"]] == [PARTLY_FULL]
+    assert (facts["policy"], facts["format"]) == (POLICY, 5)
+    assert facts["made_with"]["chunk"] == 8 and len(facts["last"]) == 1
     assert facts["model"]["kind"] == "llama"
 
 

@@ -21,6 +21,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import weir
+from weir.cache import row_state
+from weir.cache.tensor_bytes import TensorBytes, write_tensors
 from weir.errors import NotFiniteError, WeirError
 from weir.stream import session
 from weir.stream.session import replace_atomically
@@ -44,14 +46,33 @@ POLICIES = [
 
 
 def read(path: Path) -> tuple[Facts, Tensors]:
+    """What a file holds: under "rows" what each row states, and its tensors as "ROW.LAYER.NAME"."""
     with safe_open(path, framework="pt") as file:
         facts = json.loads(file.metadata()[session.KEY])
-        return facts, {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        held = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    facts["rows"], tensors = [], {}
+    for name, t in held.items():
+        row = name.removeprefix(session.ROW)
+        if row == name:
+            tensors[name] = t
+            continue
+        found = TensorBytes.read(t)
+        facts["rows"].append(json.loads(found.metadata[row_state.KEY]))
+        tensors |= {f"{row}.{own}": found.tensor(own).clone() for own in found.sizes}
+    return facts, tensors
 
 
 def write(path: Path, facts: Any, tensors: Tensors) -> None:
     """A file whose checksum is that of what it holds."""
-    written = json.dumps(facts)
+    rows, tensors = facts["rows"], dict(tensors)
+    for index, said in enumerate(rows):
+        own = [name for name in tensors if name.startswith(f"{index}.")]
+        held = {name.removeprefix(f"{index}."): tensors.pop(name) for name in own}
+        data = write_tensors(
+            {n: t.clone() for n, t in held.items()}, row_state.KEY, json.dumps(said)
+        )
+        tensors[f"{session.ROW}{index}"] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    written = json.dumps({name: fact for name, fact in facts.items() if name != "rows"})
     tensors = {name: t.contiguous().clone() for name, t in tensors.items()}
     checksum = session._checksum(written, tensors)
     save_file(tensors, path, metadata={session.KEY: written, session.CHECKSUM: checksum})
@@ -148,43 +169,62 @@ def without(of: int, *path: Any) -> Callable[[Facts, Tensors], None]:
     return change
 
 
-ROW = ("rows", 0)
+ROW = ("rows", 0, "row")
 WRONG: dict[str, tuple[Callable[[Facts, Tensors], None], str]] = {
     "no policy": (without(0, "policy"), "policy is missing"),
     "a policy that is a number": (fact("policy", to=7), "policy must be a text, not 7"),
-    "another policy": (fact("policy", to="streaming_llm(16)"), "kind is not that of a cache"),
-    "a fact too many": (fact("mood", to="good"), "'mood' is a fact too many"),
-    "a model that is a list": (fact("model", to=[]), "model must be facts by name, not a list"),
+    "another policy": (
+        fact("pools", to="sink(4) | recent(12)"),
+        "this row is of a cache with policy",
+    ),
+    "a policy of another row": (
+        fact("rows", 0, "kind", "pools", to="dense"),
+        "row 0: this row is of",
+    ),
+    "weights of another row": (
+        fact("rows", 0, "kind", "weights", to=""),
+        "row 0: this row is of another model",
+    ),
+    "a row of another format": (fact("rows", 0, "format", to=2), "row 0: it has the format 2"),
+    "notes that are none": (
+        fact("rows", 0, "notes", to=2),
+        "row 0: notes must be fields by name, not 2",
+    ),
+    "a fact too many": (fact("mood", to="good"), "unexpected field 'mood'"),
+    "a model that is a list": (fact("model", to=[]), "model must be fields by name, not a list"),
     "an argument of nobody's": (fact("made_with", to={"x": 1}), "made_with.chunk is missing"),
     "a chunk of 2^40": (fact("made_with", "chunk", to=2**40), "take [0-9,]* bytes for 1 row"),
-    "half a chunk": (
-        fact("made_with", "chunk", to=8.5),
-        ("chunk must be a whole number of at least 1"),
+    "half a chunk": (fact("made_with", "chunk", to=8.5), "chunk must be a whole number, not 8.5"),
+    "no chunk": (fact("made_with", "chunk", to=0), "chunk must be at least 1, not 0"),
+    "another chunk": (
+        fact("made_with", "chunk", to=4),
+        "of a cache with chunk 8, and this one has 4",
     ),
-    "no chunk": (fact("made_with", "chunk", to=0), "chunk must be a whole number of at least 1"),
-    "another chunk": (fact("made_with", "chunk", to=4), "kind is not that of a cache"),
     "a chunk that is true": (fact("made_with", "chunk", to=True), "chunk must be a whole number"),
     "other positions": (fact("made_with", "positions", to="round"), "'rolling' or 'original'"),
     "an endless origin": (fact("made_with", "origin", to=math.inf), "origin must be a whole num"),
-    "a seed below zero": (fact("seed", to=-1), "seed must be a whole number of at least 0, not -1"),
+    "a seed below zero": (fact("seed", to=-1), "seed must be at least 0, not -1"),
     "a token that is none": (fact("last", to=[math.nan]), r"last\[0\] must be a whole number"),
-    "a token nobody knows": (fact("last", to=[61]), r"last\[0\] must be .* from 0 to 60, not 61"),
+    "a token nobody knows": (
+        fact("last", to=[61]),
+        r"last\[0\] must be a token id from 0 to 60, not 61",
+    ),
     "two last tokens": (fact("last", to=[1, 2]), "last must have 1 entries, not 2"),
-    "rows that are a number": (fact("rows", to=1), "rows must be a list, not 1"),
-    "a row that is none": (fact(*ROW, to=None), r"rows\[0\] must be facts by name, not none"),
-    "one row more": (fact("rows", to=[{}, {}]), "last must have 2 entries|columns is missing"),
+    "no row": (fact("rows", to=[]), "last must have 0 entries, not 1"),
+    "a row that is none": (fact(*ROW, to=None), "row must be fields by name, not none"),
+    "one row more": (fact("rows", to=[{}, {}]), "last must have 2 entries, not 1"),
     "endless columns": (fact(*ROW, "columns", to=math.inf), "columns must be a whole number"),
-    "tokens below zero": (fact(*ROW, "seen", to=-5), "seen must be a whole number .* not -5"),
+    "tokens below zero": (fact(*ROW, "seen", to=-5), "seen must be at least 0, not -5"),
     "tokens seen as a list": (fact(*ROW, "seen", to=[-5]), "seen must be .* not a list of 1"),
     "more tokens than columns": (fact(*ROW, "seen", to=SEEN + 8), "seen is 211, and columns only"),
-    "a tail that is full": (fact(*ROW, "waiting", to=8), "waiting must be .* from 0 to 7, not 8"),
+    "a tail that is full": (fact(*ROW, "waiting", to=8), "waiting must be at most 7, not 8"),
     "a tail of another size": (fact(*ROW, "waiting", to=4), "waiting is 4, which 203 tokens"),
     "a longer stream": (fact(*ROW, to={"seen": 2**62}), "columns is missing"),
     "lengths of one layer": (fact(*ROW, "lengths", to=[[4, 20]]), "lengths must have 2 entries"),
-    "a pool too full": (fact(*ROW, "lengths", 1, 1, to=21), "must be .* from 0 to 20, not 21"),
-    "another length": (fact(*ROW, "lengths", 1, 1, to=19), r"layer 1: keys is \[1, 2, 32"),
+    "a pool too full": (fact(*ROW, "lengths", 1, 1, to=21), "must be at most 20, not 21"),
+    "another length": (fact(*ROW, "lengths", 1, 1, to=19), r"row 0: layer 1: keys is \[1, 2, 32"),
     "half an end": (fact(*ROW, "ended", to=0.5), "ended must be true or false, not 0.5"),
-    "no keys": (without(1, "0.1.keys"), "row 0, layer 1: keys is missing"),
+    "no keys": (without(1, "0.1.keys"), "row 0: layer 1: keys is missing"),
     "no generator": (without(1, "generator"), "generator is missing"),
     "no logits": (without(1, "logits"), "logits is missing"),
     "logits that are none": (number("logits", 0, 7, to=math.nan), "logits has numbers that no tok"),
@@ -199,7 +239,7 @@ WRONG: dict[str, tuple[Callable[[Facts, Tensors], None], str]] = {
     ),
     "keys that are values": (
         tensor("0.0.keys", lambda t: t.transpose(2, 3)),
-        r"row 0, layer 0: keys is \[1, 2, 16, 32\] and must be \[1, 2, 32, 16\]",
+        r"row 0: layer 0: keys is \[1, 2, 16, 32\] and must be \[1, 2, 32, 16\]",
     ),
     "keys in halves": (tensor("0.0.keys", lambda t: t.half()), "keys is float16 and must be flo"),
     "a head less": (tensor("0.0.a", lambda t: t[:, :1]), r"a is \[1, 1, 32\] and must be"),
@@ -216,7 +256,7 @@ WRONG: dict[str, tuple[Callable[[Facts, Tensors], None], str]] = {
     "a master that is none": (number("0.0.masters", 0, 0, 0, 0, to=math.nan), "masters has numb"),
     "a layer too many": (
         lambda facts, tensors: tensors.update({"0.2.keys": torch.zeros(3)}),
-        "'0.2.keys' is of no row or layer of the session",
+        "'2.keys' is of no layer",
     ),
     "a tensor of nobody's": (
         lambda facts, tensors: tensors.update(weights=torch.zeros(3)),
@@ -224,7 +264,7 @@ WRONG: dict[str, tuple[Callable[[Facts, Tensors], None], str]] = {
     ),
     "a tensor by another name": (
         lambda facts, tensors: tensors.update({"0.00.keys": tensors.pop("0.0.keys")}),
-        "'0.00.keys' is of no row or layer",
+        "'00.keys' is of no layer",
     ),
     "mass that nobody asked for": (
         lambda facts, tensors: tensors.update({"0.0.mass": tensors["0.0.a"]}),
@@ -274,9 +314,7 @@ def test_what_a_pool_cannot_remember_is_refused_by_its_name(
     (key,) = (k for k in tensors if k.startswith("0.1.state.") and k.endswith(f".{name}"))
     tensors[key].flatten()[0] = to
     write(tmp_path / "file", facts, tensors)
-    refused(
-        llama, tmp_path / "file", (f"row 0, layer 1: the state of the pool .* is wrong: .*{name}")
-    )
+    refused(llama, tmp_path / "file", f"row 0: layer 1: of what the pool .* remembers, .*{name}")
 
 
 @pytest.mark.parametrize("name", ["mass", "queries"])
@@ -284,7 +322,7 @@ def test_sums_and_queries_that_are_no_numbers_are_refused(llama, files, tmp_path
     facts, tensors = files(llama, POLICIES[4])
     tensors[f"0.0.{name}"].flatten()[0] = math.nan
     write(tmp_path / "file", facts, tensors)
-    refused(llama, tmp_path / "file", f"row 0, layer 0: {name} has numbers that")
+    refused(llama, tmp_path / "file", f"row 0: layer 0: {name} has numbers that")
 
 
 @pytest.mark.parametrize("name", ["mask", "numerator", "denominator"])
@@ -293,21 +331,20 @@ def test_weights_that_attention_would_read_otherwise_are_refused(llama, files, t
     facts, tensors = files(llama, POLICIES[8])
     tensors[f"0.1.{name}"][0, 1, 4] = to
     write(tmp_path / "file", facts, tensors)
-    refused(llama, tmp_path / "file", f"row 0, layer 1: {name} does not match a and b")
+    refused(llama, tmp_path / "file", f"row 0: layer 1: {name} is not what a and b say")
 
 
 @pytest.mark.parametrize(
     ("made", "sentence"),
     [
         ({"chunk": 2**40}, "a chunk of 1,099,511,627,776 before the first token"),
-        ({"origin": 2**60}, "origin must be a whole number"),
+        ({"origin": 2**60}, "origin must be at most 9007199254740992"),
     ],
 )
 def test_a_stream_without_a_token_makes_no_slots_of_any_size(llama, tmp_path, made, sentence):
     weir.Stream(llama, "dense").save(tmp_path / "file")
     facts, tensors = read(tmp_path / "file")
     facts["made_with"] |= made
-    facts["kind"] |= made
     write(tmp_path / "file", facts, tensors)
     refused(llama, tmp_path / "file", sentence)
 
@@ -326,7 +363,7 @@ def test_no_tensor_is_copied_out_of_a_file_that_is_refused(llama, files, tmp_pat
         return int(fields["RssAnon"].split()[0]) * 1024
 
     before = resident()
-    refused(llama, tmp_path / "file", r"row 0, layer 1: keys is \[1, 2, 320000, 16\]")
+    refused(llama, tmp_path / "file", r"row 0: layer 1: keys is \[1, 2, 320000, 16\]")
     assert resident() - before < 20e6
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from weir.errors import WeirError
 from weir.loading import load
 from weir.native import choose_products, compile_steps
-from weir.serve import Engine, SampledToken, Sampler, SamplingParams, Sequence, SessionStore
+from weir.serve import Engine, SampledToken, Sampler, SamplingParams, SessionStore, TokenSequence
 from weir.stream import Sampling
 from weir_bench.caches import Dynamic, Weir
 from weir_bench.figure import Row, Setting, Skipped, compare, figure
@@ -259,7 +259,9 @@ class Answering(Contender):
         for row in range(rows):
             ids = torch.randint(model.config.vocab_size, (32 + row,), generator=generator)
             chooser = Sampler(SamplingParams(Sampling(temperature=0)))
-            turn = Sequence(str(row), None, ids.tolist(), MOST, frozenset(), chooser, NoListener())
+            turn = TokenSequence(
+                str(row), None, ids.tolist(), MOST, frozenset(), chooser, NoListener()
+            )
             self._engine.submit(turn)
         for _ in range(rows):  # a step reads one prompt or more
             self._engine.step()

@@ -315,7 +315,7 @@ def spoil_session(file: bytes, chance: random.Random) -> tuple[str, bytes]:
     """
     length = int.from_bytes(file[:8], "little")
     header, data = json.loads(file[8 : 8 + length]), bytearray(file[8 + length :])
-    facts = json.loads(header["__metadata__"]["weir_sessions"])
+    facts = json.loads(header["__metadata__"]["weir_export"])
     kind = chance.choice(("cut", "with wrong bytes", "with wrong facts", "of lists", "of zeros"))
     if kind == "cut":
         return kind, file[: chance.randrange(len(file))]
@@ -332,7 +332,7 @@ def spoil_session(file: bytes, chance: random.Random) -> tuple[str, bytes]:
                 break
             at = at[key]
     elif kind == "of lists":
-        facts = {"format": 2, "turns": [[]] * (chance.choice(SIZES) // 4)}
+        facts = {**facts, "turns": [[]] * (chance.choice(SIZES) // 4)}
     elif kind == "of zeros":
         data = bytearray(chance.choice(SIZES))
         header["0"] = {"dtype": "U8", "shape": [len(data)], "data_offsets": [0, len(data)]}
@@ -340,7 +340,7 @@ def spoil_session(file: bytes, chance: random.Random) -> tuple[str, bytes]:
         if isinstance(turn, dict) and str(number) in header:
             first, last = header[str(number)]["data_offsets"]
             turn["sha256"] = hashlib.sha256(data[first:last]).hexdigest()
-    header["__metadata__"]["weir_sessions"] = json.dumps(facts)
+    header["__metadata__"]["weir_export"] = json.dumps(facts)
     head = json.dumps(header).encode()
     return kind, len(head).to_bytes(8, "little") + head + bytes(data)
 

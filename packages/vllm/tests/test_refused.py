@@ -16,6 +16,7 @@ def make_config(**changed):
     """Make a configuration that the plug-in serves, but for what is changed: `part__name=value`."""
     parts = {
         "model_config": {
+            "enforce_eager": True,
             "use_mla": False,
             "is_encoder_decoder": False,
             "uses_mrope": False,
@@ -67,6 +68,7 @@ FEATURES = {
     "speculative_config": (object(), "speculative decoding"),
     "kv_transfer_config": (object(), "KV connector"),
     "use_v2_model_runner": (True, "VLLM_USE_V2_MODEL_RUNNER=0"),
+    "model_config__enforce_eager": (False, "--enforce-eager"),
     "model_config__use_mla": (True, "MLA"),
     "model_config__is_encoder_decoder": (True, "encoder-decoder"),
     "model_config__uses_mrope": (True, "M-RoPE"),

@@ -13,26 +13,13 @@ from weir.cache.default_policy import (
 
 # isort: split
 from weir.cache.cache import Positions, Prefill, StreamingCache
+from weir.cache.file_facts import FARTHEST, FileFacts, ListOf, Whole, read_facts
 from weir.cache.forward import Folded, Forward
 from weir.cache.generating import generate
 from weir.cache.layers import LayerPlan, describe_window_excess
 from weir.cache.observing import Attention, AttentionCall, ListeningCache, bias_of
 from weir.cache.repetition import Repetition, fill, repetition_scores
-from weir.cache.row_state import (
-    FARTHEST,
-    Kind,
-    RowState,
-    ValidationError,
-    check_row,
-    check_state,
-    integer,
-    list_of,
-    optional,
-    record,
-    row_facts,
-    text,
-    unlike_policies,
-)
+from weir.cache.row_state import RowFormat, RowState, check_kind, check_token, located
 from weir.cache.size import Size, read_bytes, size_of
 from weir.cache.snapshot import Contents, Held, Holding, holding_in
 
@@ -41,6 +28,7 @@ __all__ = [
     "Folded",
     "Held",
     "Holding",
+    "RowFormat",
     "RowState",
     "Size",
     "StreamingCache",

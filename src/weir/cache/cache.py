@@ -30,7 +30,7 @@ from weir.cache.layers import (
     with_gates,
 )
 from weir.cache.plan import BegunForward, Rows
-from weir.cache.row_state import RowState, check_kind, check_state
+from weir.cache.row_state import RowFormat, RowState, check_kind, check_state
 from weir.cache.snapshot import (
     Contents,
     Holding,
@@ -514,6 +514,11 @@ class StreamingCache(Cache):
             "weights": weights_of(facts.decoder, facts.config),
         }
 
+    @property
+    def row_format(self) -> RowFormat:
+        """What a row must be like to continue in this cache."""
+        return RowFormat(self.kind, self._plans_now, self.attachment.facts.vocabulary)
+
     def take_row(self, row: int) -> RowState:
         """Copy the complete state of a row, to put into this cache or another.
 
@@ -623,15 +628,13 @@ class StreamingCache(Cache):
         """Refuse states of another kind, and with `numbers` those that no row of this cache can
         have (WeirError).
         """
-        kind, plans = self.kind, self._plans_now
+        row_format = self.row_format
         for state in states:
             if not isinstance(state, RowState):
-                raise WeirError(f"the state of a row must come from take_row, got {quote(state)}")
-            check_kind(kind, state.kind)
+                raise WeirError(f"a row's state is what take_row gives, not {quote(state)}")
+            check_kind(row_format.kind, state.kind)
             if numbers:
-                vocabulary = self.attachment.facts.vocabulary
-                limits = {"chunk": self.chunk, "origin": self.origin}
-                check_state(plans, state, vocabulary=vocabulary, **limits)
+                check_state(row_format, state)
 
     def why_not_drop(self) -> str | None:
         """Return why tokens cannot be dropped from this cache (`drop`); None if they can."""

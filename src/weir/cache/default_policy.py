@@ -11,8 +11,16 @@ from pathlib import Path
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
-from weir.errors import WeirError, quote
-from weir.models import ASSETS, find_head_facts, fingerprint, has_few_bits, sidecar_path, sight_of
+from weir.errors import WeirError
+from weir.models import (
+    ASSETS,
+    compare_fingerprints,
+    find_head_facts,
+    fingerprint,
+    has_few_bits,
+    sidecar_path,
+    sight_of,
+)
 from weir.policies import (
     Layered,
     Policy,
@@ -52,17 +60,11 @@ def check_origin(policy: Policy, model: PreTrainedModel) -> None:
     )
     if numbers and mine["dtype"] == theirs["dtype"]:
         compared.add("weights")
-    differ = [name for name in mine if name in compared and mine[name] != theirs[name]]
-    if differ:
-        what = ", ".join(f"{name} {_bare(theirs[name])}, here {mine[name]}" for name in differ)
+    if what := compare_fingerprints(mine, theirs, compared):
         raise WeirError(
             f"{origin.file} was calibrated for another model ({what}); run weir calibrate for this "
             f"one{origin.told}"
         )
-
-
-def _bare(value: object) -> str:
-    return quote(value).strip("'")
 
 
 def find_model_policy(model: PreTrainedModel | str, revision: str | None = None) -> Policy | None:

@@ -68,7 +68,7 @@ class LayerParts:
             )
         self.split = self.split.on(keys.device)
         calls = [partial(part.attend, plan=plan) for part in self.parts]
-        return self.split.answer(calls, queries, keys, values, params)
+        return self.split.join_answers(calls, queries, keys, values, params)
 
 
 @dataclass(frozen=True)

@@ -1,26 +1,62 @@
-"""Complete state of a row, to continue in any cache of the same kind, and its validation.
+"""Complete state of a row, to continue in any cache of the same kind: its bytes, and its checks.
 
-States and session facts that come from outside are checked by kinds: functions that check a value,
-and are combined into kinds.
+Sessions of a stream, the turns of a server and exported sessions all keep `RowState.to_bytes`.
+`RowState.from_bytes` checks the sizes of all tensors before it copies one, and unless the
+bytes are known to be weir's own, every number.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
+from weir.cache.file_facts import FARTHEST, FileFacts, ListOf, Whole, read_facts
 from weir.cache.layer import Layout, lay_out
 from weir.cache.layers import LayerPlan, three_axes
+from weir.cache.tensor_bytes import TensorBytes, TensorSize, write_tensors
 from weir.errors import WeirError, quote, shorten
 from weir.policies import saved_policy
 from weir.pools import MOST_WEIGHT, wrong_ranges
 from weir.slab import EMPTY, STATE, QuantizedStorage, quantized_buffers, split_weights
+
+FORMAT = 1
+"""Version of the bytes of a row."""
+KEY = "weir_row"
+"""Where the metadata of the bytes has the facts."""
+V = TypeVar("V")
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """What a row must be like to continue in a cache.
+
+    Attributes:
+        kind: of the cache (`RowState.kind`).
+        plans: of its layers.
+        vocabulary: token ids run from 0 to this, exclusive.
+    """
+
+    kind: dict[str, Any]
+    plans: Sequence[LayerPlan]
+    vocabulary: int
+
+    @property
+    def chunk(self) -> int:
+        """Tokens between two folds."""
+        return int(self.kind["chunk"])
+
+    @property
+    def origin(self) -> int:
+        """The place in the stream of the first token."""
+        return int(self.kind["origin"])
 
 
 @dataclass(frozen=True)
@@ -47,247 +83,225 @@ class RowState:
         """Bytes of the tensors."""
         return sum(t.nbytes for t in self.tensors.values())
 
+    def to_bytes(self, **notes: Any) -> bytes:
+        """Write the state as a safetensors file, with notes about it, which are JSON."""
+        facts = {"format": FORMAT, "kind": self.kind, "row": self.facts, "notes": notes}
+        return write_tensors(self.tensors, KEY, json.dumps(facts))
 
-Kind = Callable[[Any, str], None]
-"""Check of a value, given its place in the facts; raises `ValidationError`."""
+    @classmethod
+    def from_bytes(
+        cls,
+        data: bytes | Tensor,
+        row_format: RowFormat,
+        *,
+        trusted: bool = False,
+        whole_prompt: bool = True,
+    ) -> tuple[RowState, dict[str, Any]]:
+        """Read what `to_bytes` wrote: the state and the notes.
 
-FARTHEST = 2**53
-"""Longest stream: the largest whole number that every JSON reader reads exactly."""
+        Args:
+            data: the bytes; where they are a tensor [bytes], uint8, those of the state share its
+                memory.
+            row_format: what the row must be like.
+            trusted: whether the bytes are known to be as they were written, so that the numbers in
+                tensors need no check.
+            whole_prompt: whether the first tokens may have been folded at once, in any number.
+
+        Raises:
+            WeirError: the bytes are damaged or not those of a row, the row is of another kind, or
+                it is one that no stream through such a cache can have.
+        """
+        try:
+            found = TensorBytes.read(data)
+            facts = json.loads(found.metadata[KEY])
+        except (ValueError, LookupError, RecursionError) as error:
+            raise WeirError(
+                f"it is damaged or not the state of a row ({quote(str(error))})"
+            ) from None
+        version = facts.get("format") if isinstance(facts, dict) else facts
+        if version != FORMAT:
+            raise WeirError(f"it has the format {quote(version)}, and this weir reads {FORMAT}")
+        read_facts(_RowFile, facts)
+        check_kind(row_format.kind, facts["kind"])
+        _check_facts(row_format, facts["row"], whole_prompt=whole_prompt)
+        _check_sizes(row_format.plans, found.sizes, facts["row"])
+        tensors = {name: found.tensor(name) for name in found.sizes}
+        if not trusted:
+            _check_numbers(row_format, tensors, facts["row"])
+        return cls(row_format.kind, facts["row"], tensors), facts["notes"]
 
 
-class ValidationError(Exception):
-    """A fact that is invalid; says which, what it should be and what it is."""
+class _RowFile(FileFacts):
+    """What the bytes of a row state beside its tensors."""
+
+    format: int
+    kind: dict[str, Any]
+    row: dict[str, Any]
+    notes: dict[str, Any]
+
+
+class _MarksFacts(FileFacts):
+    """The marks of a row; `kept` is left out if there is nothing to keep."""
+
+    beginning: Whole | None
+    turn: Whole
+    header: Whole
+    kept: list[Any] = Field(default_factory=list)
+
+
+class _RowFacts(FileFacts):
+    """`RowState.facts`, each by itself."""
+
+    columns: Whole
+    seen: Whole
+    waiting: Whole
+    claimed: Whole
+    last: Whole | None
+    ended: bool
+    seed: Annotated[int, Field(ge=0)]
+    marks: _MarksFacts
+    lengths: ListOf[ListOf[Whole]]
+    drift: Annotated[int, Field(ge=-FARTHEST, le=FARTHEST)] = 0
 
 
 @contextmanager
 def located(place: str) -> Iterator[None]:
-    """Prefix the place to a `ValidationError`."""
+    """Begin errors with a place."""
     try:
         yield
-    except ValidationError as wrong:
-        raise ValidationError(f"{place}: {wrong}") from None
+    except WeirError as error:
+        raise WeirError(f"{place}: {error}") from None
 
 
-def integer(low: int = 0, high: int | None = FARTHEST) -> Kind:
-    """A whole number from `low` to `high`; None for no limit."""
-    limit = "on" if high is None else f"to {high:,}"
-
-    def check(value: Any, place: str) -> None:
-        number = isinstance(value, int) and not isinstance(value, bool)
-        if not number or value < low or (high is not None and value > high):
-            raise ValidationError(
-                f"{place} must be a whole number from {low} {limit}, not {_describe(value)}"
-            )
-
-    return check
-
-
-def boolean(value: Any, place: str) -> None:
-    """True or false."""
-    if not isinstance(value, bool):
-        raise ValidationError(f"{place} must be true or false, not {_describe(value)}")
+def check_state(row_format: RowFormat, state: RowState) -> None:
+    """Refuse a state of a checked kind that no row of such a cache can have (WeirError)."""
+    with located("no row of this cache can have this state"):
+        # The row may come from a cache that folds whole prompts.
+        _check_facts(row_format, state.facts, whole_prompt=True)
+        for name, t in state.tensors.items():
+            if not isinstance(t, Tensor):
+                raise WeirError(f"{name} must be a tensor, not {quote(t)}")
+        sizes = {name: (tuple(t.shape), t.dtype) for name, t in state.tensors.items()}
+        _check_sizes(row_format.plans, sizes, state.facts)
+        _check_numbers(row_format, state.tensors, state.facts)
 
 
-def text(*choices: str) -> Kind:
-    """A text, one of the choices if there are any."""
-
-    def check(value: Any, place: str) -> None:
-        if not isinstance(value, str) or (choices and value not in choices):
-            wanted = " or ".join(map(repr, choices)) or "a text"
-            raise ValidationError(f"{place} must be {wanted}, not {_describe(value)}")
-
-    return check
-
-
-def optional(kind: Kind) -> Kind:
-    """None, or a value of the kind."""
-
-    def check(value: Any, place: str) -> None:
-        if value is not None:
-            kind(value, place)
-
-    return check
-
-
-def list_of(kind: Kind, count: int | None = None) -> Kind:
-    """A list of `count` values of the kind; None for any number."""
-
-    def check(value: Any, place: str) -> None:
-        if not isinstance(value, list):
-            raise ValidationError(f"{place} must be a list, not {_describe(value)}")
-        if count is not None and len(value) != count:
-            raise ValidationError(f"{place} must have {count} entries, not {len(value)}")
-        for index, entry in enumerate(value):
-            kind(entry, f"{place}[{index}]")
-
-    return check
-
-
-def record(**kinds: Kind) -> Kind:
-    """Facts by name: exactly these."""
-
-    def check(value: Any, place: str) -> None:
-        if not isinstance(value, dict):
-            raise ValidationError(
-                f"{place or 'what it says'} must be facts by name, not {_describe(value)}"
-            )
-        dot = f"{place}." if place else ""
-        for name, kind in kinds.items():
-            if name not in value:
-                raise ValidationError(f"{dot}{name} is missing")
-            kind(value[name], f"{dot}{name}")
-        for name in value:
-            if name not in kinds:
-                raise ValidationError(f"{dot}{quote(name)} is a fact too many")
-
-    return check
-
-
-def _describe(value: Any) -> str:
-    """Describe any value in a few words."""
-    if isinstance(value, list):
-        return f"a list of {len(value)}"
-    if isinstance(value, dict):
-        return f"{len(value)} facts by name"
-    return quote(value) if not isinstance(value, int) or abs(value) < 10**30 else "so large a one"
-
-
-Size = tuple[tuple[int, ...], torch.dtype]
-"""A tensor's shape and dtype."""
-
-
-def row_facts(plans: Sequence[LayerPlan], vocabulary: int, chunk: int) -> Kind:
-    """The kind of the facts of a row of such a cache (`RowState.facts`)."""
-    lengths = [
-        [integer(0, pool.slots() if pool.slots() is not None else FARTHEST) for pool in pools]
-        for pools in (plan.spec.pipe.pools for plan in plans)
-    ]
-    more = {"drift": integer(-FARTHEST)} if three_axes(plans) else {}
-    return record(
-        columns=integer(),
-        seen=integer(),
-        waiting=integer(0, chunk - 1),
-        claimed=integer(),
-        last=optional(integer(0, vocabulary - 1)),
-        ended=boolean,
-        seed=integer(0, None),
-        marks=_marks,
-        lengths=_list_by_entry([_list_by_entry(pools) for pools in lengths]),
-        **more,
-    )
-
-
-def _marks(value: Any, place: str) -> None:
-    """The marks of a row; `kept` is left out if there is nothing to keep."""
-    numbers = record(beginning=optional(integer()), turn=integer(), header=integer())
-    if isinstance(value, dict) and "kept" in value:
-        value = dict(value)
-        if (why := wrong_ranges(value.pop("kept"))) is not None:
-            raise ValidationError(f"{place}.kept {why}")
-    numbers(value, place)
-
-
-def _list_by_entry(kinds: Sequence[Kind]) -> Kind:
-    """A list with a kind of its own for each entry."""
-
-    def check(value: Any, place: str) -> None:
-        list_of(lambda *_: None, len(kinds))(value, place)
-        for index, (kind, entry) in enumerate(zip(kinds, value, strict=True)):
-            kind(entry, f"{place}[{index}]")
-
-    return check
-
-
-def check_row(
-    plans: Sequence[LayerPlan],
-    facts: Mapping[str, Any],
-    tensors: Mapping[str, Tensor],
-    *,
-    chunk: int,
-    origin: int,
-    whole_prompt: bool,
-    row: int | None = None,
-) -> None:
-    """Refuse a row that no stream through such a cache can have; the ValidationError says what is
-    wrong.
-
-    Args:
-        facts: `RowState.facts`; `row_facts` has checked each alone.
-        tensors: `RowState.tensors`; none is read before its name, shape and dtype are right.
-        whole_prompt: the first tokens may have been folded at once, in any number.
-        row: number of the row, for errors; None for the only one.
-    """
-    with nullcontext() if row is None else located(f"rows[{row}]"):
-        _check_facts(facts, chunk=chunk, origin=origin, whole_prompt=whole_prompt)
-    by_layer = _by_layer(tensors, len(plans))
-    for layer, (plan, own) in enumerate(zip(plans, by_layer, strict=True)):
-        with located(f"layer {layer}" if row is None else f"row {row}, layer {layer}"):
-            if plan.spec.pipe.too_many_shared(facts["lengths"][layer]):
-                raise ValidationError("lengths has more kept tokens than the beginning leaves room")
-            sizes = {name: (tuple(t.shape), t.dtype) for name, t in own.items()}
-            _check_sizes(plan, sizes, facts["lengths"][layer])
-            _check_numbers(plan, own, facts, facts["lengths"][layer], origin)
-
-
-def _by_layer(tensors: Mapping[str, Tensor], layers: int) -> list[dict[str, Tensor]]:
-    """Group tensors by layer, under their own names."""
-    found: list[dict[str, Tensor]] = [{} for _ in range(layers)]
-    for name, t in tensors.items():
+def _by_layer(named: Mapping[str, V], layers: int) -> list[dict[str, V]]:
+    """Group what is of a tensor by layer, under the tensors' own names."""
+    found: list[dict[str, V]] = [{} for _ in range(layers)]
+    for name, one in named.items():
         layer, _, own = str(name).partition(".")
         if not layer.isdecimal() or int(layer) >= layers or name != f"{int(layer)}.{own}":
-            raise ValidationError(f"{quote(name)} is of no layer")
-        if not isinstance(t, Tensor):
-            raise ValidationError(f"{name} is not a tensor")
-        found[int(layer)][own] = t
+            raise WeirError(f"{quote(name)} is of no layer")
+        found[int(layer)][own] = one
     return found
 
 
-def _check_facts(facts: Mapping[str, Any], *, chunk: int, origin: int, whole_prompt: bool) -> None:
-    """Refuse facts of a row that contradict each other."""
+def _check_facts(row_format: RowFormat, facts: dict[str, Any], *, whole_prompt: bool) -> None:
+    """Refuse facts of a row that are wrong, or contradict each other.
+
+    Args:
+        whole_prompt: the first tokens may have been folded at once, in any number.
+    """
+    read_facts(_RowFacts, facts, "the facts of a row")
+    plans, chunk, origin = row_format.plans, row_format.chunk, row_format.origin
+    if three_axes(plans) != ("drift" in facts):
+        raise WeirError("unexpected field 'drift'" if "drift" in facts else "drift is missing")
+    if "kept" in facts["marks"] and (why := wrong_ranges(facts["marks"]["kept"])) is not None:
+        raise WeirError(f"marks.kept {why}")
     seen, waiting, columns = facts["seen"], facts["waiting"], facts["columns"]
     if origin + seen > FARTHEST:
-        raise ValidationError(
-            f"seen is {seen:,} from place {origin:,} on, and no stream is so long"
-        )
+        raise WeirError(f"seen is {seen:,} from place {origin:,} on, and no stream is so long")
+    if waiting >= chunk:
+        raise WeirError(f"waiting must be at most {chunk - 1}, not {waiting}")
     if waiting > seen or not (whole_prompt or waiting == seen % chunk):
-        raise ValidationError(
+        raise WeirError(
             f"waiting is {waiting}, which {seen:,} tokens in chunks of {chunk} never leave"
         )
     for name in ("seen", "claimed"):
         if facts[name] > columns:
-            raise ValidationError(f"{name} is {facts[name]:,}, and columns only {columns:,}")
+            raise WeirError(f"{name} is {facts[name]:,}, and columns only {columns:,}")
+    check_token(facts["last"], row_format.vocabulary, "last")
     clock = origin + seen + facts.get("drift", 0)
     if not origin <= clock <= FARTHEST:
-        raise ValidationError(f"drift is {facts['drift']:,}, which {seen:,} tokens never leave")
+        raise WeirError(f"drift is {facts['drift']:,}, which {seen:,} tokens never leave")
+    _check_lengths(plans, facts["lengths"])
     for layer, lengths in enumerate(facts["lengths"]):
         if waiting == seen and any(lengths):
-            raise ValidationError(f"lengths[{layer}] is not zero though nothing has been folded")
+            raise WeirError(f"lengths[{layer}] is not zero though nothing has been folded")
 
 
-def _check_sizes(plan: LayerPlan, found: Mapping[str, Size], lengths: Sequence[int]) -> None:
+def check_token(token: int | None, vocabulary: int, place: str) -> None:
+    """Refuse a token id that the model does not have."""
+    if token is not None and token >= vocabulary:
+        raise WeirError(f"{place} must be a token id from 0 to {vocabulary - 1}, not {token}")
+
+
+def _check_lengths(plans: Sequence[LayerPlan], lengths: list[list[int]]) -> None:
+    """Refuse slots in use that are more than the pools have."""
+    if len(lengths) != len(plans):
+        raise WeirError(f"lengths must have {len(plans)} entries, not {len(lengths)}")
+    for layer, (plan, own) in enumerate(zip(plans, lengths, strict=True)):
+        pools = plan.spec.pipe.pools
+        if len(own) != len(pools):
+            raise WeirError(f"lengths[{layer}] must have {len(pools)} entries, not {len(own)}")
+        for index, (pool, length) in enumerate(zip(pools, own, strict=True)):
+            most = pool.slots()
+            if most is not None and length > most:
+                raise WeirError(f"lengths[{layer}][{index}] must be at most {most}, not {length}")
+        if plan.spec.pipe.too_many_shared(own):
+            raise WeirError(
+                f"lengths[{layer}] has more kept tokens than the beginning leaves room for"
+            )
+
+
+def _check_sizes(
+    plans: Sequence[LayerPlan], found: Mapping[str, TensorSize], facts: Mapping[str, Any]
+) -> None:
+    """Refuse tensors of names or sizes that a row of such layers does not have."""
+    by_layer = _by_layer(found, len(plans))
+    for layer, (plan, own) in enumerate(zip(plans, by_layer, strict=True)):
+        with located(f"layer {layer}"):
+            _check_layer_sizes(plan, own, facts["lengths"][layer])
+
+
+def _check_layer_sizes(
+    plan: LayerPlan, found: Mapping[str, TensorSize], lengths: Sequence[int]
+) -> None:
     """Refuse tensors of one row of a layer that are not its slots in use (`LayerSpec.held`)."""
     wanted = plan.slab.tensors(1)
     for name in found:
         if name not in wanted:
-            raise ValidationError(f"{quote(name)} is not a tensor of this layer")
+            raise WeirError(f"{quote(name)} is no tensor of this layer")
     held = plan.spec.held(lengths)
     grows = plan.spec.pipe.slots is None
     for name, (shape, dtype) in wanted.items():
         if name not in found:
-            raise ValidationError(f"{name} is missing")
+            raise WeirError(f"{name} is missing")
         size, kind = found[name]
         if kind != dtype:
-            raise ValidationError(f"{name} is {_dtype_name(kind)} and must be {_dtype_name(dtype)}")
+            raise WeirError(f"{name} is {_dtype_name(kind)} and must be {_dtype_name(dtype)}")
         if name in held:
             slots = sum(part.stop - part.start for part in held[name])
             shape = (*shape[:2], slots, *shape[3:])
         longer = grows and name.startswith(STATE) and len(size) == len(shape) > 2
         longer = longer and size[2] >= shape[2]
         if size != shape and not (longer and (*size[:2], *size[3:]) == (*shape[:2], *shape[3:])):
-            raise ValidationError(f"{name} is {list(size)} and must be {list(shape)}")
+            raise WeirError(f"{name} is {list(size)} and must be {list(shape)}")
 
 
 def _check_numbers(
+    row_format: RowFormat, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]
+) -> None:
+    """Refuse tensors of the right sizes with numbers that no stream produces."""
+    plans = row_format.plans
+    by_layer = _by_layer(tensors, len(plans))
+    for layer, (plan, own) in enumerate(zip(plans, by_layer, strict=True)):
+        with located(f"layer {layer}"):
+            _check_layer_numbers(plan, own, facts, facts["lengths"][layer], row_format.origin)
+
+
+def _check_layer_numbers(
     plan: LayerPlan,
     tensors: Mapping[str, Tensor],
     facts: Mapping[str, Any],
@@ -309,21 +323,21 @@ def _check_numbers(
     _check_split(tensors)
     for name in ("keys", "values", "masters"):
         if name in tensors and not bool(tensors[name].isfinite().all()):
-            raise ValidationError(f"{name} has numbers that are not finite")
+            raise WeirError(f"{name} has numbers that are not finite")
     if pipe.format is not None:
         wrong = QuantizedStorage(
             pipe.format, quantized_buffers(tensors), tensors["keys"].dtype
         ).wrong()
         if wrong is not None:
-            raise ValidationError(wrong)
+            raise WeirError(wrong)
     if "mass" in tensors and not bool(
         ((tensors["mass"] >= 0) & (tensors["mass"] < math.inf)).all()
     ):
-        raise ValidationError("mass has numbers that no sum of attention is")
+        raise WeirError("mass has numbers that no sum of attention is")
     if "frame" in tensors:
         frame, most = tensors["frame"], ahead + chunk
         if not bool(((frame >= -frame.shape[2]) & (frame <= most)).all()):
-            raise ValidationError("frame has positions that no slot pretends")
+            raise WeirError("frame has positions that no slot pretends")
     if "span" in tensors:
         held = tensors["position"][:, :, : used + facts["waiting"]] != EMPTY
         _check_spans(tensors["span"][:, :, : held.shape[2]][held], origin, facts)
@@ -331,32 +345,30 @@ def _check_numbers(
         waits = tensors["queries"]
         asked = waits[:, :, : max(0, waits.shape[2] - chunk + facts["waiting"])]
         if not bool(asked.isfinite().all()):
-            raise ValidationError("queries has numbers that are not finite")
+            raise WeirError("queries has numbers that are not finite")
     for index, pool in enumerate(pipe.pools):
         start = f"state.{index}."
         state = {n.removeprefix(start): t for n, t in tensors.items() if n.startswith(start)}
         wrong = pool.wrong_state(state, lengths[index], ahead) if state else None
         if wrong is not None:
-            raise ValidationError(f"the state of the pool {pool.name} is wrong: {wrong}")
+            raise WeirError(f"of what the pool {pool.name} remembers, {wrong}")
 
 
 def _check_positions(position: Tensor, lies: Layout, ahead: int, chunk: int, origin: int) -> None:
     """Check that the front holds folded tokens, run and tail rise by one, and the rest is empty."""
     for kept in (position[:, :, : lies.quantized_front], position[:, :, lies.first : lies.front]):
         if not bool(((kept == EMPTY) | ((kept >= origin) & (kept < ahead))).all()):
-            raise ValidationError(
+            raise WeirError(
                 f"position has places that are not among those of the stream, {origin} to {ahead}"
             )
     rising = torch.arange(ahead - lies.run, ahead + chunk, device=position.device)
     parts = [slice(lies.quantized_front, lies.quantized), slice(lies.front, lies.used + chunk)]
     newest = torch.cat([position[:, :, part] for part in parts], dim=2)
     if not bool((newest == rising).all()):
-        raise ValidationError(
-            "position does not rise from token to token where the newest tokens are"
-        )
+        raise WeirError("position does not rise from token to token where the newest tokens are")
     for rest in (position[:, :, lies.quantized : lies.first], position[:, :, lies.used + chunk :]):
         if not bool((rest == EMPTY).all()):
-            raise ValidationError("position has places in slots that are not in use")
+            raise WeirError("position has places in slots that are not in use")
 
 
 def _check_weights(
@@ -369,16 +381,16 @@ def _check_weights(
     """
     kept = weights[:, :, :used]
     if not bool((kept <= MOST_WEIGHT).all()):
-        raise ValidationError(f"{name} has numbers that are not log-weights")
+        raise WeirError(f"{name} has numbers that are no log-weights")
     if bool((kept[empty] != -math.inf).any()):
-        raise ValidationError(f"{name} gives weight to slots without a token")
+        raise WeirError(f"{name} gives weight to slots without a token")
     tail = weights[:, :, used : used + chunk]
     dropped = tail.isneginf()
     dropped[:, :, waiting:] = False
     if bool(((tail != 0) & ~dropped).any()):
-        raise ValidationError(f"{name} is not 0 in slots that wait for a token")
+        raise WeirError(f"{name} is not 0 in slots that wait for a token")
     if bool((weights[:, :, used + chunk :] != -math.inf).any()):
-        raise ValidationError(f"{name} gives weight to slots that are not in use")
+        raise WeirError(f"{name} gives weight to slots that are not in use")
 
 
 def _check_spans(spans: Tensor, origin: int, facts: Mapping[str, Any]) -> None:
@@ -388,9 +400,9 @@ def _check_spans(spans: Tensor, origin: int, facts: Mapping[str, Any]) -> None:
     clock = origin + facts["seen"] + facts["drift"]
     begins, reach = spans[:, 0], spans[:, 1]
     if not bool(((begins >= origin) & (begins <= clock)).all()):
-        raise ValidationError(f"span begins at places that are not among {origin} to {clock}")
+        raise WeirError(f"span begins at places that are not among {origin} to {clock}")
     if not bool(((reach >= 1) & (reach <= FARTHEST)).all()):
-        raise ValidationError("span reaches as far as no word or image does")
+        raise WeirError("span reaches as far as no word or image does")
 
 
 def _check_split(tensors: Mapping[str, Tensor]) -> None:
@@ -401,7 +413,7 @@ def _check_split(tensors: Mapping[str, Tensor]) -> None:
         strict=True,
     ):
         if name in tensors and not torch.allclose(tensors[name], t):  # exp rounds by device
-            raise ValidationError(f"{name} does not match a and b")
+            raise WeirError(f"{name} is not what a and b say")
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -412,25 +424,28 @@ FACTS = ("policy", "chunk", "positions", "origin", "model", "weights")
 """Properties that must be equal in two caches for a row of one to continue in the other."""
 
 
-def check_kind(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
+def check_kind(mine: dict[str, Any], theirs: dict[str, Any], subject: str = "this row is") -> None:
     """Refuse a row of kind `theirs` (`RowState.kind`) that cannot continue in a cache of kind
     `mine`.
+
+    Args:
+        subject: how errors begin.
     """
     for name in FACTS:
         if name == "policy":
             if (unlike := unlike_policies(mine, theirs)) is not None:
                 raise WeirError(
-                    f"this row is of a cache with policy {quote(unlike[1])}, and this one has "
+                    f"{subject} of a cache with policy {quote(unlike[1])}, and this one has "
                     f"{quote(unlike[0])}"
                 )
         elif mine.get(name) != theirs.get(name):
             if name == "model":
                 what = _difference(mine["model"], theirs.get("model"))
-                raise WeirError(f"this row belongs to another model: {what}")
+                raise WeirError(f"{subject} of another model: {what}")
             if name == "weights":
-                raise WeirError("this row belongs to another model, with other weights")
+                raise WeirError(f"{subject} of another model, whose weights are others")
             raise WeirError(
-                f"this row is of a cache with {name} {quote(theirs.get(name))}, and this one has "
+                f"{subject} of a cache with {name} {quote(theirs.get(name))}, and this one has "
                 f"{quote(mine[name])}"
             )
 
@@ -459,16 +474,3 @@ def _difference(mine: dict[str, Any], theirs: Any) -> str:
         if theirs.get(name) != value:
             return f"{name} {shorten(str(theirs.get(name)))}, here {shorten(str(value))}"
     return "it says more of it than is known here"
-
-
-def check_state(
-    plans: Sequence[LayerPlan], state: RowState, *, vocabulary: int, chunk: int, origin: int
-) -> None:
-    """Refuse a state of a checked kind that no row of such a cache can have (WeirError)."""
-    try:
-        facts = state.facts
-        row_facts(plans, vocabulary, chunk)(facts, "")
-        # The row may come from a cache that folds whole prompts.
-        check_row(plans, facts, state.tensors, chunk=chunk, origin=origin, whole_prompt=True)
-    except ValidationError as wrong:
-        raise WeirError(f"this row's state is that of no row: {wrong}") from None

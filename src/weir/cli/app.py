@@ -30,26 +30,17 @@ COMMANDS = {
     "they remember.",
     "chat": "Talk to a model for as long as you like, in a cache of fixed size.",
     "stream": "Read a text once, in constant memory, and report its perplexity.",
-    "serve": (
-        "Serve endless conversations with a model, in an amount of memory that is fixed at the "
-        "start."
-    ),
-    "policies": (
-        "List the named policies and the pools that policies are made of, or describe the ones "
-        "you name."
-    ),
-    "size": "Show how many bytes a stream and the weights take, and how many streams fit.",
-    "advise": (
-        "Try policies on the beginning of a text, within a limit of memory or slots, and "
-        "recommend one."
-    ),
-    "calibrate": "Measure how many slots each layer needs, and write them to a policy file.",
-    "eval": "Measure policies on tasks, one cell at a time, and save the results to a file.",
-    "report": "Write results as an HTML page with plots, and as Markdown, CSV or LaTeX.",
-    "inspect": (
-        "Show a model's attention maps, sinks, keys and norms, and what a policy keeps, on one "
-        "page."
-    ),
+    "serve": "Serve a model whose conversations have no end, in memory that is fixed at the start.",
+    "policies": "List the named policies and the pools that make up a pipe, or describe those "
+    "named.",
+    "size": "Say how many bytes a stream and the weights take, and how many streams fit.",
+    "advise": "Try policies on a text's beginning, within some memory or slots, and recommend one.",
+    "calibrate": "Measure which layers need how many slots, and write a policy that says so.",
+    "eval": "Measure policies on tasks, cell by cell, into a file that survives a crash.",
+    "report": "Write results as one HTML page with its plots inside, and as Markdown, CSV, LaTeX "
+    "or PDF.",
+    "inspect": "Look into a model: attention maps, sinks, keys, norms, and what a policy keeps, as "
+    "one page.",
     "attention-error": "Compare attention under a policy with exact attention, layer by layer.",
     "train": "Train a small model on books, with a shape and attention sink of your choice.",
     "bench": "Time weir and other libraries alternately, and print ratios next to their targets.",
@@ -57,13 +48,6 @@ COMMANDS = {
 """Every command, with the first sentence of its help."""
 FILES = {"attention-error": "attention_error", "eval": "evaluate"}
 """Files of commands whose file has another name than the command."""
-MOVED = {
-    "sinks": (
-        "weir inspect --only shares shows the attention sinks of a model. The experiment that "
-        "trains models with and without a sink is examples/sinks/sinks.py in a clone of weir."
-    )
-}
-"""Words that users may type as commands, and what to run instead."""
 BENCH = Path(__file__).parents[3] / "bench"
 """Folder of `weir_bench` in a clone; the wheel does not contain it."""
 IMPORT = "--import"
@@ -152,8 +136,6 @@ class _Weir(CommandGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return a command after importing its file; None if there is no such command."""
-        if cmd_name in MOVED:
-            raise WeirError(f"unknown command: weir {cmd_name}. {MOVED[cmd_name]}")
         if cmd_name not in COMMANDS:
             return None
         if cmd_name == "bench":

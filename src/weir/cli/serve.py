@@ -180,8 +180,8 @@ def serve(
     from weir.serve.api import Access, Keys, bind, log_event, log_json, make_app, run_app
     from weir.serve.sessions.disk_turns import DiskTurns
     from weir.serve.sessions.prefix_folder import PrefixFolder
-    from weir.serve.sessions.snapshot import RowFormat
     from weir.serve.sessions.store import SessionStore
+    from weir.serve.sessions.store_format import StoreFormat
     from weir.stream import RECALL
 
     model_name = options.one_model(argument, model_name)
@@ -305,12 +305,12 @@ def serve(
         say_window(model, wanted, chunk)
         place = prefixes = None
         if data is not None:
-            place = DiskTurns(Path(data), RowFormat.of(model, wanted, chunk), most)
+            place = DiskTurns(Path(data), StoreFormat.of(model, wanted, chunk), most)
             room_there = "" if most is None else f", at most {size(most)}"
             say(f"states of turns are in {data}, {size(memory.row)} each{room_there}")
         store = ending.enter_context(SessionStore(place, keep=memory.kept))
         if place is not None:
-            prefixes = PrefixFolder(Path(data or "") / "prefixes", place.row_format)
+            prefixes = PrefixFolder(Path(data or "") / "prefixes", place.store_format)
             ending.callback(prefixes.close)
         if archived is not None:
             tokens = RECALL if recall is None else recall

@@ -99,7 +99,7 @@ def line_style(number: int) -> dict[str, Any]:
     return {"color": COLORS[number % len(COLORS)], "marker": MARKERS[number % len(MARKERS)]}
 
 
-class Picture:
+class DrawnFigure:
     """A drawn figure, as an SVG element for a page and as PDF for a paper.
 
     Attributes:
@@ -135,7 +135,7 @@ NO_DATE: dict[str, Any] = {"CreationDate": None}
 
 
 @contextmanager
-def drawn_figure(salt: str, width: float, height: float) -> Iterator[tuple[Figure, Picture]]:
+def drawn_figure(salt: str, width: float, height: float) -> Iterator[tuple[Figure, DrawnFigure]]:
     """Provide a figure of some inches, and a picture that has the SVG element on exit.
 
     `salt` makes ids unique among the pictures of a page, and equal from run to run.
@@ -148,7 +148,7 @@ def drawn_figure(salt: str, width: float, height: float) -> Iterator[tuple[Figur
     for part in ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"):
         style[part] = INK
     with mpl.rc_context(style):
-        picture = Picture(Figure(figsize=(width, height), layout="constrained"), style)
+        picture = DrawnFigure(Figure(figsize=(width, height), layout="constrained"), style)
         yield picture.figure, picture
         picture.draw()
 

@@ -20,7 +20,7 @@ from weir.models.cache_name import CACHE, cache_of, with_one_name
 from weir.models.compiled_step import CompiledStep
 from weir.models.embedding import embed
 from weir.models.few_bits import FewBits, has_few_bits
-from weir.models.fingerprints import fingerprint, weights_of
+from weir.models.fingerprints import compare_fingerprints, fingerprint, weights_of
 from weir.models.gates import Gate, features, load_gates, save_gates
 from weir.models.head_facts import find_head_facts, measure_heads
 from weir.models.hooks import NOT_ASKED, Chosen, attach, attention_name, choose_engine, detach

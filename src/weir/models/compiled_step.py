@@ -128,7 +128,7 @@ class StepCache(MasklessCache):
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams
     ) -> Tensor:
         """Store one token of each row and answer its queries [batch, heads, 1, key_dim]."""
-        return self._layers[layer].attend(queries, keys, values, params, self._waiting)
+        return self._layers[layer].decode(queries, keys, values, params, self._waiting)
 
 
 class _LayerParts:
@@ -147,7 +147,7 @@ class _LayerParts:
         self._ends, self._largest = ends, largest
         self._split = HeadSplit.of([part.heads for part in parts], ends[0].device)
 
-    def attend(
+    def decode(
         self,
         queries: Tensor,
         keys: Tensor,
@@ -156,12 +156,12 @@ class _LayerParts:
         waiting: Tensor,
     ) -> Tensor:
         calls = [
-            partial(part.attend, ends=ends, waiting=waiting, largest=largest)
+            partial(part.decode, ends=ends, waiting=waiting, largest=largest)
             for part, ends, largest in zip(self._parts, self._ends, self._largest, strict=True)
         ]
         if self._split is None:
             return calls[0](queries, keys, values, params)
-        return self._split.answer(calls, queries, keys, values, params)
+        return self._split.join_answers(calls, queries, keys, values, params)
 
 
 def _reason(error: Exception) -> str:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
+
+from weir.errors import quote
 
 SOME = 64
 """How many numbers of each weight are read, from its beginning."""
@@ -34,6 +36,21 @@ def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
         "dtype": str(model.dtype).removeprefix("torch."),
         "weights": _digest(model, _position_settings(config)),
     }
+
+
+def compare_fingerprints(
+    mine: Mapping[str, Any], theirs: Mapping[str, Any], names: Collection[str] | None = None
+) -> str:
+    """Describe in what the fingerprint of another model differs from that of the model here, such
+    as `layers 2, here 1`; empty if they are equal.
+
+    Args:
+        mine: the fingerprint of the model here.
+        theirs: the other one, which may come from a file.
+        names: the facts to compare; None for all.
+    """
+    differ = [n for n in mine if (names is None or n in names) and mine[n] != theirs.get(n)]
+    return ", ".join(f"{n} {quote(theirs.get(n)).strip(chr(39))}, here {mine[n]}" for n in differ)
 
 
 def weights_of(decoder: nn.Module, config: Any) -> str:

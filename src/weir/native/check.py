@@ -255,7 +255,7 @@ class _Trial:
             held = dataclasses.replace(slots, queries=None, **wide)
             given = queries[:, :, None].float(), stored[0][:, :, None], stored[1][:, :, None]
             waiting = torch.from_numpy(step.waiting)
-            answers = held.attend(*given, part.params, ends, waiting, torch.zeros(batch))
+            answers = held.decode(*given, part.params, ends, waiting, torch.zeros(batch))
             answers = answers.view(batch, len(numbers), -1)
             found[:, numbers] = answers
             # A weight is off, relatively, by what its logit is off absolutely.

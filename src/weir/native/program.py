@@ -305,7 +305,7 @@ class StepProgram:
                 waiting = {"waiting_queries": slots.queries, "places": places}
                 waiting["unasked"] = slots.unasked
             own = slots.keys.shape[1]
-            table.attend(
+            table.add_attention(
                 self._hold(slots, part.params, group),
                 own,
                 slots.b.shape[2],

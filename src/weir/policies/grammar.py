@@ -23,10 +23,6 @@ from weir.policies.registry import NAMED, PolicyCall, load_plugins
 from weir.pools import CONSTANTS, POOLS, WORD, Pool, argument_hints, convert_argument
 from weir.slab import FORMATS
 
-OLD_NAMES = {"quantised": "quantized"}
-"""Old names of policies in saved sessions, results and policy files."""
-OLD_PARAMETERS = {("weir", "layers"): "heads"}
-"""Old names of parameters in those files."""
 NUMBER = re.compile(r"[-+]?([0-9]+(_[0-9]+)*(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
 LIST = "["
 """Begins a list with a policy for each layer."""
@@ -324,7 +320,6 @@ class Parser:
     def call(self) -> CallSyntax:
         """Read the call that begins here."""
         name, at = self._word(self.kind)
-        name = OLD_NAMES.get(name, name)
         if name not in POOLS and name not in NAMED:
             load_plugins()
         call = CallSyntax(name, at, [])
@@ -333,9 +328,7 @@ class Parser:
             while not self.take(")"):
                 if call.arguments and not self.take(","):
                     raise self.wrong("expected ',' or ')'")
-                given = self._argument()
-                new = OLD_PARAMETERS.get((name, given.name or ""))
-                call.arguments.append(given._replace(name=new) if new else given)
+                call.arguments.append(self._argument())
                 stop = self.at
             call.inside = self.text[start:stop].strip()
         return call

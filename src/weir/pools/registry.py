@@ -24,10 +24,10 @@ WAITING = "new"
 CONSTANTS = {"true": True, "false": False, "none": None}
 """Words that are values and not names, in upper or lower case."""
 
-Kind = TypeVar("Kind", bound=type[Pool])
+PoolClass = TypeVar("PoolClass", bound=type[Pool])
 
 
-def pool(name: str) -> Callable[[Kind], Kind]:
+def pool(name: str) -> Callable[[PoolClass], PoolClass]:
     """Register a pool under `name`, and make its class check its arguments.
 
     A class with the same module and name may be registered again, for example when a cell of a
@@ -44,7 +44,7 @@ def pool(name: str) -> Callable[[Kind], Kind]:
             "yet. Use another name."
         )
 
-    def register(kind: Kind) -> Kind:
+    def register(kind: PoolClass) -> PoolClass:
         if not (isinstance(kind, type) and issubclass(kind, Pool)):
             raise WeirError(
                 f"the pool {name} must be a subclass of weir.pools.Pool, got {quote(kind)}"

@@ -3,7 +3,7 @@
 from weir.serve.client import EngineClient
 from weir.serve.engine.engine import Engine, compile_engine, sizes_of
 from weir.serve.engine.sampler import SampledToken, Sampler, SamplingParams
-from weir.serve.engine.sequence import Sequence
+from weir.serve.engine.sequence import TokenSequence
 from weir.serve.limits import Limits
 from weir.serve.memory_estimate import MemoryEstimate, choose_pin, estimate_memory
 from weir.serve.sessions.records import Checkpoint, TurnRecord

@@ -42,7 +42,7 @@ from weir.serve.engine.output import (
 )
 from weir.serve.engine.sampler import Sampler, SamplingParams, read_defaults
 from weir.serve.engine.scheduler import Busy
-from weir.serve.engine.sequence import Sequence, Stage
+from weir.serve.engine.sequence import Stage, TokenSequence
 from weir.serve.forgotten import describe_forgotten, tell_forgotten
 from weir.serve.limits import Limits
 from weir.serve.messages import Message, ResultPlace, call_id, hash_prefixes
@@ -188,7 +188,7 @@ class Generation:
 
     request: GenerationRequest
     prompt: Prompt
-    sequences: list[Sequence]
+    sequences: list[TokenSequence]
     queue: OutputQueue
     _client: EngineClient
     running: set[int] = field(default_factory=set)
@@ -446,8 +446,7 @@ class EngineClient:
     ) -> Generation:
         """Submit a request with its prompt to the engine.
 
-        `holder` is the client whose turn it takes (`Sequence.holder`). Raises Busy, or a WeirError
-        if the engine has stopped.
+        `holder` is whose turn it takes (`TokenSequence.holder`).
         """
         answers = range(len(request.sampling))
         queue = OutputQueue(loop, self.limits.unread * len(answers))
@@ -506,8 +505,8 @@ class EngineClient:
         queue: OutputQueue,
         holder: str,
         name: str,
-    ) -> Sequence:
-        """Make the sequence of one of the answers, with its output processor."""
+    ) -> TokenSequence:
+        """The sequence of one of the answers, with its output processor."""
         has_calls = request.tools or request.own
         special = self.renderer.call_tokens.values() if has_calls else ()
         parent = None if prompt.parent is None else prompt.parent.node
@@ -523,7 +522,7 @@ class EngineClient:
         constraint: GrammarConstraint | AfterThoughts | None = None
         if request.constraint:
             constraint = self._constrain(request.constraint(), prompt)
-        processor.sequence = Sequence(
+        processor.sequence = TokenSequence(
             id=name,
             parent=parent,
             prompt_ids=prompt.ids,
@@ -546,9 +545,8 @@ class EngineClient:
     def _on_stop(
         self, request: GenerationRequest, prompt: Prompt, processor: OutputProcessor
     ) -> str | None:
-        """Run a call of one of the server's tools, if a part of an answer ended with one.
-
-        This is the function `Sequence.on_stop`.
+        """Let a call of one of the server's tools be executed, if a part of an answer ended with
+        one (`TokenSequence.on_stop`).
         """
         sequence, text = processor.sequence, processor.finish()
         parser = self.make_parser(request)
@@ -612,7 +610,7 @@ class EngineClient:
         return AfterThoughts(constraint, self._thought_tokens, is_open=is_open)
 
     def _record(
-        self, request: GenerationRequest, prompt: Prompt, sequence: Sequence, reason: str
+        self, request: GenerationRequest, prompt: Prompt, sequence: TokenSequence, reason: str
     ) -> TurnRecord:
         """Make the record of a turn that has ended."""
         assert prompt.session is not None
@@ -694,8 +692,8 @@ class EngineClient:
             prompts = [generation.prompt for generation in self._generations]
         return next((one for one in prompts if (one.owner, one.session) == (owner, session)), None)
 
-    def running_sequence(self, owner: str, session: str) -> Sequence | None:
-        """Return a sequence of a session that has a row now."""
+    def running_sequence(self, owner: str, session: str) -> TokenSequence | None:
+        """A sequence of a session that has a row now."""
         with self._lock:
             sequences = [
                 sequence
@@ -734,7 +732,7 @@ class EngineClient:
         return DroppedOutput(call, place.stop - place.start, again=again)
 
     def _find_output(
-        self, owner: str, session: str, call: str, sequence: Sequence | None
+        self, owner: str, session: str, call: str, sequence: TokenSequence | None
     ) -> ResultPlace | None:
         """Find where the newest output of a call is, dropped or not, in a session or in its
         sequence that runs.
@@ -759,10 +757,11 @@ class EngineClient:
                 "weir."
             )
 
-    def list_outputs(self, owner: str, session: str) -> tuple[list[ToolOutput], Sequence | None]:
-        """List the tool outputs in a session that were read and not dropped, the newest first.
-
-        Also returns the running sequence of the session. Raises UnknownSession if there is neither.
+    def list_outputs(
+        self, owner: str, session: str
+    ) -> tuple[list[ToolOutput], TokenSequence | None]:
+        """List the outputs of tools in a session that were read and not dropped, the newest first,
+        and the sequence of the session that runs; UnknownSession if there is neither.
         """
         sequence = self.running_sequence(owner, session)
         if sequence is not None:
@@ -795,11 +794,11 @@ class EngineClient:
             for one in {place, *(kept for kept in sequence.kept if kept.chain == place.chain)}:
                 self.engine.drop(sequence, (one.start, one.stop))
 
-    def _readers(self, owner: str, output: ToolOutput) -> list[Sequence]:
+    def _readers(self, owner: str, output: ToolOutput) -> list[TokenSequence]:
         """The sequences under way that have read an output, or will read it."""
         with self._lock:
             generations = [one for one in self._generations if one.prompt.owner == owner]
-        found: list[Sequence] = []
+        found: list[TokenSequence] = []
         for generation in generations:
             prompt = generation.prompt
             read = [one.where for one in prompt.messages]
@@ -856,7 +855,9 @@ class EngineClient:
             raise NoOutput(call, "pinned ")
         self.store.unpin_result(owner, found.place.chain)
 
-    def _end_of(self, owner: str, session: str, sequence: Sequence | None) -> TurnRecord | None:
+    def _end_of(
+        self, owner: str, session: str, sequence: TokenSequence | None
+    ) -> TurnRecord | None:
         """The newest saved turn of a session, or the one that its running sequence continues."""
         if sequence is not None:
             return self.prompt_of(sequence).parent
@@ -941,8 +942,8 @@ class EngineClient:
         turns = describe_forgotten(self.store, record.owner, record.node, held, holding.seen)
         return tell_forgotten(turns, holding.seen - len(held))
 
-    def prompt_of(self, sequence: Sequence) -> Prompt:
-        """Return the prompt of a running sequence."""
+    def prompt_of(self, sequence: TokenSequence) -> Prompt:
+        """The prompt of a sequence under way."""
         with self._lock:
             generations = list(self._generations)
         return next(one.prompt for one in generations if sequence in one.sequences)

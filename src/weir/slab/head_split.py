@@ -40,7 +40,7 @@ class HeadSplit:
             return self
         return HeadSplit(tuple(t.to(device) for t in self.heads), self.order.to(device))
 
-    def answer(
+    def join_answers(
         self,
         parts: Sequence[Answer],
         queries: Tensor,
@@ -48,7 +48,7 @@ class HeadSplit:
         values: Tensor,
         params: AttentionParams,
     ) -> Tensor:
-        """Let each part answer the queries of its heads.
+        """Let each part answer the queries of its heads, and join the answers.
 
         Args:
             parts: what answers for each part.

@@ -71,7 +71,7 @@ class DecodeSlots:
         held = self.keys, self.values, *stored, self.a, self.b, *(self.split or ()), self.queries
         return [t for t in held if t is not None]
 
-    def attend(
+    def decode(
         self,
         queries: Tensor,
         keys: Tensor,

@@ -1,8 +1,9 @@
-"""Sessions on disk: a stream's tensors and facts in one safetensors file.
+"""Sessions on disk: a stream's rows, tensors and facts in one safetensors file.
 
-A checksum over the whole file reveals a single changed bit, but proves nothing about the contents:
-facts are validated and rows checked against the cache they are for (`weir.cache.check_row`), and no
-tensor is copied before its name, shape and dtype are known to be right.
+Each row is a tensor of bytes in the file (`RowState.to_bytes`). A checksum over the whole file
+reveals a single changed bit, but proves nothing about the contents: facts are validated, and rows
+are checked against the cache they are for. Rows stay in the file, and no tensor of one is copied
+before its name, shape and dtype are known to be right.
 """
 
 from __future__ import annotations
@@ -19,41 +20,39 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from weir.cache import (
-    FARTHEST,
-    Kind,
+    FileFacts,
+    ListOf,
     RowState,
     StreamingCache,
-    ValidationError,
-    check_row,
-    integer,
-    list_of,
-    optional,
-    record,
-    row_facts,
-    text,
+    Whole,
+    check_token,
+    located,
+    read_facts,
 )
 from weir.errors import PolicyError, WeirError, quote
-from weir.models import fingerprint
+from weir.models import compare_fingerprints, fingerprint
 from weir.policies import Policy, check_regular, parse_policy, saved_policy
 
-FORMAT = 4
+FORMAT = 5
 KEY = "weir_session"
 CHECKSUM = "sha256"
+ROW = "row."
+"""Prefix of the names of rows in a file."""
 
 CHUNKS = 2**20
 """The largest chunk of a session without a token; later the slots show how large it is."""
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -73,38 +72,41 @@ class Session:
     rows: list[RowState]
 
 
-def _anything(value: Any, place: str) -> None:
-    """Accept anything: a fact that is compared as a whole."""
+class _Made(FileFacts):
+    """The arguments of a cache other than model, policy and seed (`StreamingCache.made_with`)."""
+
+    chunk: Annotated[Whole, Field(ge=1)]
+    positions: Literal["rolling", "original"]
+    prefill: Literal["chunked", "full"]
+    origin: Whole
 
 
-_MADE_WITH = record(
-    chunk=integer(1),
-    positions=text("rolling", "original"),
-    prefill=text("chunked", "full"),
-    origin=integer(),
-)
-_MODEL = record(
-    kind=text(),
-    layers=integer(),
-    width=integer(),
-    vocabulary=integer(1),
-    dtype=text(),
-    weights=text(),
-)
+class _Model(FileFacts):
+    """A model, as `weir.models.fingerprint` describes it."""
+
+    kind: str
+    layers: Whole
+    width: Whole
+    vocabulary: Annotated[Whole, Field(ge=1)]
+    dtype: str
+    weights: str
 
 
-def _facts(each_row: Kind = _anything, vocabulary: int = FARTHEST, rows: int | None = None) -> Kind:
-    """Return the table of a session's facts, with as much as is known of its rows."""
-    return record(
-        format=integer(FORMAT, FORMAT),
-        model=_MODEL,
-        policy=text(),
-        seed=integer(0, None),
-        made_with=_MADE_WITH,
-        kind=_anything,
-        last=list_of(optional(integer(0, vocabulary - 1)), rows),
-        rows=list_of(each_row),
-    )
+class _SessionFacts(FileFacts):
+    """What a file states beside its tensors.
+
+    Attributes:
+        pools: what the name of the policy stood for.
+        last: the last token of each row.
+    """
+
+    format: int
+    model: _Model
+    policy: str
+    pools: str
+    seed: Annotated[int, Field(ge=0)]
+    made_with: _Made
+    last: ListOf[Whole | None]
 
 
 # --- writing
@@ -117,23 +119,25 @@ def write(
     facts = {
         "model": fingerprint(model),
         "policy": str(cache.policy),
+        "pools": cache.policy.stands_for,
         "seed": cache.seed,
         "made_with": cache.made_with,
-        "kind": _shape(cache.kind),
         "last": session.last,
-        "rows": [row.facts for row in session.rows],
     }
-    tensors = {} if session.logits is None else {"logits": session.logits}
+    tensors = {"generator": session.generator}
+    if session.logits is not None:
+        tensors["logits"] = session.logits
     for index, row in enumerate(session.rows):
-        tensors |= {f"{index}.{name}": t for name, t in row.tensors.items()}
-    write_file(path, facts, {"generator": session.generator, **tensors})
+        data = bytearray(row.to_bytes())
+        tensors[f"{ROW}{index}"] = torch.frombuffer(data, dtype=torch.uint8)
+    write_file(path, facts, tensors)
 
 
 def write_file(path: str | Path, facts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """Write facts and tensors with their checksum, whole or not at all (WeirError)."""
     path = _path(path)
     written = json.dumps({"format": FORMAT, **facts})
-    kept = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
+    kept = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
     metadata = {KEY: written, CHECKSUM: _checksum(written, kept)}
     try:
         # A folder is refused by the system; a device would be replaced by a file of its name.
@@ -183,16 +187,12 @@ class SessionFile:
         if metadata.get(CHECKSUM) != _checksum(metadata[KEY], self._mapped):
             raise WeirError(f"{self.path} is damaged: its checksum does not match its content")
         with self.refusing():
-            _facts()(facts, "")
+            read_facts(_SessionFacts, facts)
         self.facts: dict[str, Any] = facts
 
     def check_model(self, model: PreTrainedModel) -> None:
         """Refuse a session of another model (WeirError)."""
-        mine, theirs = fingerprint(model), self.facts["model"]
-        differ = [name for name, value in mine.items() if theirs[name] != value]
-        if differ:
-            said = {name: quote(value).strip("'") for name, value in theirs.items()}
-            what = ", ".join(f"{name} {said[name]}, here {mine[name]}" for name in differ)
+        if what := compare_fingerprints(fingerprint(model), self.facts["model"]):
             raise WeirError(f"{self.path} is a session of another model ({what})")
 
     def policy(self, expected: str | Policy | None) -> Policy:
@@ -200,11 +200,10 @@ class SessionFile:
 
         Raises WeirError if another policy was expected.
         """
-        name, kind = self.facts["policy"], self.facts["kind"]
-        pools = kind.get("pools") if isinstance(kind, dict) else None
+        name, pools = self.facts["policy"], self.facts["pools"]
         try:
             named = saved = saved_policy(name)
-            if isinstance(pools, str) and pools != named.stands_for:
+            if pools != named.stands_for:
                 meant = saved_policy(pools)
                 saved = named if named == meant else meant
         except PolicyError as error:
@@ -217,39 +216,32 @@ class SessionFile:
             raise WeirError(f"{self.path} has the policy {saved}{known}, not {wanted}")
         return saved
 
-    def read(self, cache: StreamingCache, vocabulary: int) -> Session:
+    def read(self, cache: StreamingCache) -> Session:
         """The session, for an empty cache that was made as it says; WeirError if the cache cannot
         have it.
         """
-        facts, made = self.facts, self.facts["made_with"]
-        plans = cache.plans
+        facts, made, row_format = self.facts, self.facts["made_with"], cache.row_format
+        named = {name for name in self._mapped if name.startswith(ROW)}
         with self.refusing():
-            count = len(facts["rows"])
-            if not count and made["chunk"] > CHUNKS:
-                raise ValidationError(
-                    f"a chunk of {made['chunk']:,} before the first token is too large"
-                )
-            # The policy has been read already, and may be written otherwise by now.
-            theirs = facts["kind"] if isinstance(facts["kind"], dict) else {}
-            mine = _shape(cache.kind) | {"policy": facts["policy"], "pools": theirs.get("pools")}
-            if theirs != mine:
-                raise ValidationError("kind is not that of a cache of this model and policy")
-            each_row = row_facts(plans, vocabulary, made["chunk"])
-            _facts(each_row, vocabulary, count)(facts, "")
-            own, each = self._tensors(count, len(plans))
-            _check_stream(own, count, vocabulary)
+            if not named and made["chunk"] > CHUNKS:
+                raise WeirError(f"a chunk of {made['chunk']:,} before the first token is too large")
+            if named != {f"{ROW}{index}" for index in range(len(named))}:
+                raise WeirError(f"its rows are not numbered from 0 on: {quote(sorted(named))}")
+            if len(facts["last"]) != len(named):
+                raise WeirError(f"last must have {len(named)} entries, not {len(facts['last'])}")
+            for index, token in enumerate(facts["last"]):
+                check_token(token, row_format.vocabulary, f"last[{index}]")
+            own = {name: t for name, t in self._mapped.items() if name not in named}
+            _check_stream(own, len(named), row_format.vocabulary)
             rows = []
-            for index, found in enumerate(facts["rows"]):
-                check_row(
-                    plans,
-                    found,
-                    each[index],
-                    chunk=made["chunk"],
-                    origin=made["origin"],
-                    whole_prompt=made["prefill"] == "full",
-                    row=index,
-                )
-                rows.append(RowState(cache.kind, found, each[index]))
+            for index in range(len(named)):
+                data = self._mapped[f"{ROW}{index}"]
+                with located(f"row {index}"):
+                    if data.dtype != torch.uint8 or data.ndim != 1:
+                        raise WeirError("it is not bytes")
+                    whole = made["prefill"] == "full"
+                    row, _ = RowState.from_bytes(data, row_format, whole_prompt=whole)
+                rows.append(row)
         logits = own.get("logits")
         return Session(
             facts["last"],
@@ -258,31 +250,16 @@ class SessionFile:
             rows,
         )
 
-    def _tensors(self, rows: int, layers: int) -> tuple[_Tensors, list[_Tensors]]:
-        """The tensors of the stream; and those of each row, still in the file."""
-        own: _Tensors = {}
-        each: list[_Tensors] = [{} for _ in range(rows)]
-        for name, t in self._mapped.items():
-            row, layer = (*name.split("."), "")[:2]
-            if not (row.isdecimal() and layer.isdecimal()):
-                own[name] = t
-                continue
-            there = int(row) < rows and int(layer) < layers
-            if not (there and name.startswith(f"{int(row)}.{int(layer)}.")):
-                raise ValidationError(f"{quote(name)} is of no row or layer of the session")
-            each[int(row)][name.removeprefix(f"{row}.")] = t
-        return own, each
-
     @contextmanager
     def refusing(self) -> Iterator[None]:
         """Name the file in errors."""
         try:
             yield
-        except (ValidationError, WeirError) as error:
+        except WeirError as error:
             raise WeirError(f"{self.path} cannot be restored: {error}") from None
 
 
-def _check_stream(tensors: _Tensors, rows: int, vocabulary: int) -> None:
+def _check_stream(tensors: dict[str, Tensor], rows: int, vocabulary: int) -> None:
     """Refuse tensors of the stream that are not those of so many rows."""
     state = torch.Generator().get_state()
     wanted: dict[str, tuple[list[int], tuple[torch.dtype, ...]]] = {}
@@ -291,27 +268,22 @@ def _check_stream(tensors: _Tensors, rows: int, vocabulary: int) -> None:
         wanted["logits"] = ([rows, vocabulary], _FLOATS)
     for name in {**wanted, **tensors}:
         if name not in tensors:
-            raise ValidationError(f"{name} is missing")
+            raise WeirError(f"{name} is missing")
         if name not in wanted:
-            raise ValidationError(f"a session has no tensor {quote(name)}")
+            raise WeirError(f"{quote(name)} is no tensor of a session")
         t, (shape, dtypes) = tensors[name], wanted[name]
         if list(t.shape) != shape or t.dtype not in dtypes:
-            raise ValidationError(
+            raise WeirError(
                 f"{name} is {list(t.shape)} of {t.dtype} and must be {shape} of {dtypes[0]}"
             )
     if rows:
         highest = tensors["logits"].amax(dim=1)  # not a number, if one of them is none
         if not bool(highest.isfinite().all()):
-            raise ValidationError("logits has numbers that no token is drawn from")
+            raise WeirError("logits has numbers that no token is drawn from")
     try:
         torch.Generator().set_state(tensors["generator"].clone())
     except RuntimeError:
-        raise ValidationError("generator is not the state of a random generator") from None
-
-
-def _shape(kind: dict[str, Any]) -> dict[str, Any]:
-    """A row's kind without its model's weights: a file has a fingerprint of all of them."""
-    return {name: value for name, value in kind.items() if name != "weights"}
+        raise WeirError("generator is no state of a random generator") from None
 
 
 def _path(path: object) -> Path:

@@ -431,7 +431,7 @@ class Stream:
         with file.refusing():
             stream = cls(model, saved_policy, seed=file.facts["seed"], **file.facts["made_with"])
             cache = stream._open()
-        saved = file.read(cache, stream._vocabulary)
+        saved = file.read(cache)
         cache.put_rows(saved.rows, check=False)  # `SessionFile.read` has
         stream._last = saved.last
         stream._logits = None if saved.logits is None else saved.logits.to(stream._device)

@@ -200,8 +200,7 @@ class TrainingRecipe:
         """
         for field in fields(self):
             name = field.name
-            # A field missing from an older run has its default, which all runs had then.
-            if name != "tokens" and begun.get(name, field.default) != getattr(self, name):
+            if name != "tokens" and begun.get(name) != getattr(self, name):
                 raise WeirError(
                     f"{where} was begun with {name}={begun.get(name)}, got {getattr(self, name)}. "
                     "Use the first value, or another folder."

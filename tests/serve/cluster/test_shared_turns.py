@@ -24,8 +24,8 @@ from weir.errors import WeirError
 from weir.serve.cluster import SharedTurns, Storage, open_storage, shared_turns, storage
 from weir.serve.messages import Call, Message
 from weir.serve.sessions.records import NameTaken, StorageFull, TurnRecord
-from weir.serve.sessions.snapshot import RowFormat
 from weir.serve.sessions.store import SessionStore
+from weir.serve.sessions.store_format import StoreFormat
 
 FOLDER = shared_turns._folder("me", "s")
 
@@ -223,8 +223,8 @@ def test_a_fork_is_a_session_of_its_own(replicas):
 
 def test_a_folder_of_another_policy_is_refused(shared):
     Replicas(shared)
-    other = RowFormat.of(MODEL, "recent(6)", 4)
-    with pytest.raises(WeirError, match="cannot be used here: its rows have the policy"):
+    other = StoreFormat.of(MODEL, "recent(6)", 4)
+    with pytest.raises(WeirError, match="cannot be used here: its rows are of a cache with policy"):
         SharedTurns(shared, other)
 
 

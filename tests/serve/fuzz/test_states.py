@@ -28,8 +28,8 @@ from weir import Stream
 from weir.serve import Engine, EngineClient, Limits
 from weir.serve.api import Keys
 from weir.serve.sessions.disk_turns import DiskTurns
-from weir.serve.sessions.snapshot import RowFormat
 from weir.serve.sessions.store import SessionStore
+from weir.serve.sessions.store_format import StoreFormat
 
 OWNERS = ("wk-alice-0123456789", "wk-bob-0123456789")
 KEYS = Keys([hashlib.sha256(key.encode()).hexdigest() for key in OWNERS])
@@ -102,7 +102,7 @@ class Machine(RuleBasedStateMachine):
     def open(self) -> None:
         self.running = contextlib.ExitStack()
         data = self.folder / str(self.lives)
-        disk = DiskTurns(data, RowFormat.of(MODEL, POLICY, 4))
+        disk = DiskTurns(data, StoreFormat.of(MODEL, POLICY, 4))
         store = self.running.enter_context(SessionStore(disk))
         engine = Engine(MODEL, POLICY, 2, store, chunk=4, queue=8)
         engine_client = EngineClient(engine, TOKENIZER, "small", Limits())

@@ -16,11 +16,11 @@ from weir.errors import WeirError
 from weir.serve import Checkpoint
 from weir.serve.messages import Message
 from weir.serve.sessions import snapshot_folder as folder_file
-from weir.serve.sessions.archive import read_archive, write_archive
 from weir.serve.sessions.disk_turns import DiskTurns
+from weir.serve.sessions.export import read_export, write_export
 from weir.serve.sessions.records import SessionSummary, TurnRecord, pack_ids
-from weir.serve.sessions.snapshot import RowFormat
 from weir.serve.sessions.store import SessionStore
+from weir.serve.sessions.store_format import StoreFormat
 
 MODEL = make_llama(layers=1)
 POLICY = "sink(2) | recent(6)"
@@ -42,13 +42,13 @@ def nodes(count: int, tokens: int = 20) -> list[Checkpoint]:
 
 
 NODES = nodes(6)
-FORM = RowFormat.of(MODEL, POLICY, CHUNK)
+FORM = StoreFormat.of(MODEL, POLICY, CHUNK)
 
 
 def store(
-    folder: Path, row_format: RowFormat = FORM, limit: int | None = None, **given: Any
+    folder: Path, store_format: StoreFormat = FORM, limit: int | None = None, **given: Any
 ) -> SessionStore:
-    return SessionStore(DiskTurns(folder, row_format, limit), **given)
+    return SessionStore(DiskTurns(folder, store_format, limit), **given)
 
 
 def save(store: SessionStore, made: TurnRecord, checkpoint: Checkpoint) -> Exception | None:
@@ -116,13 +116,13 @@ def record(node: str, n: int = 0, checkpoint: Checkpoint | None = None, **given:
 def pack(its: SessionStore, owner: str, session: str, path: Path) -> int:
     """Write a session into a file; how many turns it has."""
     turns = [(its.load(one.node), one) for one in its.list_turns(owner, session)]
-    write_archive(path, turns, FORM)
+    write_export(path, turns, FORM)
     return len(turns)
 
 
 def unpack(its: SessionStore, owner: str, path: Path, limit: int | None = None) -> SessionSummary:
     """Take in a session from a file."""
-    return its.import_session(read_archive(path, FORM, limit, owner))
+    return its.import_session(read_export(path, FORM, limit, owner))
 
 
 class PlainStore:

@@ -24,11 +24,9 @@ from stores import CHUNK, MODEL, NODES, POLICY, has, kept, kill, record, same, s
 from weir.errors import WeirError
 from weir.models import fingerprint
 from weir.policies import format_policy_file
-from weir.serve import Engine, Sampler, SamplingParams, Sequence, SessionStore
+from weir.serve import Engine, Sampler, SamplingParams, SessionStore, TokenSequence
 from weir.serve.sessions import snapshot_folder as folder_file
-from weir.serve.sessions.snapshot import (
-    RowFormat,
-)
+from weir.serve.sessions.store_format import StoreFormat
 
 
 def files(folder: Path) -> list[Path]:
@@ -338,8 +336,13 @@ def test_names_are_never_parts_of_a_path(tmp_path):
 @pytest.mark.parametrize(
     ("model", "policy", "chunk", "sentence"),
     [
-        (MODEL, "sink(2) | recent(7)", CHUNK, r"the policy 'sink\(2\) \| recent\(6\)', here"),
-        (MODEL, POLICY, 8, "the chunk 4, and this server has 8"),
+        (
+            MODEL,
+            "sink(2) | recent(7)",
+            CHUNK,
+            r"with policy 'sink\(2\) \| recent\(6\)', and this one has",
+        ),
+        (MODEL, POLICY, 8, "with chunk 4, and this one has 8"),
         (make_llama(layers=2), POLICY, CHUNK, "another model .layers 1, here 2"),
         (make_llama(layers=1, seed=3), POLICY, CHUNK, "another model .weights"),
     ],
@@ -349,8 +352,8 @@ def test_a_store_of_another_model_or_policy_is_refused(tmp_path, model, policy, 
         kept(one, "n0", NODES[0])
     for _ in range(2):
         with pytest.raises(WeirError, match=sentence):
-            store(tmp_path, RowFormat.of(model, policy, chunk))
-    with store(tmp_path, RowFormat.of(MODEL, "streaming_llm(8, sinks=2)", CHUNK)) as one:
+            store(tmp_path, StoreFormat.of(model, policy, chunk))
+    with store(tmp_path, StoreFormat.of(MODEL, "streaming_llm(8, sinks=2)", CHUNK)) as one:
         assert one.load("n0").state.facts == NODES[0].state.facts  # the same, written otherwise
 
 
@@ -360,28 +363,28 @@ def test_without_a_chunk_engine_and_store_take_that_of_the_policy_file(tmp_path)
     file.write_text(format_policy_file({"chunk": 8}, fingerprint(MODEL), layers))
     for policy, chunk in ((str(file), 8), (POLICY, 64)):
         folder = tmp_path / str(chunk)
-        with store(folder, RowFormat.of(MODEL, policy, None)) as one:
+        with store(folder, StoreFormat.of(MODEL, policy, None)) as one:
             engine = Engine(MODEL, policy, 1, one)
             assert engine.cache.chunk == chunk
             answers(engine, "a", None, [1, 2, 3])
             named = one.load("a").state.facts
-        with store(folder, RowFormat.of(MODEL, policy, chunk)) as one:
+        with store(folder, StoreFormat.of(MODEL, policy, chunk)) as one:
             assert one.load("a").state.facts == named
-        with pytest.raises(WeirError, match=f"the chunk {chunk}, and this server has {CHUNK}"):
-            store(folder, RowFormat.of(MODEL, policy, CHUNK))
+        with pytest.raises(WeirError, match=f"with chunk {chunk}, and this one has {CHUNK}"):
+            store(folder, StoreFormat.of(MODEL, policy, CHUNK))
         assert Engine(MODEL, policy, 1, SessionStore(), chunk=CHUNK).cache.chunk == CHUNK
 
 
 def test_a_store_whose_policy_stood_for_other_pools_is_refused(tmp_path):
-    with store(tmp_path, RowFormat.of(MODEL, "centers(24, quiet=3)", CHUNK)) as one:
-        was = one.place.row_format
-    now = RowFormat.of(MODEL, "centers(24)", CHUNK)
-    renamed = {"model": was.model, "kind": {**was.kind, "policy": "centers(24)"}}
-    with pytest.raises(WeirError, match=r"quiet=3.* this server has .*quiet=2"):
+    with store(tmp_path, StoreFormat.of(MODEL, "centers(24, quiet=3)", CHUNK)) as one:
+        was = one.place.store_format
+    now = StoreFormat.of(MODEL, "centers(24)", CHUNK)
+    renamed = {"model": was.model, "kind": {**was.rows.kind, "policy": "centers(24)"}}
+    with pytest.raises(WeirError, match=r"quiet=3.* this one has .*quiet=2"):
         now.check(renamed)
     was.check(renamed)  # the same pools by another name
-    with pytest.raises(WeirError, match="rows have the policy"):
-        now.check({"model": now.model, "kind": {**now.kind, "pools": None}})
+    with pytest.raises(WeirError, match="rows are of a cache with policy"):
+        now.check({"model": now.model, "kind": {**now.rows.kind, "pools": None}})
 
 
 def test_a_folder_that_is_none_of_ours_is_refused_and_left_alone(tmp_path):
@@ -416,9 +419,7 @@ def test_a_database_of_another_version_is_refused_by_name(tmp_path):
     with sqlite3.connect(tmp_path / "weir.db") as db:
         db.execute("PRAGMA user_version = 1")
     db.close()
-    with pytest.raises(
-        WeirError, match=(r"weir\.db has version 1, and this version of weir reads " r"2")
-    ):
+    with pytest.raises(WeirError, match=r"weir\.db has version 1, and this weir reads 3"):
         store(tmp_path)
 
 
@@ -454,7 +455,7 @@ class Heard:
 def answers(engine: Engine, name: str, start: str | None, ids: list[int]) -> list[int]:
     heard = Heard()
     engine.submit(
-        Sequence(
+        TokenSequence(
             name, start, ids, 6, frozenset(), Sampler(SamplingParams()), heard, record=bare_record
         )
     )

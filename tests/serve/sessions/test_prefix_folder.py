@@ -12,8 +12,8 @@ from test_prefixes import POLICY, cancelled
 
 from weir.serve import Engine
 from weir.serve.sessions.prefix_folder import PrefixFolder
-from weir.serve.sessions.snapshot import RowFormat
 from weir.serve.sessions.snapshot_folder import SnapshotFolder
+from weir.serve.sessions.store_format import StoreFormat
 
 START = words(1, 13)
 GIVEN = {"owner": "me", "beginning": 13, "header": 2}
@@ -21,7 +21,7 @@ GIVEN = {"owner": "me", "beginning": 13, "header": 2}
 
 def opened(folder: Path, **given) -> tuple[Engine, PrefixFolder]:
     """An engine with a folder, as after a start."""
-    place = PrefixFolder(folder, RowFormat.of(MODEL, POLICY, CHUNK))
+    place = PrefixFolder(folder, StoreFormat.of(MODEL, POLICY, CHUNK))
     return engine(policy=POLICY, prefix_place=place, **given), place
 
 
@@ -122,7 +122,7 @@ def test_one_of_another_policy_is_ignored(tmp_path, caplog):
     answer(served, "a", [*START, *words(2, 20)])
     place.close()
     other = "pinned(sink(2) | recent(7) | heavy(4), n=12, header=3)"
-    place = PrefixFolder(tmp_path / "prefixes", RowFormat.of(MODEL, other, CHUNK))
+    place = PrefixFolder(tmp_path / "prefixes", StoreFormat.of(MODEL, other, CHUNK))
     assert place.read_all() == []
     assert "policy" in caplog.text
     place.close()

@@ -38,11 +38,12 @@ from stores import (
 )
 
 from weir.errors import WeirError
-from weir.serve.sessions import archive
+from weir.serve.messages import Message
+from weir.serve.sessions import export
 from weir.serve.sessions import snapshot_folder as folder_file
 from weir.serve.sessions.records import SessionSummary, TurnRecord, pack_ids, unpack_ids
-from weir.serve.sessions.snapshot import RowFormat
 from weir.serve.sessions.store import SessionStore
+from weir.serve.sessions.store_format import StoreFormat
 
 # Threads of processes that were killed end as they may.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -272,43 +273,46 @@ def test_a_full_disk_refuses_a_session_whole(tmp_path, monkeypatch):
 def lie(path: Path, *place: Any, to: Any) -> None:
     """Change what a file says, and its checksums where they are of what it says."""
     with safe_open(path, framework="pt") as file:
-        said = json.loads(file.metadata()[archive.KEY])
+        said = json.loads(file.metadata()[export.KEY])
         tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     at: Any = said
     for step in place[:-1]:
         at = at[step]
     at[place[-1]] = to
-    save_file(tensors, path, metadata={archive.KEY: json.dumps(said)})
+    save_file(tensors, path, metadata={export.KEY: json.dumps(said)})
 
 
 TURN = ("turns", 1)
 CALLED = ["user", "x", None]
 LIES = [
-    ("format must be", (("format",), 1)),
+    ("it has the format 1", (("format",), 1)),
     ("turns must be a list", (("turns",), {})),
-    ("it has 2 snapshots for 0 turns", (("turns",), [])),
-    (r"turns\[1\].last must be", ((*TURN, "last"), 61)),
-    (r"turns\[1\] does not end where", ((*TURN, "last"), 7)),
-    (r"turns\[1\] does not end where", ((*TURN, "seen"), 7)),
+    ("it has 2 checkpoints of 0 turns", (("turns",), [])),
+    (r"turns\[1\]: last must be a token id from 0 to 60", ((*TURN, "last"), 61)),
+    (r"turns\[1\]: it is the end of another turn", ((*TURN, "last"), 7)),
+    (r"turns\[1\]: it does not end where", ((*TURN, "seen"), 7)),
     (r"turns\[1\].seen must be", ((*TURN, "seen"), -1)),
-    (r"turns\[1\].chain must be a hash", ((*TURN, "chain"), "../x")),
+    (r"turns\[1\].chain must be a text that fits", ((*TURN, "chain"), "../x")),
     (r"turns\[1\].node must be a text", ((*TURN, "node"), 3)),
-    (r"turns\[1\] occurs twice", ((*TURN, "node"), "a")),
+    (r"turns\[1\]: another turn has the same name", ((*TURN, "node"), "a")),
     (r"turns\[1\].parent must be a text", ((*TURN, "parent"), [])),
-    (r"turns\[1\] comes before the turn that it continues", ((*TURN, "parent"), "b")),
-    (r"turns\[1\].messages\[0\] must have 3", ((*TURN, "messages", 0), ["user"])),
+    (r"turns\[1\]: it stands before the turn that it goes on from", ((*TURN, "parent"), "b")),
+    (
+        r"turns\[1\].messages\[0\] must be a list of 3 or 6 or 7 parts",
+        ((*TURN, "messages", 0), ["user"]),
+    ),
     (r"messages\[0\].role must be", ((*TURN, "messages", 0, 0), "root")),
     (r"messages\[0\].content must be", ((*TURN, "messages", 0, 1), None)),
     (r"messages\[0\].calls\[0\] must", ((*TURN, "messages", 0), [*CALLED, [["x"]], None, 0])),
     (r"messages\[0\].place must", ((*TURN, "messages", 0), [*CALLED, [], "x", -1])),
-    (r"usage.'bytes' must be", ((*TURN, "usage", "bytes"), 1e9)),
-    (r"usage must be an object with numbers", ((*TURN, "usage"), [1])),
-    (r"created must be a time in seconds", ((*TURN, "created"), float("nan"))),
-    (r"turns\[1\].created must be a time in seconds", ((*TURN, "created"), 10**400)),
-    (r"turns\[1\].ids\[0\] must be a whole number from 0 to 60", ((*TURN, "ids", 0), 61)),
-    (r"turns\[1\] has more tokens than its stream", ((*TURN, "ids"), [1] * 99)),
-    (r"turns\[1\] is damaged", ((*TURN, "sha256"), "0" * 64)),
-    (r"'owner' is a fact too many", ((*TURN, "owner"), "you")),
+    (r"usage.bytes must be", ((*TURN, "usage", "bytes"), 1e9)),
+    (r"usage must be fields by name", ((*TURN, "usage"), [1])),
+    (r"created must be a finite number", ((*TURN, "created"), float("nan"))),
+    (r"turns\[1\].created must be", ((*TURN, "created"), 10**400)),
+    (r"turns\[1\]: ids must be a token id from 0 to 60", ((*TURN, "ids", 0), 61)),
+    (r"turns\[1\]: it has more tokens than its stream", ((*TURN, "ids"), [1] * 99)),
+    (r"turns\[1\]: it is damaged", ((*TURN, "sha256"), "0" * 64)),
+    (r"unexpected field 'owner' in turns\[1\]", ((*TURN, "owner"), "you")),
 ]
 
 
@@ -327,12 +331,12 @@ def test_a_file_that_lies_is_refused_and_nothing_of_it_is_kept(tmp_path, sentenc
 def forged(path: Path, change: Any) -> None:
     """A file with a changed snapshot whose checksum is right."""
     with safe_open(path, framework="pt") as file:
-        said = json.loads(file.metadata()[archive.KEY])
+        said = json.loads(file.metadata()[export.KEY])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     data = change(tensors["1"].numpy().tobytes())
     said["turns"][1]["sha256"] = hashlib.sha256(data).hexdigest()
     tensors["1"] = torch.tensor(list(data), dtype=torch.uint8)
-    save_file(tensors, path.with_suffix(".new"), metadata={archive.KEY: json.dumps(said)})
+    save_file(tensors, path.with_suffix(".new"), metadata={export.KEY: json.dumps(said)})
     path.with_suffix(".new").replace(path)
 
 
@@ -340,9 +344,9 @@ def said_otherwise(old: str, new: str) -> Any:
     def change(data: bytes) -> bytes:
         length = int.from_bytes(data[:8], "little")
         header = json.loads(data[8 : 8 + length])
-        text = header["__metadata__"]["weir_node"]
+        text = header["__metadata__"]["weir_row"]
         assert old in text
-        header["__metadata__"]["weir_node"] = text.replace(old, new)
+        header["__metadata__"]["weir_row"] = text.replace(old, new)
         written = json.dumps(header).encode()
         written += b" " * (-len(written) % 8)
         return len(written).to_bytes(8, "little") + written + data[8 + length :]
@@ -360,15 +364,18 @@ def infinite(data: bytes) -> bytes:
 
 
 FORGED = [
-    ("damaged, or not a snapshot of weir", lambda data: data[:-9]),
-    ("damaged, or not a snapshot of weir", lambda data: b""),
-    ("damaged, or not a snapshot of weir", lambda data: b"\xff" * 64),
-    ("it has the format 7", said_otherwise('"format": 4', '"format": 7')),
-    ("another model", said_otherwise('"width": 32', '"width": 33')),
-    ("its rows have the policy", said_otherwise("recent(6)", "recent(7)")),
+    ("damaged or not the state of a row", lambda data: data[:-9]),
+    ("damaged or not the state of a row", lambda data: b""),
+    ("damaged or not the state of a row", lambda data: b"\xff" * 64),
+    ("it has the format 7", said_otherwise('"format": 1', '"format": 7')),
+    (
+        "another model: kind mistral, here llama",
+        said_otherwise('"kind": "llama"', '"kind": "mistral"'),
+    ),
+    ("of a cache with policy", said_otherwise("recent(6)", "recent(7)")),
     ("pending must be a list", said_otherwise('"pending": [1]', '"pending": 1')),
-    (r"pending\[0\] must be a whole", said_otherwise('"pending": [1]', '"pending": [61]')),
-    ("no row: seen must be", said_otherwise('"seen": 21', '"seen": "21"')),
+    ("the end of another turn", said_otherwise('"pending": [1]', '"pending": [61]')),
+    ("seen must be a whole number", said_otherwise('"seen": 21', '"seen": "21"')),
     ("keys has numbers that are not finite", infinite),
 ]
 
@@ -384,15 +391,13 @@ def test_a_forged_snapshot_is_refused_though_its_checksum_is_right(tmp_path, sen
 
 
 @pytest.mark.parametrize("what", ["snapshot", "header", "lists"])
-def test_what_is_too_large_in_a_file_is_refused_before_it_is_read(tmp_path, monkeypatch, what):
+def test_what_is_too_large_in_a_file_is_refused_before_it_is_read(tmp_path, what):
     path = exported(tmp_path)
     if what == "snapshot":
         forged(path, lambda data: data + bytes(2 * FORM.turn_bytes()))
     else:
-        lie(path, "turns", 0, "usage", to=[[]] * 200_000 if what == "lists" else "x" * 300_000)
-        monkeypatch.setattr(archive, "MAX_FACTS", 1_000_000 if what == "lists" else 200_000)
-        monkeypatch.setattr(archive, "HEADER", 1000)
-        monkeypatch.setattr(archive, "_validated", None)
+        most = export.MAX_FACTS + export.HEADER
+        lie(path, "turns", 0, "usage", to=[[]] * 200_000 if what == "lists" else "x" * most)
     with store(tmp_path / "two") as its:
         with pytest.raises(WeirError, match=TOO_LARGE[what]):
             unpack(its, "me", path)
@@ -400,16 +405,17 @@ def test_what_is_too_large_in_a_file_is_refused_before_it_is_read(tmp_path, monk
 
 
 TOO_LARGE = {
-    "snapshot": r"snapshot 1 has [\d,]+ bytes",
+    "snapshot": r"turns\[1\]: its checkpoint has [\d,]+ bytes",
     "header": r"its header has [\d,]+ bytes",
     "lists": "100,000 objects, lists and fields",
 }
 
 
-def test_more_than_a_file_may_say_is_not_exported(tmp_path, monkeypatch):
-    monkeypatch.setattr(archive, "MAX_FACTS", 100)
+def test_more_than_a_file_may_say_is_not_exported(tmp_path):
+    long = replace(record("a", 0), messages=(Message("user", "x" * export.MAX_FACTS),))
     with pytest.raises(WeirError, match="export fewer of the newest turns"):
-        exported(tmp_path)
+        export.write_export(tmp_path / "file", [(NODES[0], long)], FORM)
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_is_no_export_is_refused(tmp_path):
@@ -423,7 +429,7 @@ def test_what_is_no_export_is_refused(tmp_path):
         with pytest.raises(WeirError, match="the session cannot be written"):
             pack(its, "me", "s", tmp_path / "nowhere" / "file")
     with pytest.raises(WeirError, match="another model"):
-        store(tmp_path / "two", RowFormat.of(make_llama(layers=1, seed=9), POLICY, CHUNK))
+        store(tmp_path / "two", StoreFormat.of(make_llama(layers=1, seed=9), POLICY, CHUNK))
 
 
 # --- any course of events

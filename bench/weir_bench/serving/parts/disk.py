@@ -14,8 +14,8 @@ from weir.loading import load
 from weir.models import CACHE
 from weir.serve import Checkpoint, TurnRecord
 from weir.serve.sessions.disk_turns import DiskTurns
-from weir.serve.sessions.snapshot import RowFormat
 from weir.serve.sessions.store import SessionStore
+from weir.serve.sessions.store_format import StoreFormat
 from weir_bench.figure import Row, compare
 from weir_bench.serving.load import Heard
 from weir_bench.serving.part import Plan, part
@@ -34,13 +34,13 @@ def disk(plan: Plan) -> Iterator[Row | Heard]:
     cache = StreamingCache(model, plan.policy, chunk=CHUNK, batch=2)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     ids = torch.arange(2 * (plan.budget + CHUNK)).view(2, -1) % vocabulary
-    row_format = RowFormat.of(model, plan.policy, CHUNK)
+    store_format = StoreFormat.of(model, plan.policy, CHUNK)
     saved: list[float] = []
     back: list[float] = []
     plan.say("a row to disk and back")
     with (
         undisturbed(),
-        SessionStore(DiskTurns(plan.scratch / "disk", row_format)) as store,
+        SessionStore(DiskTurns(plan.scratch / "disk", store_format)) as store,
     ):
         for piece in ids.split(256, dim=1):
             model(input_ids=piece, use_cache=True, logits_to_keep=1, **{CACHE: cache})

@@ -46,6 +46,7 @@ REASONS = {
     "heavy": SINGLE,
     "hive": SINGLE,
     "kcenter": SINGLE,
+    "kept": MARKS,
     "keydiff": SINGLE,
     "keyformer": SINGLE,
     "knorm": SINGLE,

@@ -261,6 +261,8 @@ def check_features(config: Any, settings: Settings) -> None:
         f"a KV cache of {cache.cache_dtype} (--kv-cache-dtype)": cache.cache_dtype not in DTYPES,
         "fast prefill with shared keys (--kv-sharing-fast-prefill)": cache.kv_sharing_fast_prefill,
         "Model Runner V2 (set VLLM_USE_V2_MODEL_RUNNER=0)": config.use_v2_model_runner,
+        # Compiled code read past the end of a table of rotations where a prompt was longer than it.
+        "compiled models (start with --enforce-eager)": not model.enforce_eager,
         "multi-head latent attention (MLA)": model.use_mla,
         "encoder-decoder models": model.is_encoder_decoder,
         "positions of several axes (M-RoPE)": model.uses_mrope,

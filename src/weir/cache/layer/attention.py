@@ -276,7 +276,7 @@ class WindowPiece:
             return None
         return cls(state, lies, keys, values, segments)
 
-    def answer(
+    def run_kernel(
         self, kernel: Callable[..., Tensor], queries: Tensor, params: AttentionParams
     ) -> Tensor:
         """Answer queries [batch, kv_heads, group, length, key_dim] with a kernel of

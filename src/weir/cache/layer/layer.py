@@ -293,7 +293,7 @@ class Layer:
         piece = WindowPiece.of(self.state, keys, values, plan.segments)
         if piece is None:
             return None
-        answers = piece.answer(kernel, queries, params)
+        answers = piece.run_kernel(kernel, queries, params)
         segment, arrivals = piece.folded()
         self.running.pending = Pending(segment, params, arrivals)
         self.running.fold_early()

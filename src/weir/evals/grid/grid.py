@@ -30,7 +30,7 @@ Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
 
 @dataclass(frozen=True)
-class Protocol:
+class PaperProtocol:
     """The way a paper's experiments read a prompt, with fields as in `Subject`.
 
     `about` sums it up in a sentence; a `chunk` or `rate` of None leaves it to the user.
@@ -44,14 +44,14 @@ class Protocol:
     keeps_answers: bool = False
 
 
-PROTOCOLS: dict[str, Protocol] = {
-    "streaming_llm": Protocol(
+PROTOCOLS: dict[str, PaperProtocol] = {
+    "streaming_llm": PaperProtocol(
         "evict after every token, positions inside the cache (section 3.2)", chunk=1
     ),
-    "reservoir": Protocol(
+    "reservoir": PaperProtocol(
         "as streaming_llm: the sample is a change to its cache (section 3)", chunk=1
     ),
-    "subgen": Protocol(
+    "subgen": PaperProtocol(
         "the prompt is read whole and compressed once to half, the largest reduction of Table 1; "
         "positions in the stream, and everything after the prompt is kept (section 3.2)",
         positions="original",
@@ -59,7 +59,7 @@ PROTOCOLS: dict[str, Protocol] = {
         rate=0.5,
         keeps_answers=True,
     ),
-    "balancekv": Protocol(
+    "balancekv": PaperProtocol(
         "the prompt is read whole and compressed once to a quarter; positions in the stream, and "
         "everything after the prompt is kept (section 4.2, appendix B)",
         positions="original",
@@ -67,8 +67,8 @@ PROTOCOLS: dict[str, Protocol] = {
         rate=0.25,
         keeps_answers=True,
     ),
-    "buzz": Protocol(
-        "the prompt is read whole and thinned at its end, then eviction continues token by token; "
+    "buzz": PaperProtocol(
+        "the prompt is read whole and thinned at its end, then eviction goes on token by token; "
         "positions inside the cache (section 3, Remark 2)",
         chunk=1,
         prefill="full",
@@ -77,7 +77,7 @@ PROTOCOLS: dict[str, Protocol] = {
 """The papers' protocols, by name."""
 
 
-def protocol(name: str) -> Protocol:
+def protocol(name: str) -> PaperProtocol:
     """Look up a protocol by name; a `WeirError` if there is none."""
     if name not in PROTOCOLS:
         raise WeirError(
@@ -218,7 +218,7 @@ def make_grid(
             "only models loaded by name can be compiled here. For a model object, call "
             "weir.compile_steps(model)."
         )
-    rules = Protocol("", positions=positions) if paper is None else protocol(paper)
+    rules = PaperProtocol("", positions=positions) if paper is None else protocol(paper)
     if equal == "slots" and memory:
         raise WeirError(
             "equal slots are given as budgets, not as memory; give budgets, or compare at equal "

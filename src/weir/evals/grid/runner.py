@@ -22,7 +22,7 @@ import torch
 
 from weir import __version__
 from weir.errors import WeirError
-from weir.evals.grid.grid import Cell, Grid, Loaded, Protocol, load_model, pools_of, protocol
+from weir.evals.grid.grid import Cell, Grid, Loaded, PaperProtocol, load_model, pools_of, protocol
 from weir.evals.notation import takes_budget
 from weir.evals.perplexity import NOT_FINITE
 from weir.evals.records import import_optional
@@ -146,7 +146,7 @@ def subject_of(cell: Cell, models: Mapping[str, Loaded] = MappingProxyType({})) 
             "Request these pools instead."
         )
     model, tokenizer = models.get(cell.model) or load_model(cell.model, cell.loading, cell.compiled)
-    rules = Protocol("") if cell.protocol is None else protocol(cell.protocol)
+    rules = PaperProtocol("") if cell.protocol is None else protocol(cell.protocol)
     return Subject(
         name=cell.model,
         model=model,

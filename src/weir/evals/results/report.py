@@ -19,7 +19,7 @@ from weir.evals.report import (
     DASHES,
     GRAY,
     NO_DATE,
-    Picture,
+    DrawnFigure,
     TextTable,
     drawn_figure,
     html_page,
@@ -164,7 +164,7 @@ FARTHER = 2.0
 """The baseline is left out of axes that it would make so many times as long."""
 
 
-def plot_pareto(records: Sequence[CellRecord], label: str) -> Picture | None:
+def plot_pareto(records: Sequence[CellRecord], label: str) -> DrawnFigure | None:
     """Plot figures against cache bytes, budgets of a policy joined, the Pareto front in gray.
 
     The records are of one model and setting; None where fewer than two policies have both figures.
@@ -215,7 +215,7 @@ def _written(name: str, points: Sequence[tuple[float, float]]) -> str:
     return f"{name}, not drawn: {each}"
 
 
-def plot_along(records: Sequence[CellRecord]) -> Picture | None:
+def plot_along(records: Sequence[CellRecord]) -> DrawnFigure | None:
     """Plot perplexity by whole block of a text, a line per policy; None without blocks.
 
     Only the first seed of the records is drawn, which are of one model and setting.
@@ -253,7 +253,7 @@ def plot_along(records: Sequence[CellRecord]) -> Picture | None:
     return picture
 
 
-def plot_heat(records: Sequence[CellRecord]) -> Picture | None:
+def plot_heat(records: Sequence[CellRecord]) -> DrawnFigure | None:
     """Plot heat maps of accuracy by length and depth, a panel per policy; None without such cells.
 
     The mean over seeds of the records is drawn, which are of one model and setting.
@@ -299,7 +299,7 @@ FORMS = {
 WAYS = {"recall": "with recall", "none": "without", "plain": "retrieval, no cache"}
 
 
-def plot_recalled(records: Sequence[CellRecord]) -> Picture | None:
+def plot_recalled(records: Sequence[CellRecord]) -> DrawnFigure | None:
     """Plot right answers over the distance, a panel for each form and a line for each way; None
     without results of `recalled`.
 
@@ -420,7 +420,7 @@ class ReportPart:
     title: str
     words: str
     table: FigureTable | None = None
-    picture: Picture | None = None
+    picture: DrawnFigure | None = None
     name: str = ""
 
 

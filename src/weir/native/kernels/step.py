@@ -515,7 +515,9 @@ class StepTable:
         self.add("products", parts, inputs=inputs, products=products, count=len(weights), **fields)
         return products
 
-    def attend(self, held: np.ndarray, heads: int, slots: int, waits: int, **fields: Any) -> int:
+    def add_attention(
+        self, held: np.ndarray, heads: int, slots: int, waits: int, **fields: Any
+    ) -> int:
         """Add attention of some heads, for which `stretches` are given."""
         group, dim, width = (int(held[0][name]) for name in ("group", "dim", "width"))
         # In Python, so that numba need not compile a sum.
@@ -526,7 +528,7 @@ class StepTable:
         return self.add("attention", parts, waits=waits, held=held, **sizes, **fields)
 
     def hold(self, *slots: Any) -> np.ndarray:
-        """Describe slots for `attend`; arguments are those of `decode.hold`."""
+        """Describe slots for `add_attention`; arguments are those of `decode.hold`."""
         self._held += slots
         return hold(*slots)
 

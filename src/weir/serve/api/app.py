@@ -47,7 +47,7 @@ from weir.serve.api.protocol import MAX_CONNECTIONS, BoundedConnection
 from weir.serve.api.requests import BodyLimiter, ClientGone
 from weir.serve.client import EngineClient
 from weir.serve.limits import Limits
-from weir.serve.recall import Recaller
+from weir.serve.session_memory import MemoryReporter
 from weir.serve.structured import GrammarCompiler
 from weir.serve.worker import COLLECTED
 
@@ -98,7 +98,7 @@ def make_app(
     app.state.bodies = BodyLimiter(client.limits)
     app.state.grammars = GrammarCompiler(client.tokenizer, client.stop_ids, client.vocabulary)
     app.state.metrics = metrics = Metrics(client)
-    app.state.recaller = Recaller(client.engine.cache, client.tokenizer)
+    app.state.memory_reporter = MemoryReporter(client.engine.cache, client.tokenizer)
     for kind in (APIError, RequestValidationError, ClientGone, HTTPException, Exception):
         app.add_exception_handler(kind, _respond_to_error)
     for part in (operations, page):

@@ -13,9 +13,9 @@ from weir.serve.api.dependencies import Client, Owner
 from weir.serve.api.errors import not_found
 from weir.serve.client import EngineClient
 from weir.serve.engine.engine import RowInspection
-from weir.serve.engine.sequence import Sequence, Stage
+from weir.serve.engine.sequence import Stage, TokenSequence
 from weir.serve.forgotten import describe_messages
-from weir.serve.recall import Recaller, running_turns, without_tokens
+from weir.serve.session_memory import MemoryReporter, running_turns, without_tokens
 from weir.serve.sessions.records import is_hidden
 
 router = APIRouter()
@@ -39,7 +39,7 @@ async def memory(
     """
     if is_hidden(name):
         raise not_found("session")
-    recaller: Recaller = request.app.state.recaller
+    reporter: MemoryReporter = request.app.state.memory_reporter
     sequence = client.running_sequence(owner, name)
     inspection = None if sequence is None else await inspect(client, sequence)
 
@@ -48,13 +48,13 @@ async def memory(
         dropped = client.store.dropped_chains(owner)
         return None if record is None else describe_messages(record.messages, dropped)
 
-    def recall() -> dict[str, Any]:
+    def report() -> dict[str, Any]:
         store = client.store
         if sequence is not None and inspection is not None:
             doing = "reading" if sequence.stage is Stage.PREFILL else "answering"
             turns = running_turns(store, owner, sequence, inspection)
             parent = sequence.parent
-            found = recaller.recall(inspection.holding, turns, most, latest, doing, names)
+            found = reporter.report(inspection.holding, turns, most, latest, doing, names)
             return {**found, **_archive_of(client, owner, parent, name)}
         session = store.get_session(owner, name)
         if session is None:
@@ -62,15 +62,15 @@ async def memory(
         holding = holding_in(client.engine.cache.plans, store.load(session.head).state)
         holding = without_tokens(holding, store.dropped_places(owner, session.head))
         turns = store.ancestry(owner, session.head)
-        found = recaller.recall(holding, turns, most, latest, None, names)
+        found = reporter.report(holding, turns, most, latest, None, names)
         recalled = session.usage.get("recalled", 0)
         return {**found, **_archive_of(client, owner, session.head, name, recalled)}
 
     try:
-        recalled = await asyncio.to_thread(recall)
-    except WeirError:  # its newest turn was dropped meanwhile
+        reported = await asyncio.to_thread(report)
+    except WeirError:  # its newest turn has been dropped meanwhile
         raise not_found("session") from None
-    return {"id": name, "object": "session.memory", **recalled}
+    return {"id": name, "object": "session.memory", **reported}
 
 
 def _archive_of(
@@ -92,8 +92,8 @@ def _archive_of(
     return {"archive": {"working": working, "turns": turns, "recalled_tokens": recalled}}
 
 
-async def inspect(client: EngineClient, sequence: Sequence) -> RowInspection | None:
-    """Inspect the row of a running sequence. None if the sequence has ended."""
+async def inspect(client: EngineClient, sequence: TokenSequence) -> RowInspection | None:
+    """Inspect the row of a running sequence; None if it has ended."""
     inspecting = asyncio.wrap_future(client.engine.inspect(sequence))
     # The inspection is never cancelled, since other requests may wait for the same one.
     await asyncio.wait({inspecting}, timeout=PATIENCE)

@@ -171,8 +171,8 @@ def _serve(settings: Settings, number: int, worker: Any) -> None:
     from weir.serve.api.front import FrontConnection, OnlyFront, listen_for_front
     from weir.serve.cluster.shared_turns import SharedTurns
     from weir.serve.cluster.storage import open_storage
-    from weir.serve.sessions.snapshot import RowFormat
     from weir.serve.sessions.store import SessionStore
+    from weir.serve.sessions.store_format import StoreFormat
 
     threading.Thread(target=_end_with_starter, daemon=True).start()
     if settings.threads is not None:
@@ -184,9 +184,9 @@ def _serve(settings: Settings, number: int, worker: Any) -> None:
         choose_products(model)
     else:
         compile_steps(model, torch_compile=False, strict=True)
-    row_format = RowFormat.of(model, settings.policy, settings.chunk)
+    store_format = StoreFormat.of(model, settings.policy, settings.chunk)
     storage = open_storage(settings.place)
-    store = SessionStore(SharedTurns(storage, row_format, most=settings.most))
+    store = SessionStore(SharedTurns(storage, store_format, most=settings.most))
     book = settings.book(number)
     if book is not None:
         book.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

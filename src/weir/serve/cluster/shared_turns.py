@@ -36,7 +36,7 @@ from weir.serve.sessions.records import (
     TurnTokens,
     find_path,
 )
-from weir.serve.sessions.snapshot import RowFormat, decode_checkpoint, encode_checkpoint
+from weir.serve.sessions.store_format import StoreFormat
 from weir.serve.sessions.turn_tables import TurnTables
 
 KEPT = 8
@@ -50,20 +50,20 @@ class SharedTurns(TurnTables):
     """One replica's view of the shared turns: `most` in memory, and `kept` of each session."""
 
     def __init__(
-        self, storage: Storage, row_format: RowFormat, *, most: int = 256, kept: int = KEPT
+        self, storage: Storage, store_format: StoreFormat, *, most: int = 256, kept: int = KEPT
     ) -> None:
         super().__init__(most)
         self._storage = storage
-        self._row_format = row_format
+        self._store_format = store_format
         self._kept = kept
         self._listed: dict[str, dict[str, SessionSummary]] = {}  # by owner and file
         if storage.read("form.json") is None:
-            storage.write("form.json", json.dumps(row_format.to_json()).encode())
-        row_format.check_place("the shared folder", storage.read("form.json") or b"null")
+            storage.write("form.json", json.dumps(store_format.to_json()).encode())
+        store_format.check_place("the shared folder", storage.read("form.json") or b"null")
 
     def turn_bytes(self, tokens: int | None = None) -> int:
         """See `TurnTables.turn_bytes`."""
-        return self._row_format.turn_bytes(tokens)
+        return self._store_format.turn_bytes(tokens)
 
     def free_bytes(self) -> int | None:
         """Return the free bytes that the storage reports. None if it does not report them."""
@@ -163,7 +163,7 @@ class SharedTurns(TurnTables):
     def _write_files(self, checkpoint: Checkpoint, record: TurnRecord) -> None:
         """Write a turn's snapshot, its record, and the entries that point to it."""
         path = f"{_folder(record.owner, record.session)}/{record.node}"
-        snapshot = encode_checkpoint(self._row_format, checkpoint)
+        snapshot = checkpoint.to_bytes()
         self._storage.write(f"{path}.safetensors", snapshot)
         self._storage.write(f"{path}.json", _record_to_json(record))
         entry = json.dumps([record.session, record.node]).encode()
@@ -244,10 +244,7 @@ class SharedTurns(TurnTables):
             if data is None:
                 self.remove([record.node])
                 raise WeirError(NOT_KEPT)
-            found = decode_checkpoint(self._row_format, data)
-            if found.pending != (record.last,):
-                raise WeirError("the snapshot of the turn before belongs to another turn")
-            return found.state
+            return Checkpoint.from_bytes(data, self._store_format.rows, (record.last,)).state
 
         return Checkpoint(read, (record.last,))
 

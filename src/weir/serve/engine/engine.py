@@ -29,7 +29,7 @@ from weir.pools import Marks
 from weir.serve.engine.prefixes import PrefixKey, PrefixPlace, PrefixState, PrefixStates
 from weir.serve.engine.sampler import SampledToken, sample
 from weir.serve.engine.scheduler import Scheduler
-from weir.serve.engine.sequence import Sequence, Stage
+from weir.serve.engine.sequence import Stage, TokenSequence
 from weir.serve.messages import ResultPlace
 from weir.serve.sessions.records import Checkpoint
 from weir.serve.sessions.store import SessionStore
@@ -203,11 +203,11 @@ class Engine:
         )
         self.prefixes = PrefixStates(prefixes, prefix_place)
         self.on_step: Callable[[], None] = lambda: None
-        self._inspections: dict[Sequence, Future[RowInspection | None]] = {}
+        self._inspections: dict[TokenSequence, Future[RowInspection | None]] = {}
         self._seen = self._calls = 0
-        self._resumed: list[tuple[Sequence, Continuation | Exception]] = []
-        self._drops: list[tuple[Sequence, tuple[int, int]]] = []
-        self._keeps: list[tuple[Sequence, ResultPlace, Future[bool]]] = []
+        self._resumed: list[tuple[TokenSequence, Continuation | Exception]] = []
+        self._drops: list[tuple[TokenSequence, tuple[int, int]]] = []
+        self._keeps: list[tuple[TokenSequence, ResultPlace, Future[bool]]] = []
         self._forgotten: list[str] = []  # checkpoints whose `PrefixState`s the next step drops
         self._stopping = False
         self._changed = threading.Condition()  # guards all of the above, and wakes `run`
@@ -226,8 +226,8 @@ class Engine:
 
     # --- from any thread
 
-    def submit(self, sequence: Sequence) -> None:
-        """Put a sequence in the queue for a row. Raises Busy if too many wait."""
+    def submit(self, sequence: TokenSequence) -> None:
+        """Let a sequence wait for a row; WeirError if the engine stops, Busy if too many wait."""
         with self._changed:
             if self._stopping:
                 raise WeirError(
@@ -237,14 +237,14 @@ class Engine:
             self.scheduler.add(sequence)
             self._changed.notify()
 
-    def cancel(self, sequence: Sequence) -> None:
-        """End a sequence in the next step. Its listener is told that it failed."""
+    def cancel(self, sequence: TokenSequence) -> None:
+        """End a sequence in the next step; its listener is told that it failed."""
         with self._changed:
             sequence.cancelled = True
             self._changed.notify()
 
-    def resume(self, sequence: Sequence, found: Continuation | Exception) -> None:
-        """Continue a sequence whose `on_stop` returned None, or fail it.
+    def resume(self, sequence: TokenSequence, found: Continuation | Exception) -> None:
+        """Let a sequence go on whose `on_stop` returned None, or fail it.
 
         Nothing happens if it was cancelled meanwhile.
         """
@@ -252,8 +252,8 @@ class Engine:
             self._resumed.append((sequence, found))
             self._changed.notify()
 
-    def drop(self, sequence: Sequence, place: tuple[int, int]) -> None:
-        """Drop tokens from the row of a waiting or running sequence, before its next step.
+    def drop(self, sequence: TokenSequence, place: tuple[int, int]) -> None:
+        """Drop tokens from the row of a sequence that waits or runs, before its next step.
 
         Args:
             sequence: the sequence.
@@ -263,7 +263,7 @@ class Engine:
             self._drops.append((sequence, place))
             self._changed.notify()
 
-    def keep(self, sequence: Sequence, place: ResultPlace) -> Future[bool]:
+    def keep(self, sequence: TokenSequence, place: ResultPlace) -> Future[bool]:
         """Keep a result of a running sequence from its next step on.
 
         The future says whether it is kept: not if some of its tokens have left the window, if there
@@ -275,8 +275,8 @@ class Engine:
             self._changed.notify()
         return future
 
-    def inspect(self, sequence: Sequence) -> Future[RowInspection | None]:
-        """Inspect a sequence's row between two steps. The result is None if it has no row by then.
+    def inspect(self, sequence: TokenSequence) -> Future[RowInspection | None]:
+        """Inspect a sequence's row between two steps; the result is None if it has none by then.
 
         A step inspects at most one row, so that frequent requests do not slow down answers. All
         requests for one sequence share one inspection.
@@ -368,8 +368,8 @@ class Engine:
             if sequence.is_running:
                 self._drop_from(sequence)
 
-    def _drop_from(self, sequence: Sequence) -> None:
-        """Drop tokens from a sequence's row, as far as it has read them."""
+    def _drop_from(self, sequence: TokenSequence) -> None:
+        """Drop from a sequence's row the tokens that it has read of those to be dropped."""
         if sequence.row is None or not sequence.dropped:
             return
         seen = self.cache.origin + self.cache.seen[sequence.row]
@@ -383,7 +383,7 @@ class Engine:
         for sequence, place, future in keeps:
             future.set_result(sequence.is_running and self._keep_in_row(sequence, place))
 
-    def _keep_in_row(self, sequence: Sequence, place: ResultPlace) -> bool:
+    def _keep_in_row(self, sequence: TokenSequence, place: ResultPlace) -> bool:
         """Keep a result in the row of a sequence, if all of it can be kept."""
         assert sequence.row is not None
         if place in sequence.kept:
@@ -420,8 +420,8 @@ class Engine:
             self._mark_header(sequence, found.header)
             sequence.stage = Stage.PREFILL
 
-    def _mark_header(self, sequence: Sequence, header: int) -> None:
-        """Mark the last unread tokens of a sequence as the header of its answer."""
+    def _mark_header(self, sequence: TokenSequence, header: int) -> None:
+        """Mark the last tokens that a sequence has not read yet as the header of its answer."""
         assert sequence.row is not None
         answer = self.cache.origin + self.cache.seen[sequence.row] + len(sequence.unread)
         before = self.cache.marks[sequence.row]
@@ -440,8 +440,8 @@ class Engine:
             except Exception as error:
                 self._fail(sequence, error)
 
-    def _place(self, sequence: Sequence, *, resident: bool) -> None:
-        """Restore the state with which a sequence starts in its row."""
+    def _place(self, sequence: TokenSequence, *, resident: bool) -> None:
+        """Bring a sequence's row to where the sequence starts."""
         assert sequence.row is not None
         if sequence.prefilled is not None:
             (state, logits), sequence.prefilled = sequence.prefilled, None
@@ -472,9 +472,8 @@ class Engine:
         marks = Marks(beginning, answer - header, header, sequence.kept_ranges)
         self.cache.mark(sequence.row, marks)
 
-    def _find_prefix(self, sequence: Sequence) -> PrefixState | None:
-        """Return the kept state that has read most of a prompt that is about to be read, if there
-        is one.
+    def _find_prefix(self, sequence: TokenSequence) -> PrefixState | None:
+        """The state that has read most of a prompt that is about to be read, if one is kept.
 
         It must not have read tokens of the answer's header, which are marked for this prompt.
         """
@@ -489,8 +488,8 @@ class Engine:
             found = self.prefixes.find(replace(key, kept=()), sequence.unread, most)
         return found
 
-    def _keep_prefix(self, sequence: Sequence) -> None:
-        """Keep the state of a row that has read a part of a prompt."""
+    def _keep_prefix(self, sequence: TokenSequence) -> None:
+        """Keep the state of a row in which a part of a prompt has been read."""
         if sequence.owner is None or sequence.row is None or not sequence.num_read:
             return
         if sequence.output_ids:
@@ -504,8 +503,8 @@ class Engine:
             key = replace(key, kept=())
         self.prefixes.add(PrefixState(key, ids, state))
 
-    def _size_of_piece(self, sequence: Sequence) -> int:
-        """Return how many tokens of a prompt are read next.
+    def _size_of_piece(self, sequence: TokenSequence) -> int:
+        """How many tokens of a prompt are read next.
 
         The end of a long beginning ends a piece, so that its state can be kept for other
         conversations.
@@ -515,8 +514,8 @@ class Engine:
             size = min(size, sequence.beginning - sequence.num_read)
         return size
 
-    def _shares_beginning(self, sequence: Sequence) -> bool:
-        """Return whether a prompt begins with a system message or tools that are worth keeping.
+    def _shares_beginning(self, sequence: TokenSequence) -> bool:
+        """Whether a prompt begins with a system message or tools that are worth keeping.
 
         A beginning shorter than a piece is read faster together with the tokens after it.
         """
@@ -526,7 +525,7 @@ class Engine:
             and self.scheduler.prefill_chunk <= sequence.beginning < len(sequence.prompt_ids)
         )
 
-    def _decode(self, batch: list[Sequence]) -> None:
+    def _decode(self, batch: list[TokenSequence]) -> None:
         """Feed the last token of each answer, and sample the next."""
         try:
             fed, logits = self._run({sequence: sequence.output_ids[-1:] for sequence in batch})
@@ -536,10 +535,8 @@ class Engine:
         self._calls += 1
         self._sample(fed, logits)
 
-    def _prefill(self, batch: list[Sequence]) -> None:
-        """Feed a chunk of each prompt. Sample the first token of answers whose prompt is
-        complete.
-        """
+    def _prefill(self, batch: list[TokenSequence]) -> None:
+        """Feed a chunk of each prompt; sample the first token of answers whose prompt is read."""
         if not batch:
             return
         sizes = {one: self._size_of_piece(one) for one in batch}
@@ -574,11 +571,9 @@ class Engine:
             ready.append(at)
         self._sample([fed[at] for at in ready], logits[ready])
 
-    def _run(self, tokens: Mapping[Sequence, list[int]]) -> tuple[list[Sequence], Tensor]:
-        """Call the model once over the rows of some sequences.
-
-        Returns the sequences that took their tokens, and the logits after them [sequences,
-        vocabulary]. The others have failed.
+    def _run(self, tokens: Mapping[TokenSequence, list[int]]) -> tuple[list[TokenSequence], Tensor]:
+        """Call the model once over the rows of some sequences; return those that took their tokens,
+        and the logits after them [sequences, vocabulary]. The others have failed.
         """
         by_row = {sequence.row: sequence for sequence in tokens if sequence.row is not None}
         logits, failed = self.runner.run({row: tokens[one] for row, one in by_row.items()})
@@ -589,8 +584,8 @@ class Engine:
         fed = [sequence for row, sequence in by_row.items() if row not in failed]
         return fed, logits[good] if failed else logits
 
-    def _fork(self, sequence: Sequence, logits: Tensor) -> None:
-        """Start the forks of a sequence at the end of its prompt."""
+    def _fork(self, sequence: TokenSequence, logits: Tensor) -> None:
+        """Let the forks of a sequence start where its prompt ends."""
         assert sequence.row is not None
         state = self.cache.take_row(sequence.row)
         with self._changed:
@@ -598,7 +593,7 @@ class Engine:
                 fork.prefilled = (state, logits)
                 self.scheduler.add_first(fork)
 
-    def _sample(self, sequences: list[Sequence], logits: Tensor) -> None:
+    def _sample(self, sequences: list[TokenSequence], logits: Tensor) -> None:
         """Sample the next token of each answer from the logits [sequences, vocabulary]."""
         tokens = sample([sequence.sampler for sequence in sequences], logits)
         for sequence, token in zip(sequences, tokens, strict=True):
@@ -609,7 +604,7 @@ class Engine:
             except Exception as error:
                 self._fail(sequence, error)
 
-    def _append(self, sequence: Sequence, token: SampledToken) -> None:
+    def _append(self, sequence: TokenSequence, token: SampledToken) -> None:
         """Add a token to an answer, which may end it."""
         sequence.output_ids.append(token.id)
         reason = sequence.listener.on_token(token)
@@ -624,8 +619,8 @@ class Engine:
         if reason is not None:
             self._finish(sequence, reason)
 
-    def _finish(self, sequence: Sequence, reason: str) -> None:
-        """Save the end of a sequence. Its listener is told when it is safely saved."""
+    def _finish(self, sequence: TokenSequence, reason: str) -> None:
+        """Save the end of a sequence; its listener is told when that is safe."""
         assert sequence.row is not None
         # There may be no memory for the copy. The sequence then fails, so it must not be finished
         # yet.
@@ -653,10 +648,8 @@ class Engine:
         except Exception as error:
             on_saved(error)
 
-    def _fail(self, sequence: Sequence, error: Exception) -> None:
-        """End a sequence without saving it, and also its forks if they still wait for its
-        prompt.
-        """
+    def _fail(self, sequence: TokenSequence, error: Exception) -> None:
+        """End a sequence without saving it, and its forks if they still wait for its prompt."""
         if sequence.stage is Stage.FINISHED:
             return
         waits = sequence.stage in (Stage.WAITING, Stage.PREFILL) and not sequence.output_ids
@@ -667,8 +660,8 @@ class Engine:
         for fork in forks:
             self._fail(fork, error)
 
-    def _fail_batch(self, batch: list[Sequence], error: Exception) -> None:
-        """Fail the sequences of a failed call.
+    def _fail_batch(self, batch: list[TokenSequence], error: Exception) -> None:
+        """Fail the sequences of a call that failed.
 
         If the call was interrupted during a fold, no row can be trusted: all running sequences fail
         and all rows are emptied. Checkpoints are not affected.
@@ -701,8 +694,8 @@ class Engine:
             future.set_exception(error)
 
 
-def _key_of(sequence: Sequence, owner: str) -> PrefixKey:
-    """Return the key of the states that a sequence may continue from and leave behind."""
+def _key_of(sequence: TokenSequence, owner: str) -> PrefixKey:
+    """The key of the states that a sequence may continue from, and leaves."""
     if sequence.parent is not None:
         return PrefixKey(owner, sequence.parent, 0, 0, sequence.kept_ranges)
     return PrefixKey(owner, None, sequence.beginning, sequence.seed, sequence.kept_ranges)

@@ -20,7 +20,7 @@ from torch import Tensor
 from weir.cache import StreamingCache
 from weir.pools import Beginning
 from weir.serve.engine.sampler import SampledToken
-from weir.serve.engine.sequence import Sequence
+from weir.serve.engine.sequence import TokenSequence
 from weir.stream import Detokenizer
 
 
@@ -245,7 +245,7 @@ class OutputProcessor:
     sender: EventSender
     on_saved: Callable[[], None]
     describe: Callable[[Tensor, int], Iterable[dict[str, Any]]] = lambda held, read: ()
-    sequence: Sequence = field(init=False)
+    sequence: TokenSequence = field(init=False)
     stats: StreamStats = field(init=False)
     held: Tensor = field(init=False)
     detokenizer: Detokenizer = field(init=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from weir.errors import WeirError
-from weir.serve.engine.sequence import Sequence, Stage
+from weir.serve.engine.sequence import Stage, TokenSequence
 from weir.serve.limits import share_of
 
 
@@ -44,8 +44,8 @@ class Scheduler:
         shared: bool = False,
     ) -> None:
         self.rows = rows
-        self.waiting: list[Sequence] = []
-        self.running: list[Sequence] = []
+        self.waiting: list[TokenSequence] = []
+        self.running: list[TokenSequence] = []
         self.prefill_chunk = prefill_chunk
         self._queue = queue
         self._rows_each = share_of(rows) if shared else rows
@@ -64,8 +64,8 @@ class Scheduler:
         calling = (one.stage is Stage.CALLING and not one.cancelled for one in self.running)
         return bool(self.running) and all(calling)
 
-    def add(self, sequence: Sequence) -> None:
-        """Put a sequence in the queue. Raises Busy if too many wait, in all or from its client."""
+    def add(self, sequence: TokenSequence) -> None:
+        """Let a sequence wait for a row; Busy if too many wait already, or of its client."""
         if not self:
             self._served.clear()
         waiting = len(self.waiting) - (self.rows - len(self.running))
@@ -75,14 +75,12 @@ class Scheduler:
             raise Busy(f"{max(waiting, own)} turns are already waiting. Try again later.")
         self.waiting.append(sequence)
 
-    def add_first(self, sequence: Sequence) -> None:
-        """Put a sequence before all others, however many wait, because its prompt was already
-        read.
-        """
+    def add_first(self, sequence: TokenSequence) -> None:
+        """Put a sequence before all others, however many wait: its prompt is read already."""
         self.waiting.insert(0, sequence)
 
-    def admit(self) -> tuple[Sequence, bool] | None:
-        """Give a row to the next sequence of the client that was served longest ago.
+    def admit(self) -> tuple[TokenSequence, bool] | None:
+        """Give a row to the next sequence of the client served longest ago.
 
         The row is the one that holds the state at which the sequence starts, or a free one, or the
         one that has rested longest. Also returns whether it holds that state. Returns None if all
@@ -112,10 +110,8 @@ class Scheduler:
         """Return the number of rows of a holder's sequences."""
         return sum(one.holder == holder for one in self.running)
 
-    def decode_batches(self) -> Iterator[list[Sequence]]:
-        """Yield the sequences that get a token of their answer, grouped by the call that computes
-        it.
-        """
+    def decode_batches(self) -> Iterator[list[TokenSequence]]:
+        """The sequences that get a token of their answer, by the calls that give it."""
         decoding = [sequence for sequence in self.running if sequence.stage is Stage.DECODE]
         if not self._deterministic:
             if decoding:
@@ -125,16 +121,16 @@ class Scheduler:
             if sequence.stage is Stage.DECODE:  # it did not fail with the sequence before it
                 yield [sequence]
 
-    def prefill_batch(self) -> list[Sequence]:
-        """Return the sequences whose prompts are read next. They go to the end of `running`."""
+    def prefill_batch(self) -> list[TokenSequence]:
+        """The sequences whose prompts are read next; they go to the end of `running`."""
         reading = [sequence for sequence in self.running if sequence.stage is Stage.PREFILL]
         chunk = self.prefill_chunk
         batch = reading[:1] if self._deterministic else group_prefills(reading, chunk)
         self.running = [sequence for sequence in self.running if sequence not in batch] + batch
         return batch
 
-    def finish(self, sequence: Sequence, *, at_checkpoint: bool) -> None:
-        """Take away a sequence's row. The row may rest at the sequence's end."""
+    def finish(self, sequence: TokenSequence, *, at_checkpoint: bool) -> None:
+        """Take a sequence's row away; the row may rest at the sequence's end."""
         sequence.stage = Stage.FINISHED
         for sequences in (self.waiting, self.running):
             if sequence in sequences:
@@ -144,7 +140,7 @@ class Scheduler:
             self.resting[sequence.id] = sequence.row
 
 
-def group_prefills(reading: list[Sequence], chunk: int) -> list[Sequence]:
+def group_prefills(reading: list[TokenSequence], chunk: int) -> list[TokenSequence]:
     """Choose the sequences whose prompts are read in the next call.
 
     A prompt longer than a chunk is read in separate calls, so that other prompts do not change its
@@ -178,6 +174,6 @@ def fits_one_call(tokens: Mapping[int, int], limit: int) -> bool:
     return computed <= limit and computed <= 2 * sum(tokens.values())
 
 
-def _row_of(sequence: Sequence) -> int:
+def _row_of(sequence: TokenSequence) -> int:
     assert sequence.row is not None
     return sequence.row

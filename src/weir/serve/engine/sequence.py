@@ -43,7 +43,7 @@ class Listener(Protocol):
 
 
 @dataclass(eq=False)
-class Sequence:
+class TokenSequence:
     """One answer to one prompt.
 
     Attributes:
@@ -90,8 +90,8 @@ class Sequence:
     header: int = 0
     owner: str | None = None
     may_be_lost: bool = False
-    forks: list[Sequence] = field(default_factory=list)
-    record: Callable[[Sequence, str], TurnRecord] | None = None
+    forks: list[TokenSequence] = field(default_factory=list)
+    record: Callable[[TokenSequence, str], TurnRecord] | None = None
     on_stop: Callable[[], str | None] | None = None
     dropped: tuple[tuple[int, int], ...] = ()
     kept: tuple[ResultPlace, ...] = ()

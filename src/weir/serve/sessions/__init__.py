@@ -1,1 +1,1 @@
-"""Saved sessions: checkpoints and records of turns, responses and archives."""
+"""Saved sessions: checkpoints and records of turns, responses and exports."""

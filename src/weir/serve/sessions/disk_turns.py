@@ -22,7 +22,6 @@ from weir.cache import RowState
 from weir.errors import WeirError, quote
 from weir.serve.sessions.database import Database
 from weir.serve.sessions.records import NOT_KEPT, Checkpoint, StorageFull
-from weir.serve.sessions.snapshot import RowFormat, decode_checkpoint, encode_checkpoint
 from weir.serve.sessions.snapshot_folder import (
     DiskReserve,
     SnapshotFolder,
@@ -30,6 +29,7 @@ from weir.serve.sessions.snapshot_folder import (
     new_name,
     refusal,
 )
+from weir.serve.sessions.store_format import StoreFormat
 from weir.serve.sessions.turn_tables import LEAVING, TABLES, VERSION, TurnTables
 
 _log = logging.getLogger(__name__)
@@ -47,9 +47,9 @@ class DiskTurns(TurnTables):
 
     unit = "bytes"
 
-    def __init__(self, folder: Path, row_format: RowFormat, limit: int | None = None) -> None:
+    def __init__(self, folder: Path, store_format: StoreFormat, limit: int | None = None) -> None:
         self.folder = folder
-        self.row_format = row_format
+        self.store_format = store_format
         self.scratch = folder / "moving"
         with contextlib.ExitStack() as undo:
             try:
@@ -93,10 +93,10 @@ class DiskTurns(TurnTables):
         """Check that the rows have this format, and delete files that a killed process left."""
         try:
             with database.writing() as db:
-                written = json.dumps(self.row_format.to_json())
+                written = json.dumps(self.store_format.to_json())
                 db.execute("INSERT OR IGNORE INTO facts VALUES ('form', ?)", (written,))
                 ((found,),) = db.execute("SELECT value FROM facts WHERE name = 'form'")
-                self.row_format.check_place(str(self.folder), found)
+                self.store_format.check_place(str(self.folder), found)
                 self._delete_leftovers(db)
         except OSError as error:
             raise WeirError(f"cannot use {self.folder}: {error}") from None
@@ -125,7 +125,7 @@ class DiskTurns(TurnTables):
     # --- snapshots
 
     def _keep(self, checkpoint: Checkpoint) -> tuple[str, int, str]:
-        data, file = encode_checkpoint(self.row_format, checkpoint), new_name()
+        data, file = checkpoint.to_bytes(), new_name()
         try:
             self._files.write(file, data)
         except OSError as error:
@@ -141,11 +141,9 @@ class DiskTurns(TurnTables):
         try:
             data = self._files.read(row["file"], row["bytes"])
             if hashlib.sha256(data).hexdigest() != row["sha256"]:
-                raise WeirError("its file is damaged: its checksum does not match")
-            found = decode_checkpoint(self.row_format, data)
-            if list(found.pending) != json.loads(row["pending"]):
-                raise WeirError("it is the end of another turn")
-            return found.state
+                raise WeirError("its file is damaged: its checksum is not that of what was written")
+            pending = tuple(json.loads(row["pending"]))
+            return Checkpoint.from_bytes(data, self.store_format.rows, pending).state
         except FileNotFoundError:
             self._delete_damaged(row)
             raise WeirError(NOT_KEPT) from None
@@ -173,7 +171,7 @@ class DiskTurns(TurnTables):
 
     def turn_bytes(self, tokens: int | None = None) -> int:
         """See `TurnTables.turn_bytes`."""
-        return self.row_format.turn_bytes(tokens)
+        return self.store_format.turn_bytes(tokens)
 
     def free_bytes(self) -> int:
         """Return the free bytes that the disk reports."""

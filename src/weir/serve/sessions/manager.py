@@ -16,10 +16,10 @@ from weir.errors import WeirError
 from weir.serve.engine.engine import Engine
 from weir.serve.engine.scheduler import Busy
 from weir.serve.limits import Limits
-from weir.serve.sessions.archive import check_facts, read_archive, write_archive
+from weir.serve.sessions.export import check_facts, read_export, write_export
 from weir.serve.sessions.records import Checkpoint, SessionSummary, Turn, TurnRecord, find_path
 from weir.serve.sessions.responses import ResponseStore
-from weir.serve.sessions.snapshot import RowFormat
+from weir.serve.sessions.store_format import StoreFormat
 from weir.serve.worker import Worker
 
 
@@ -52,10 +52,10 @@ class SessionManager:
         self._transfer = threading.Lock()
 
     @cached_property
-    def row_format(self) -> RowFormat:
+    def store_format(self) -> StoreFormat:
         """The format of the engine's rows."""
         cache = self._engine.cache
-        return RowFormat.of(self._engine.model, cache.policy, cache.chunk)
+        return StoreFormat.of(self._engine.model, cache.policy, cache.chunk)
 
     def list_turns(self, owner: str, session: str) -> tuple[list[TurnRecord], set[str]]:
         """List the turns of a session in order, and the ids of the turns that lead to the
@@ -136,7 +136,7 @@ class SessionManager:
                     # Otherwise it was just deleted, and is left out.
             if not turns:
                 raise UnknownSession
-            write_archive(path, turns, self.row_format)
+            write_export(path, turns, self.store_format)
 
     def import_file(self, owner: str, path: Path) -> SessionSummary:
         """Import a session from a file as a new session of the owner. Raises Busy during another
@@ -144,8 +144,8 @@ class SessionManager:
         """
         with _one_at_a_time(self._transfer):
             most = self._limits.parcel
-            self._worker.vet(check_facts, path, most, self.row_format.vocabulary)
-            turns = read_archive(path, self.row_format, most, owner)
+            self._worker.vet(check_facts, path, most)
+            turns = read_export(path, self.store_format, most, owner)
             found = self._store.import_session(turns)
         self.trim(owner)
         return found

@@ -14,15 +14,26 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-from weir.cache import check_state
+from pydantic import Field
+
+from weir.cache import FileFacts, ListOf, RowState, Whole, read_facts
 from weir.errors import WeirError
 from weir.serve.engine.prefixes import PrefixKey, PrefixState
-from weir.serve.sessions.snapshot import RowFormat, decode_state, encode_state
 from weir.serve.sessions.snapshot_folder import SnapshotFolder
+from weir.serve.sessions.store_format import StoreFormat
 
 LOG = logging.getLogger("weir.serve")
+
+
+class _PrefixNotes(FileFacts):
+    """What a file says beside the row: whose the state is, and the tokens that it has read."""
+
+    owner: str
+    beginning: Whole
+    seed: Annotated[int, Field(ge=0)]
+    ids: ListOf[Annotated[int, Field(ge=0, lt=2**32)]]
 
 
 class PrefixFolder:
@@ -30,12 +41,12 @@ class PrefixFolder:
     arrive.
 
     Args:
-        path: created if missing. It belongs to one server at a time, like the folder around it.
-        row_format: the format of the rows.
+        path: created if missing. It belongs to one server at a time, as the folder around it.
+        store_format: of the rows.
     """
 
-    def __init__(self, path: Path, row_format: RowFormat) -> None:
-        self._row_format = row_format
+    def __init__(self, path: Path, store_format: StoreFormat) -> None:
+        self._store_format = store_format
         self._path = path
         try:
             self._files = SnapshotFolder(path)
@@ -99,13 +110,10 @@ class PrefixFolder:
             LOG.warning("a shared beginning cannot be saved: %s", reason)
 
     def _write(self, state: PrefixState) -> None:
-        facts = {
-            "owner": state.key.owner,
-            "beginning": state.key.beginning,
-            "seed": state.key.seed,
-            "ids": list(state.ids),
-        }
-        data = encode_state(self._row_format, state.state, prefix=facts)
+        key = state.key
+        data = state.state.to_bytes(
+            owner=key.owner, beginning=key.beginning, seed=key.seed, ids=list(state.ids)
+        )
         name = _name_of(data)
         self._files.write(name, data)
         self._names[state] = name
@@ -116,19 +124,11 @@ class PrefixFolder:
             raise WeirError("it is not an ordinary file")
         data = self._files.read(name, size)
         if _name_of(data) != name:
-            raise WeirError("its checksum does not match")
-        facts, state = decode_state(self._row_format, data)
-        self._row_format.check(facts)
-        kind = self._row_format.kind
-        how: dict[str, Any] = {"chunk": kind["chunk"], "origin": kind["origin"]}
-        check_state(self._row_format.plans, state, vocabulary=self._row_format.vocabulary, **how)
-        try:
-            about = facts["prefix"]
-            key = PrefixKey(str(about["owner"]), None, int(about["beginning"]), int(about["seed"]))
-            ids = array("I", about["ids"])
-        except (LookupError, TypeError, ValueError, OverflowError) as error:
-            raise WeirError(f"it does not say which tokens it has read ({error})") from None
-        found = PrefixState(key, ids, state)
+            raise WeirError("its checksum is not that of what was written")
+        state, notes = RowState.from_bytes(data, self._store_format.rows)
+        about = read_facts(_PrefixNotes, notes, "what it says beside the row")
+        key = PrefixKey(about.owner, None, about.beginning, about.seed)
+        found = PrefixState(key, array("I", about.ids), state)
         if not found.is_beginning:
             raise WeirError("it has not read the whole beginning")
         return found

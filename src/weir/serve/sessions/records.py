@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from weir.cache import RowState
+from weir.cache import FileFacts, ListOf, RowFormat, RowState, Whole, read_facts
 from weir.errors import WeirError
 from weir.serve.messages import Message, ResultPlace
 
@@ -72,6 +72,35 @@ class Checkpoint:
     def state(self) -> RowState:
         """The state of the row. A state that is not in memory is read again on every access."""
         return self._state if isinstance(self._state, RowState) else self._state()
+
+    def to_bytes(self) -> bytes:
+        """Write the state with the pending tokens."""
+        return self.state.to_bytes(pending=list(self.pending))
+
+    @classmethod
+    def from_bytes(
+        cls, data: bytes, row_format: RowFormat, pending: tuple[int, ...], *, trusted: bool = True
+    ) -> Checkpoint:
+        """Read what `to_bytes` wrote.
+
+        Args:
+            data: the bytes.
+            row_format: what the row must be like.
+            pending: the pending tokens of the turn that the bytes are kept for.
+            trusted: whether the bytes are known to be as they were written.
+
+        Raises:
+            WeirError: the bytes are damaged, of another turn, or those of a row that cannot be.
+        """
+        state, notes = RowState.from_bytes(data, row_format, trusted=trusted)
+        read_facts(_CheckpointNotes, notes, "what it says beside the row")
+        if tuple(notes["pending"]) != pending:
+            raise WeirError("it is the end of another turn")
+        return cls(state, pending)
+
+
+class _CheckpointNotes(FileFacts):
+    pending: ListOf[Whole]
 
 
 @dataclass(frozen=True)

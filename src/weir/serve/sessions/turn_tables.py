@@ -37,7 +37,7 @@ MAX_DROPPED = 4096
 """Results of an owner's sessions that can be dropped at a time, and as many that can be pinned."""
 DROPPED, PINNED = "dropped", "pinned"
 """Tables of results that are not to be read again, and of those that are to be kept."""
-VERSION = 2
+VERSION = 3
 """Version of the tables (`PRAGMA user_version`)."""
 
 TABLES = """
@@ -78,45 +78,37 @@ CREATE TABLE members (  -- which turns are in which sessions
     UNIQUE (owner, session, node)
 );
 CREATE INDEX members_node ON members (node);
-"""
-
-RESULTS = (
-    """
-CREATE TABLE IF NOT EXISTS results (  -- results of tools that turns have read
+CREATE TABLE results (  -- results of tools that turns have read
     node TEXT NOT NULL REFERENCES nodes (name) ON DELETE CASCADE,
     owner TEXT NOT NULL,
     call TEXT NOT NULL,
     chain TEXT NOT NULL,
     start INTEGER NOT NULL,
     stop INTEGER NOT NULL
-)""",
-    "CREATE INDEX IF NOT EXISTS results_node ON results (node)",
-    "CREATE INDEX IF NOT EXISTS results_chain ON results (owner, chain)",
-    """
-CREATE TABLE IF NOT EXISTS dropped (  -- histories that end with a result that is not to be read
+);
+CREATE INDEX results_node ON results (node);
+CREATE INDEX results_chain ON results (owner, chain);
+CREATE TABLE dropped (  -- histories that end with a result that is not to be read
     number INTEGER PRIMARY KEY AUTOINCREMENT,
     owner TEXT NOT NULL,
     chain TEXT NOT NULL,
     UNIQUE (owner, chain)
-)""",
-    """
-CREATE TABLE IF NOT EXISTS pinned (  -- histories that end with a result that is to be kept
+);
+CREATE TABLE pinned (  -- histories that end with a result that is to be kept
     number INTEGER PRIMARY KEY AUTOINCREMENT,
     owner TEXT NOT NULL,
     chain TEXT NOT NULL,
     UNIQUE (owner, chain)
-)""",
-    """
-CREATE TABLE IF NOT EXISTS kept (  -- results that the states of turns keep for good
+);
+CREATE TABLE kept (  -- results that the states of turns keep for good
     node TEXT NOT NULL REFERENCES nodes (name) ON DELETE CASCADE,
     owner TEXT NOT NULL,
     chain TEXT NOT NULL,
     start INTEGER NOT NULL,
     stop INTEGER NOT NULL
-)""",
-    "CREATE INDEX IF NOT EXISTS kept_node ON kept (node)",
-)
-"""Tables that are added to folders of earlier versions."""
+);
+CREATE INDEX kept_node ON kept (node);
+"""
 
 _LINE = """
 WITH RECURSIVE line (node, parent) AS (
@@ -200,9 +192,6 @@ class TurnTables:
 
     def _begin(self, db: Database, limit: int | None) -> None:
         self.db = db
-        with db.writing() as writer:
-            for statement in RESULTS:
-                writer.execute(statement)
         # By table and owner, as far as asked for.
         self._chains: dict[tuple[str, str], frozenset[str]] = {}
         self.exclusive = threading.RLock()  # guards `nbytes`

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from weir.serve.engine.engine import Engine
-    from weir.serve.engine.sequence import Sequence
+    from weir.serve.engine.sequence import TokenSequence
     from weir.serve.prompts import Prompt
     from weir.serve.structured import GrammarConstraint
 
@@ -41,7 +41,7 @@ class ToolContext:
     engine: Engine
     tokenizer: PreTrainedTokenizerBase
     prompt: Prompt
-    sequence: Sequence
+    sequence: TokenSequence
 
 
 @dataclass(frozen=True)

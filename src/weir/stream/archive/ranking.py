@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from weir.stream.archive.passages import PASSAGE, cut_sentences
 from weir.stream.archive.questions import Inquiry, Term
-from weir.stream.archive.tables import INDEXES, ArchiveEnd, Query
+from weir.stream.archive.tables import INDEXES, ArchiveEnd, RunQuery
 from weir.stream.archive.words import FUNCTION_WORDS, index_form, split_words
 
 COMMON = 256
@@ -102,7 +102,7 @@ IsHeld = Callable[[int, int], bool]
 class ArchiveSearch:
     """Searches what can be seen from one end of an archive, which must not change meanwhile."""
 
-    def __init__(self, query: Query, owner: str, end: ArchiveEnd) -> None:
+    def __init__(self, query: RunQuery, owner: str, end: ArchiveEnd) -> None:
         self._query, self._owner, self._end = query, owner, end
         self._line = self._find_line()
         rows = query(

@@ -86,7 +86,7 @@ ROW_COST = 220
 DROPPED = 64
 """Turns that are deleted at once to make room."""
 
-Query = Callable[..., list[sqlite3.Row]]
+RunQuery = Callable[..., list[sqlite3.Row]]
 """Runs a query with its values, and returns its rows by column name."""
 
 
@@ -137,7 +137,7 @@ class ArchiveTables:
         for statement in ARCHIVE_TABLES.format(schema).split(";\n"):
             db.execute(statement)
 
-    def find_end(self, query: Query, owner: str, name: str) -> ArchiveEnd | None:
+    def find_end(self, query: RunQuery, owner: str, name: str) -> ArchiveEnd | None:
         """Find where a saved turn or a session ends."""
         rows = query(
             "SELECT tree, branch, turn, held FROM archived_ends WHERE owner = ? AND name = ?",

@@ -8,8 +8,7 @@ kept, and no slot holds most of the tokens in the records.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Many
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
@@ -20,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from weir.cache import Holding, StreamingCache
 from weir.serve.engine.engine import RowInspection
-from weir.serve.engine.sequence import Sequence
+from weir.serve.engine.sequence import TokenSequence
 from weir.serve.sessions.records import TurnTokens, pack_ids, unpack_ids
 from weir.serve.sessions.store import SessionStore
 from weir.stream import describe_tokens
@@ -36,7 +35,7 @@ characters.
 
 
 def running_turns(
-    store: SessionStore, owner: str, sequence: Sequence, inspection: RowInspection
+    store: SessionStore, owner: str, sequence: TokenSequence, inspection: RowInspection
 ) -> list[TurnTokens]:
     """Return the tokens of a running sequence and of earlier turns, as far back as they are
     kept.
@@ -49,8 +48,8 @@ def running_turns(
     return turns
 
 
-def without_tokens(holding: Holding, places: Many[tuple[int, int]]) -> Holding:
-    """Remove tokens at some places, which the next answer drops, from what a row holds."""
+def without_tokens(holding: Holding, places: Sequence[tuple[int, int]]) -> Holding:
+    """What a row holds without tokens at some places, which the next answer drops."""
     stay = torch.ones_like(holding.token, dtype=torch.bool)
     for start, stop in places:
         stay &= (holding.token < start) | (holding.token >= stop)
@@ -81,8 +80,8 @@ def _forgotten(
     return {"tokens": seen - len(held), "turns": found}
 
 
-class Recaller:
-    """Lists what the rows of one cache remember."""
+class MemoryReporter:
+    """Lists what rows of one cache remember."""
 
     def __init__(self, cache: StreamingCache, tokenizer: PreTrainedTokenizerBase) -> None:
         self._policy, self._chunk = str(cache.policy), cache.chunk
@@ -95,7 +94,7 @@ class Recaller:
         self._tokenizer = tokenizer
         self._decode_cached = lru_cache(maxsize=2048)(self._decode)
 
-    def recall(
+    def report(
         self,
         holding: Holding,
         turns: list[TurnTokens],

@@ -1,0 +1,282 @@
+"""Exported sessions: the turns of a session in one safetensors file, to take to another server.
+
+For each turn the file has the checkpoint as a tensor of bytes (`Checkpoint.to_bytes`), and as text
+the record and the checkpoint's checksum. An imported file is untrusted: everything in it is
+validated, and turns get new names. Knows nothing about databases.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from weir.cache import FARTHEST, FileFacts, ListOf, Whole, check_token, located, read_facts
+from weir.errors import WeirError, quote
+from weir.serve.json_nodes import NodeCounter
+from weir.serve.messages import Message, ResultPlace
+from weir.serve.sessions.records import (
+    Checkpoint,
+    StorageFull,
+    Turn,
+    TurnRecord,
+    pack_ids,
+    unpack_ids,
+)
+from weir.serve.sessions.snapshot_folder import is_full
+from weir.serve.sessions.store_format import StoreFormat
+from weir.stream import replace_atomically
+
+FORMAT = 4
+KEY = "weir_export"
+MAX_FACTS = 16_000_000
+"""Bytes of what a file says of its turns: all of it is parsed at once."""
+HEADER = 16_000_000
+"""Bytes of its header beside that: quotes that are escaped, and where checkpoints lie."""
+FACTS = ("node", "parent", "chain", "last", "seen", "usage", "created")
+"""Facts of a record that stand in the file as they are; owner and session do not."""
+
+
+def write_export(path: Path, turns: Sequence[Turn], store_format: StoreFormat) -> None:
+    """Write turns of a session, parents first, to a file, whole or not at all."""
+    facts, tensors = [], {}
+    for n, (checkpoint, made) in enumerate(turns):
+        data = checkpoint.to_bytes()
+        tensors[str(n)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        facts.append(
+            {
+                **{name: getattr(made, name) for name in FACTS},
+                "messages": [message.to_json() for message in made.messages],
+                "ids": unpack_ids(made.ids).tolist(),
+                "kept": [list(place) for place in made.kept],
+                "sha256": hashlib.sha256(data).hexdigest(),
+            }
+        )
+    said = {"format": FORMAT, **store_format.to_json(), "turns": facts}
+    metadata = {KEY: json.dumps(said)}
+    if len(metadata[KEY]) > MAX_FACTS:
+        raise WeirError(
+            f"what was said takes {len(metadata[KEY]):,} bytes, and a file may have "
+            f"{MAX_FACTS:,}; export fewer of the newest turns"
+        )
+    try:
+        with replace_atomically(path) as new:
+            save_file(tensors, str(new), metadata=metadata)
+    except (OSError, SafetensorError) as error:
+        if is_full(error):
+            raise StorageFull(
+                "the disk has no room for the file of this session; make room, or export fewer of "
+                "the newest turns"
+            ) from None
+        reason = getattr(error, "strerror", None) or error
+        raise WeirError(f"the session cannot be written: {reason}") from None
+
+
+def read_export(path: Path, store_format: StoreFormat, limit: int | None, owner: str) -> list[Turn]:
+    """Read turns from a file of `limit` bytes at most, for a new session, under new names.
+
+    WeirError if it is missing or damaged, or a turn in it cannot be continued here.
+    """
+    with _opened(path, limit) as (facts, file):
+        turns = _validated(facts, file, store_format)
+    session = f"sess_{secrets.token_hex(16)}"
+    names = {made.node: secrets.token_hex(16) for _, made in turns}
+    return [
+        (
+            checkpoint,
+            replace(
+                made,
+                node=names[made.node],
+                owner=owner,
+                session=session,
+                parent=None if made.parent is None else names.get(made.parent),
+            ),
+        )
+        for checkpoint, made in turns
+    ]
+
+
+def check_facts(_: Any, path: Path, limit: int | None) -> None:
+    """Check in a worker what a file says of its turns: that may be long."""
+    with _opened(path, limit):
+        pass
+
+
+@contextmanager
+def _opened(path: Path, limit: int | None) -> Iterator[tuple[Any, Any]]:
+    """Open a file of turns, whose facts are valid by themselves; WeirError for what is wrong with
+    it, found here or by the caller.
+    """
+    if not path.is_file():
+        raise WeirError("there is no such file")
+    size = path.stat().st_size
+    if limit is not None and size > limit:
+        raise WeirError(f"the file has {size:,} bytes, and {limit:,} are taken")
+    try:
+        with open(path, "rb") as begun:
+            header = int.from_bytes(begun.read(8), "little")
+            if header > MAX_FACTS + HEADER:
+                raise ValueError(f"its header has {header:,} bytes")
+            # Hundreds of thousands of empty tensors take seconds to list.
+            NodeCounter(MAX_FACTS).feed(begun.read(header))
+        with safe_open(str(path), framework="pt") as file:
+            text = (file.metadata() or {})[KEY]
+            NodeCounter(MAX_FACTS).feed_text(text)
+            facts = json.loads(text)
+            version = facts.get("format") if isinstance(facts, dict) else facts
+            if version != FORMAT:
+                raise WeirError(f"it has the format {quote(version)}, and this weir reads {FORMAT}")
+            read_facts(_ExportFacts, facts)
+            yield facts, file
+    except (SafetensorError, OSError, ValueError, LookupError, RecursionError) as error:
+        raise WeirError(
+            f"the file is damaged or no session that weir exported ({quote(str(error))})"
+        ) from None
+    except WeirError as error:
+        raise WeirError(f"the file cannot be imported: {error}") from None
+
+
+def _validated(facts: Any, file: Any, store_format: StoreFormat) -> list[Turn]:
+    """Validate the content of a file that is open, and make its turns, one by one."""
+    store_format.check(facts)
+    turns = facts["turns"]
+    names = set(file.keys())
+    if names != {str(n) for n in range(len(turns))} or not turns:
+        raise WeirError(f"it has {len(names)} checkpoints of {len(turns)} turns")
+    found: list[Turn] = []
+    known: set[str] = set()
+    nodes = {turn["node"] for turn in turns}
+    for n, turn in enumerate(turns):
+        with located(f"turns[{n}]"):
+            checkpoint = _read_checkpoint(turn, file, str(n), store_format)
+            if turn["node"] in known:
+                raise WeirError("another turn has the same name")
+            if turn["parent"] in nodes - known:
+                raise WeirError("it stands before the turn that it goes on from")
+        known.add(turn["node"])
+        made = TurnRecord(
+            owner="",
+            session="",
+            messages=tuple(Message.from_json(kept) for kept in turn["messages"]),
+            ids=pack_ids(turn["ids"]),
+            kept=tuple(ResultPlace(*place) for place in turn["kept"]),
+            **{name: turn[name] for name in FACTS},
+        )
+        found.append((checkpoint, made))
+    return found
+
+
+def _read_checkpoint(
+    turn: dict[str, Any], file: Any, name: str, store_format: StoreFormat
+) -> Checkpoint:
+    """Read the checkpoint of a turn, and check that it is its end."""
+    part = file.get_slice(name)
+    size = part.get_shape()
+    if part.get_dtype() != "U8" or len(size) != 1:
+        raise WeirError("its checkpoint is not bytes")
+    if size[0] > 2 * store_format.turn_bytes():
+        raise WeirError(f"its checkpoint has {size[0]:,} bytes, more than any here")
+    data = file.get_tensor(name).numpy().tobytes()
+    if hashlib.sha256(data).hexdigest() != turn["sha256"]:
+        raise WeirError("it is damaged: its checksum is not that of its checkpoint")
+    for place, ids in (("last", [turn["last"]]), ("ids", turn["ids"])):
+        for token in ids:
+            check_token(token, store_format.rows.vocabulary, place)
+    checkpoint = Checkpoint.from_bytes(data, store_format.rows, (turn["last"],), trusted=False)
+    if turn["seen"] != checkpoint.state.facts["seen"] + 1:
+        raise WeirError("it does not end where its checkpoint does")
+    if [place[:2] for place in turn["kept"]] != checkpoint.state.facts["marks"].get("kept", []):
+        raise WeirError("it keeps other outputs of tools than its checkpoint")
+    if len(turn["ids"]) > turn["seen"]:
+        raise WeirError("it has more tokens than its stream")
+    return checkpoint
+
+
+class _Listed(FileFacts):
+    """Facts that a file has as a list: the fields of the class in their order.
+
+    Attributes:
+        counts: how many parts the list may have.
+    """
+
+    counts: ClassVar[tuple[int, ...]]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_parts(cls, value: Any) -> Any:
+        if not isinstance(value, list) or len(value) not in cls.counts:
+            wanted = " or ".join(map(str, cls.counts))
+            raise PydanticCustomError("parts", "a list of {wanted} parts", {"wanted": wanted})
+        return dict(zip(cls.model_fields, value, strict=False))
+
+
+Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{0,64}$")]
+
+
+class _CallFacts(_Listed):
+    """A call of a function (`Call`)."""
+
+    counts = (3,)
+    id: str
+    name: str
+    arguments: str
+
+
+class _PlaceFacts(_Listed):
+    """Where the tokens of a result are (`ResultPlace`)."""
+
+    counts = (3,)
+    start: Whole
+    stop: Whole
+    chain: Hash
+
+
+class _MessageFacts(_Listed):
+    """A message (`Message.to_json`): one with calls or a result has more than three parts, and one
+    whose result was read has all.
+    """
+
+    counts = (3, 6, 7)
+    role: Literal["system", "user", "assistant", "tool", "developer"]
+    content: str
+    name: str | None
+    calls: ListOf[_CallFacts] = Field(default_factory=list)
+    result: str | None = None
+    place: Whole | None = None
+    where: _PlaceFacts | None = None
+
+
+class _TurnFacts(FileFacts):
+    """The record of a turn, and the checksum of its checkpoint."""
+
+    node: str
+    parent: str | None
+    chain: Hash
+    messages: ListOf[_MessageFacts]
+    last: Whole
+    seen: Annotated[Whole, Field(ge=1)]
+    usage: dict[str, Whole]
+    created: Annotated[float, Field(ge=0, le=FARTHEST, allow_inf_nan=False)]
+    ids: ListOf[Whole]
+    kept: ListOf[_PlaceFacts]
+    sha256: str
+
+
+class _ExportFacts(FileFacts):
+    """What a file states beside the checkpoints."""
+
+    format: int
+    model: dict[str, Any]
+    kind: dict[str, Any]
+    turns: ListOf[_TurnFacts]

@@ -1,0 +1,81 @@
+"""The model and policy that the rows of a store belong to, and the room that turns take."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf, prod
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from weir.cache import RowFormat, StreamingCache, check_kind
+from weir.errors import WeirError
+from weir.models import compare_fingerprints, fingerprint
+from weir.policies import Policy
+
+OVERHEAD = 2**18
+"""Bytes that a turn takes beside its row, roughly."""
+
+
+@dataclass(frozen=True)
+class StoreFormat:
+    """The model and policy that rows of a store belong to."""
+
+    model: dict[str, Any]
+    rows: RowFormat
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, policy: str | Policy, chunk: int | None) -> StoreFormat:
+        """The format of an engine's rows, found without allocating a cache."""
+        return cls(fingerprint(model), StreamingCache(model, policy, chunk=chunk).row_format)
+
+    def turn_bytes(self, tokens: int | None = None) -> int:
+        """Bytes that a saved turn may take: its row, names, messages, pages of a database.
+
+        Args:
+            tokens: of its stream up to its end; None for a full row.
+        """
+        slots = inf if tokens is None else tokens + self.rows.chunk
+        return OVERHEAD + sum(int(min(n, slots)) * size for n, size in self._buffers.items())
+
+    @cached_property
+    def _buffers(self) -> Counter[int]:
+        """Bytes of an entry of the buffers that have so many (1: other buffers)."""
+        found: Counter[int] = Counter()
+        for plan in self.rows.plans:
+            held = plan.spec.held([0] * len(plan.spec.pipe.pools))
+            for name, (shape, dtype) in plan.slab.tensors().items():
+                size = prod(shape) * dtype.itemsize
+                if name in held and shape[2]:
+                    found[shape[2]] += size // shape[2]
+                else:
+                    found[1] += size
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """The model and kind, as a store or a file states them."""
+        return {"model": self.model, "kind": self.rows.kind}
+
+    def check_place(self, place: str, stated: str | bytes) -> None:
+        """Refuse a place whose rows, as its JSON says, are of another model or policy, or that does
+        not say it.
+        """
+        try:
+            self.check(json.loads(stated))
+        except (WeirError, ValueError, RecursionError) as error:
+            raise WeirError(
+                f"{place} cannot be used here: {error}; give it its own model and policy, or "
+                "another folder"
+            ) from None
+
+    def check(self, stated: Any) -> None:
+        """Refuse rows of another model or policy, and say in what they differ."""
+        mine = self.to_json()
+        if not isinstance(stated, dict) or not all(isinstance(stated.get(n), dict) for n in mine):
+            raise WeirError("it does not say which model and policy it is of")
+        if what := compare_fingerprints(self.model, stated["model"]):
+            raise WeirError(f"it is of another model ({what})")
+        check_kind(self.rows.kind, stated["kind"], "its rows are")
