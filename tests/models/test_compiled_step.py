@@ -350,7 +350,8 @@ def test_options_that_there_are_not_are_refused_at_once(
 
 def test_a_cpu_has_native_steps_and_no_options(fresh_llama) -> None:
     model = fresh_llama()
-    with pytest.raises(WeirError, match=r"mode is for torch\.compile, which weir uses on a GPU"):
+    sentence = r"mode is for torch\.compile, which weir uses only on a GPU"
+    with pytest.raises(WeirError, match=sentence):
         compile_steps(model, mode="default")
     assert compile_steps(model) is False
     compile_steps(model, on=False)

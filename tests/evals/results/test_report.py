@@ -161,7 +161,7 @@ def test_results_of_nothing_are_refused(results, tmp_path):
         write_report(tmp_path / "missing.jsonl", tmp_path / "out")
     with pytest.raises(WeirError, match="cannot write to"):
         write_report(results, results / "below")
-    with pytest.raises(WeirError, match=r"r\.jsonl is a file, and --out is the folder of a report"):
+    with pytest.raises(WeirError, match=r"r\.jsonl is a file, and --out must be a folder"):
         write_report(results, results)
 
 

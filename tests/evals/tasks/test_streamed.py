@@ -116,7 +116,7 @@ def test_perplexity_of_cache_configurations_is_in_the_order_of_table_1(nano):
 
 @pytest.mark.parametrize("wrong", [{"tokens": 1}, {"block": 0}])
 def test_perplexity_of_nothing_is_refused(wrong):
-    with pytest.raises(WeirError, match=r"of ppl must be a whole number from \d on"):
+    with pytest.raises(WeirError, match=r"of ppl must be a whole number of at least \d"):
         Perplexity(**wrong)
 
 
