@@ -365,8 +365,8 @@ def test_a_transformers_newer_than_any_tested_is_tried_and_said_once(
     with pytest.warns(UserWarning, match=r"weir: transformers .* is newer than") as said:
         versions.check_versions()
     assert [str(one.message) for one in said] == [
-        f"weir: transformers {newer} is newer than {versions.TESTED}, the newest that this weir "
-        "was tested with; weir tries it, and if something fails, "
+        f"weir: transformers {newer} is newer than {versions.TESTED}, the newest version that this "
+        "weir was tested with. If something fails, run "
         f"pip install 'transformers=={versions.TESTED}.*'"
     ]
 

@@ -39,18 +39,18 @@ benches = group("bench")
 @benches.callback(invoke_without_command=True)
 def bench(
     context: Context,
-    only: Annotated[list[str] | None, Option(help="Only this figure; may be given again.")] = None,
+    only: Annotated[list[str] | None, Option(help="Only this figure; can be repeated.")] = None,
     dtype: Annotated[
         Dtype | None, Option(help="Of models and caches [default: both, and with --quick float32]")
     ] = None,
     threads: Annotated[
-        int | None, Option(min=1, help="Of PyTorch; all cores unless given.")
+        int | None, Option(min=1, help="Threads of PyTorch; all cores by default.")
     ] = None,
     quick: Annotated[
         bool, Option("--quick", help="A tiny model: only whether everything runs.")
     ] = False,
     layers: Annotated[
-        int | None, Option(min=1, help="Of the model; fewer take less time [default: 30]")
+        int | None, Option(min=1, help="Layers of the model; fewer take less time [default: 30]")
     ] = None,
     flat: Annotated[
         bool, Option("--flat", help="A long stream through nano, instead of the others.")
@@ -63,7 +63,7 @@ def bench(
     out: Annotated[Path | None, Option(help="Folder for bench.json and bench.md.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time weir and its peers in turns, and print ratios beside their targets.
+    """Time weir and other libraries alternately, and print ratios next to their targets.
 
     With --out, what there is is written after every row. `weir bench serve` measures a server.
     """
@@ -71,7 +71,7 @@ def bench(
         for name in filter(partial(was_given, context), context.params):
             option = "--json" if name == "as_json" else f"--{name.replace('_', '-')}"
             raise WeirError(  # nobody would read it
-                f"{option} is of weir bench; write it behind {context.invoked_subcommand}"
+                f"{option} is an option of weir bench. Write it after {context.invoked_subcommand}."
             )
         return
     import torch
@@ -82,11 +82,11 @@ def bench(
     collect_as_usual()
     wanted = _policies(policies)
     if flat and only:
-        raise WeirError("--flat is a figure of its own; give it without --only")
+        raise WeirError("--flat is a separate figure. Leave out --only.")
     if not flat and "flat" not in (only or []):
         say_unused(context, ("tokens",), "it is for --flat")
     if flat:
-        say_unused(context, ("layers", "policies"), "--flat is of nano, and of its own policies")
+        say_unused(context, ("layers", "policies"), "--flat measures nano with its own policies")
     elif only and not {"policies", "folds", "prompts"} & set(only):
         say_unused(context, ("policies",), "no figure of --only compares policies")
     if threads is not None:
@@ -132,8 +132,8 @@ def _policies(text: str | None) -> tuple[str, ...]:
     wrong = [name for name in names if name not in known]
     if wrong or not names:
         asked = wrong[0] if wrong else text
-        like = suggest(asked, known) or f"; there are {', '.join(known)}"
-        raise WeirError(f"--policies takes names that figures compare, not {quote(asked)}{like}")
+        like = suggest(asked, known) or f". Use one of {', '.join(known)}"
+        raise WeirError(f"--policies must be names that figures compare, got {quote(asked)}{like}")
     return names
 
 

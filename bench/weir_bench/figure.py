@@ -226,4 +226,4 @@ def check_names(kind: str, names: Sequence[str], known: Collection[str]) -> None
     """Refuse names of figures or parts that there are not."""
     for name in names:
         if name not in known:
-            raise WeirError(f"there is no {kind} {name!r}; there are {', '.join(known)}")
+            raise WeirError(f"unknown {kind} {name!r}. Use one of {', '.join(known)}.")

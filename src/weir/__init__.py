@@ -1,4 +1,4 @@
-"""weir: any Hugging Face decoder on token streams without end, in a KV cache of fixed size."""
+"""weir: run any Hugging Face decoder on endless token streams, in a KV cache of fixed size."""
 
 # A name is fetched when it is first asked for (PEP 562): to import PyTorch and transformers takes
 # seconds, and `weir --help` needs neither.

@@ -1,4 +1,4 @@
-"""`python -m weir`: the command `weir`, of this Python."""
+"""Run the command `weir` with this Python: `python -m weir`."""
 
 from weir.cli import main
 

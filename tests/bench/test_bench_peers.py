@@ -204,5 +204,5 @@ def test_every_engine_and_server_is_among_the_engines():
         "weir serve",
         "llama.cpp Q4_1",
     }
-    with pytest.raises(WeirError, match="no peer 'lama'"):
+    with pytest.raises(WeirError, match="unknown peer 'lama'"):
         chosen(["lama"])

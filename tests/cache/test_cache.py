@@ -258,7 +258,7 @@ def half_way(llama, ids) -> weir.StreamingCache:
 
 
 BAD_CALLS = {
-    "zero tokens": (
+    "no tokens": (
         {"input_ids": torch.zeros(2, 0, dtype=torch.int64)},
         "nothing new was fed after 20 tokens",
     ),
@@ -283,7 +283,7 @@ BAD_CALLS = {
             "input_ids": torch.ones(2, 2, dtype=torch.int64),
             "attention_mask": torch.tensor([[1] * 22, [1] * 17 + [0] * 3 + [1] * 2]),
         },
-        "row 1 is to go on after 17 tokens, but its stream has seen 20",
+        "row 1 should continue after 17 tokens, but its stream has seen 20",
     ),
     "no cache to be used": (
         {"input_ids": torch.tensor([[1], [1]]), "use_cache": False},
@@ -291,11 +291,11 @@ BAD_CALLS = {
     ),
     "positions from the start": (
         {"input_ids": torch.tensor([[1], [1]]), "position_ids": torch.tensor([[0]])},
-        "row 0 is to go on after 0 tokens, but its stream has seen 20",
+        "row 0 should continue after 0 tokens, but its stream has seen 20",
     ),
     "positions of one row too far": (
         {"input_ids": torch.tensor([[1], [1]]), "position_ids": torch.tensor([[20], [21]])},
-        "row 1 is to go on after 21 tokens",
+        "row 1 should continue after 21 tokens",
     ),
     "positions that begin again": (
         {
@@ -346,7 +346,7 @@ def test_a_bad_first_call_leaves_the_cache_free_for_any_batch(llama, ids):
 
 
 def test_a_prompt_of_zero_tokens_is_refused(llama):
-    with pytest.raises(WeirError, match="a prompt of zero tokens"):
+    with pytest.raises(WeirError, match="a prompt without tokens"):
         llama(torch.zeros(1, 0, dtype=torch.int64), past_key_values=weir.StreamingCache(llama))
 
 
@@ -378,15 +378,15 @@ def test_a_detached_cache_says_so(fresh_llama, ids):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"chunk": 0}, "chunk must be a whole number from 1 on, not 0"),
+        ({"chunk": 0}, "chunk must be a whole number of at least 1, got 0"),
         ({"chunk": 2.0}, "chunk must be a whole number"),
         ({"chunk": True}, "chunk must be a whole number"),
-        ({"seed": -1}, "seed must be a whole number from 0 on"),
-        ({"origin": -1}, "origin must be a whole number from 0 on"),
+        ({"seed": -1}, "seed must be a whole number of at least 0"),
+        ({"origin": -1}, "origin must be a whole number of at least 0"),
         ({"positions": "relative"}, "positions must be 'rolling' or 'original', not 'relative'"),
         ({"prefill": "none"}, "prefill must be 'chunked' or 'full', not 'none'"),
         ({"policy": "recnet(8)"}, "did you mean 'recent'"),
-        ({"policy": 7}, "a policy is text"),
+        ({"policy": 7}, "a policy must be a text"),
     ],
 )
 def test_an_argument_that_makes_no_sense_is_refused(llama, options, reason):
@@ -480,7 +480,7 @@ def test_a_fold_that_failed_is_remembered_until_reset(llama, ids, half_way, monk
         with pytest.raises(ZeroDivisionError):
             llama(tokens[:, 20:24], past_key_values=half_way)
     for call in (half_way.take_rows, half_way.slots, half_way.report):
-        with pytest.raises(WeirError, match="interrupted while it folded; reset"):
+        with pytest.raises(WeirError, match=r"interrupted during a fold. Call reset"):
             call()
     half_way.reset()
     whole = weir.StreamingCache(llama, "sink(3) | recent(8)", chunk=4)

@@ -77,7 +77,7 @@ def test_it_folds_as_often_as_when_it_was_measured_unless_somebody_says_how_ofte
     assert size_of(model, file) == size_of(model, file, chunk=16)
     assert size_of(model, file) != size_of(model, file, chunk=64)
     (folder / "weir.toml").write_text(text.replace("format = 1", "format = 1\nchunk = 0"))
-    with pytest.raises(WeirError, match="its chunk is no whole number from 1 on"):
+    with pytest.raises(WeirError, match="its chunk must be a whole number of at least 1"):
         weir.Stream(model)
 
 
@@ -165,7 +165,10 @@ def test_of_the_hub_it_is_taken_from_the_snapshot_here_and_nothing_is_fetched(
 @pytest.mark.parametrize("damaged", ["", "format = 1", "format ="])
 def test_a_damaged_one_is_one_sentence_and_not_passed_over(folder, damaged):
     (folder / "weir.toml").write_text(damaged)
-    wanted = r"weir.toml is (TOML, but )?no policy file.*; it lies with the model, so it is what"
+    wanted = (
+        r"weir.toml is (TOML, but )?not a policy file.*It is used by default, because "
+        r"it is next"
+    )
     for ask in (lambda: weir.Stream(read(folder)), lambda: find_model_policy(str(folder))):
         with pytest.raises(WeirError, match=wanted) as told:
             ask()
@@ -175,7 +178,7 @@ def test_a_damaged_one_is_one_sentence_and_not_passed_over(folder, damaged):
 def test_one_of_another_model_is_refused(folder, fresh_llama):
     other = fresh_llama(seed=1)
     other.save_pretrained(folder)  # trained on, say
-    with pytest.raises(WeirError, match=r"calibrated for another model .* mend or remove it"):
+    with pytest.raises(WeirError, match=r"calibrated for another model .* Repair or remove it"):
         weir.Stream(read(folder))
 
 
@@ -189,7 +192,7 @@ def test_a_saved_stream_keeps_its_own(folder, tmp_path):
 def test_a_link_to_nothing_is_not_passed_over(folder):
     (folder / "weir.toml").unlink()
     (folder / "weir.toml").symlink_to("gone")
-    with pytest.raises(WeirError, match=r"weir\.toml.*it lies with the model"):
+    with pytest.raises(WeirError, match=r"weir\.toml.*it is next to the model"):
         weir.Stream(read(folder))
 
 

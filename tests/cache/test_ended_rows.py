@@ -290,7 +290,9 @@ def test_rows_that_are_padded_again_are_told_what_to_do_which_works(fresh_llama,
     whole = [torch.cat([o[t], q]) for o, t, q in zip(output, told, questions, strict=True)]
     again, again_mask = padded(whole)
     seen = cache.seen
-    with pytest.raises(weir.WeirError, match=r"has seen \d+; pad no row again: keep the columns"):
+    with pytest.raises(
+        weir.WeirError, match=(r"has seen \d+; do not pad a row again: keep the " r"columns")
+    ):
         model.generate(again, attention_mask=again_mask, **more, **{CACHE: cache})
     assert cache.seen == seen
     new, new_mask = padded(questions)
@@ -345,7 +347,7 @@ def test_a_cache_that_is_made_among_the_arguments_is_served_too(fresh_llama, nam
 def test_without_that_method_several_rows_are_refused(fresh_llama, monkeypatch, which):
     model = model_of("llama", fresh_llama)
     monkeypatch.setattr(f"weir.models.generate_calls.{which}", "_a_name_of_another_release")
-    with pytest.raises(weir.WeirError, match="by which weir learns which rows of a batch"):
+    with pytest.raises(weir.WeirError, match="which weir needs to know which rows of a batch"):
         two_rows(model, cache_of(model))
     cache = cache_of(model)
     model.generate(ids(1, 20, seed=3), max_new_tokens=2, do_sample=False, **{CACHE: cache})

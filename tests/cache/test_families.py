@@ -284,7 +284,7 @@ def test_mpt_need_not_be_told_to_use_its_cache() -> None:
     model.generate(ids, past_key_values=cache, max_new_tokens=2)
     assert cache.seen == [6]
     again = StreamingCache(model, "window(20)")
-    with pytest.raises(WeirError, match="pass use_cache=True"):
+    with pytest.raises(WeirError, match="Pass use_cache=True"):
         model.generate(ids, past_key_values=again, max_new_tokens=2, use_cache=False)
 
 
@@ -351,7 +351,7 @@ def test_frequencies_that_grow_with_positions_are_left_alone() -> None:
 def test_images_are_refused() -> None:
     model, ids = shared("gemma3-multimodal"), tokens(1, 5)
     cache = StreamingCache(model, "window(20)")
-    with pytest.raises(WeirError, match="image attend both ways"):
+    with pytest.raises(WeirError, match="image attend in both directions"):
         logits(model, ids, past_key_values=cache, token_type_ids=torch.ones_like(ids))
     kinds = torch.zeros_like(ids)
     assert logits(model, ids, past_key_values=cache, token_type_ids=kinds).shape[1] == 5

@@ -119,7 +119,7 @@ def test_what_transformers_does_not_hand_on_is_refused(llama: PreTrainedModel, i
     asked: dict[str, Any] = {"custom_generate": weir.generate, "max_new_tokens": 3}
     with pytest.raises(weir.WeirError, match="assisted and prompt-lookup"):
         llama.generate(ids(1, 9), **asked, assistant_model=llama)
-    with pytest.raises(weir.WeirError, match="leave out the streamer, or num_beams"):
+    with pytest.raises(weir.WeirError, match="Leave out the streamer, or num_beams"):
         llama.generate(ids(1, 9), **asked, num_beams=2, streamer=Heard())
 
 
@@ -186,7 +186,7 @@ def test_by_hand_it_makes_the_call_that_it_is_meant_for(llama: PreTrainedModel, 
     with pytest.raises(weir.WeirError, match="is given the model first, and 'nano' is none"):
         weir.generate("nano", tokens)
     for wrong in ([1, 2, 3], tokens[0], tokens.float(), "hello"):
-        with pytest.raises(weir.WeirError, match=r"takes tokens as a tensor \[batch, length\]"):
+        with pytest.raises(weir.WeirError, match=r"needs tokens as a tensor \[batch, length\]"):
             weir.generate(llama, wrong)
     heard = Heard()
     got = weir.generate(llama, tokens, policy=POLICY, chunk=4, streamer=heard, **asked)

@@ -133,7 +133,7 @@ def test_reports_and_sizes_are_of_heads(llama, ids, naive):
     [
         (
             "[[window(4)], window(4)]",
-            "layer 0 of this model: .* has policies for 1 KV heads, and the layer has 2",
+            "layer 0 of this model: .* has policies for 1 KV heads, but the layer has 2",
         ),
         ("[[recent(4) | gated(4), recent(8)], recent(8)]", "gated reads all KV heads"),
     ],
@@ -159,7 +159,7 @@ def test_lists_are_two_deep():
     assert weir.policy(f"pinned({CUT}, 3, 2)").for_heads(1, 2, 2)[0] == weir.policy(
         "pinned(recent(9), 3, 2)"
     ).for_layer(0, 1)
-    with pytest.raises(PolicyError, match="two deep at most"):
+    with pytest.raises(PolicyError, match="at most two deep"):
         weir.policy("[[[window(4)]]]")
     with pytest.raises(WeirError, match="is for the KV heads of a layer"):
         found.for_layer(0, 2)

@@ -182,7 +182,7 @@ def test_generation_from_text_alone_is_the_plain_model(name: str) -> None:
 def test_generation_refuses_image_tokens_without_an_image() -> None:
     model, asked = seeing("llava"), prompt("llava", [5, 0, 3])
     cache = StreamingCache(model, "window(40)")
-    with pytest.raises(WeirError, match="no image came with them"):
+    with pytest.raises(WeirError, match="the call has no image"):
         model.generate(asked.ids, past_key_values=cache, max_new_tokens=2, pad_token_id=0)
     assert cache.seen == []
 
@@ -193,10 +193,10 @@ def test_images_without_their_tokens_and_tokens_without_their_images() -> None:
     words = torch.full_like(asked.ids, 7)
     with pytest.raises(WeirError, match=rf"no image token \(id {IMAGE}\)"):
         logits(model, {"input_ids": words, **asked.pictures}, past_key_values=cache)
-    with pytest.raises(WeirError, match="no image came with them"):
+    with pytest.raises(WeirError, match="the call has no image"):
         logits(model, {"input_ids": asked.ids}, past_key_values=cache)
     part = {"input_ids": asked.ids[:, :20], **asked.pictures}
-    with pytest.raises(WeirError, match=r"do not fit its image tokens .*tokens: 15, features"):
+    with pytest.raises(WeirError, match=r"do not match its image tokens .*tokens: 15, features"):
         logits(model, part, past_key_values=cache)
     assert cache.seen == []
     # One that the model itself has said is a word like any other.

@@ -160,7 +160,7 @@ def test_what_is_no_mark_is_refused():
     cache = StreamingCache(MODEL, POLICY, chunk=CHUNK, batch=2)
     with pytest.raises(WeirError, match="row 2 does not exist"):
         cache.mark(2, Marks())
-    with pytest.raises(WeirError, match=r"told weir\.pools\.Marks, not 3"):
+    with pytest.raises(WeirError, match=r"must be weir\.pools\.Marks, got 3"):
         cache.mark(0, 3)
     for wrong in (-1, 1.5, True, 2**60):
         with pytest.raises(WeirError, match="beginning is a number of tokens"):

@@ -130,5 +130,7 @@ def test_bytes_are_read_as_people_write_them(text, number):
      "80GB/m", "1/s/s", "99999 PB"],
 )  # fmt: skip
 def test_what_is_no_number_of_bytes_is_refused(text):
-    with pytest.raises(WeirError, match="is no number of bytes above 0; write 80GB"):
+    with pytest.raises(
+        WeirError, match=(r"must be a number of bytes above 0. Write, for example, 80GB")
+    ):
         read_bytes(text)

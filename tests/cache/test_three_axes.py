@@ -313,23 +313,23 @@ def test_images_and_tokens_that_do_not_go_together(name: str) -> None:
     refused("more images than image tokens", image_grid_thw=sizes[[0, 1, 1]])
     refused("an image has 8 pieces", image_grid_thw=torch.tensor([[1, 4, 8], [1, 4, 6]]))
     refused("has none each way", image_grid_thw=torch.tensor([[1, 0, 6], [1, 4, 6]]))
-    refused(r"is a tensor \[images, 3\]", image_grid_thw=[[1, 4, 6]])
+    refused(r"must be a tensor \[images, 3\]", image_grid_thw=[[1, 4, 6]])
     refused("more image tokens than pieces of images", image_grid_thw=None)
-    refused("no image came with them", pixel_values=None)
+    refused("the call has no image", pixel_values=None)
     vectors = embed(model, asked.given)
-    refused("has its place among token ids", input_ids=None, inputs_embeds=vectors)
+    refused("need token ids", input_ids=None, inputs_embeds=vectors)
     stream = Stream(model, "streaming_llm(budget=40)")
     for said, wrong in (
         ("pixel_values came without image_grid_thw", None),
-        (r"is a tensor \[images, 3\]", sizes.float()),
-        ("tells of 99 patches, and pixel_values has", torch.tensor([[1, 9, 11]])),
+        (r"must be a tensor \[images, 3\]", sizes.float()),
+        ("declares 99 patches, but pixel_values has", torch.tensor([[1, 9, 11]])),
     ):
         with pytest.raises(WeirError, match=said):
             stream.feed({**asked.given, "image_grid_thw": wrong})
         assert stream.seen == 0
     chunked = {"prefill_chunk_size": 9, "max_new_tokens": 2, "pad_token_id": 0}
     # transformers 5.12 gives the later segments of a prompt no features at all.
-    with pytest.raises(WeirError, match=r"prefill_chunk_size|no image came with them"):
+    with pytest.raises(WeirError, match=r"prefill_chunk_size|the call has no image"):
         model.generate(**asked.given, past_key_values=cache, **chunked)
 
 

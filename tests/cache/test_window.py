@@ -33,8 +33,8 @@ def test_more_than_the_window_is_told_where_weir_was_called(small, make):
     assert not told(lambda: make(small))
     (usual,) = told(lambda: make(small, "weir(256)"))
     assert str(usual.message) == (
-        "weir: weir(256) and a chunk of 64 hold up to 320 tokens, and this model was made "
-        "for 256: what it says beyond is worth little"
+        "weir: weir(256) and a chunk of 64 hold up to 320 tokens, but this model was made "
+        "for 256: beyond that, its answers are unreliable"
     )
     assert usual.filename == __file__
     assert len(told(lambda: make(small, "h2o(249)", chunk=8))) == 1
@@ -95,6 +95,6 @@ def test_places_are_counted_from_the_origin_and_the_caller_is_pointed_at(small):
     cache = weir.StreamingCache(small, "window(16)", positions="original", origin=WINDOW - 2)
     ids = torch.tensor([[3, 1]])
     assert not told(lambda: small(ids, **{CACHE: cache}))
-    with pytest.warns(UserWarning, match="come past the places") as found:
+    with pytest.warns(UserWarning, match="passed the last place") as found:
         small(ids, **{CACHE: cache})
     assert found[0].filename == __file__

@@ -63,10 +63,10 @@ def test_blocks_stand_beside_the_others():
         (["--policy", "unifrom"], "did you mean 'uniform'"),
         (
             ["--policy", "h2o(64), uniform"],
-            r"uniform would get its default budget beside h2o\(64\)",
+            r"uniform has no budget, but h2o\(64\) has one",
         ),
-        (["--blocks", "8,3"], "a block is an even number of tokens from 2 on, not 3"),
-        (["--tokens", "3"], "3 tokens are too few: the last quarter of them is asked"),
+        (["--blocks", "8,3"], "block must be an even number of tokens of at least 2, got 3"),
+        (["--tokens", "3"], "3 tokens are too few: the last quarter of them is compared"),
         (["--policy", "recent(5)", "--rates", "1/2"], "takes none"),
         (["--plot", "errors.txt"], "a plot is written as .svg, .png, .pdf"),
         (["--plot", "no/such/folder/errors.svg"], "no folder no/such/folder"),

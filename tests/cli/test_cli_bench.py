@@ -95,9 +95,9 @@ def test_the_table_is_written_beside_the_figures(capsys, tmp_path):
         (("--flat", "--only", "decode"), "--flat is a figure of its own"),
         (
             ("--policies", "weir,wier"),
-            "figures compare, not 'wier', did you mean 'weir'?",
+            "figures compare, got 'wier', did you mean 'weir'?",
         ),
-        (("--policies", ","), "names that figures compare, not ','"),
+        (("--policies", ","), "names that figures compare, got ','"),
     ],
 )
 def test_what_cannot_be_is_one_line(capsys, words, problem):
@@ -112,8 +112,8 @@ def test_what_cannot_be_is_one_line(capsys, words, problem):
     ("words", "problem"),
     [
         (("--threads", (os.cpu_count() or 1) + 1), "cores of this machine"),
-        (("--page", "page.md"), "name it with --out"),
-        (("--out", __file__), "is no result of weir bench peers"),
+        (("--page", "page.md"), "Name the file with --out"),
+        (("--out", __file__), "is not a result of weir bench peers"),
     ],
 )
 def test_what_peers_cannot_be_is_one_line(capsys, words, problem):
@@ -127,6 +127,4 @@ def test_without_a_clone_one_line_says_where_it_runs(capsys, monkeypatch, tmp_pa
     monkeypatch.setattr("weir.cli.app.BENCH", tmp_path)
     ended = run(capsys, "bench", "--quick")
     assert (ended.code, ended.out, ended.err.count("\n")) == (1, "", 1)
-    assert ended.err.startswith(
-        "weir: weir bench is not among what is installed: run it in a clone"
-    )
+    assert ended.err.startswith("weir: weir bench is not part of the installed package. Clone weir")

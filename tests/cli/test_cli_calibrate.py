@@ -71,10 +71,13 @@ def test_a_table_says_what_was_found(capsys, model, text, tmp_path):
     [
         (("--out", "budgets.txt"), "ends with .toml"),
         (("--out", "nowhere/budgets.toml"), "there is no folder nowhere"),
-        (("--budget", 24, "--memory", "1MB"), "give a budget or a memory, not both"),
-        (("--budget", 4), "a budget of 4 leaves no room"),
+        (
+            ("--budget", 24, "--memory", "1MB"),
+            "--budget and --memory both set the size of the cache",
+        ),
+        (("--budget", 4), "a budget of 4 leaves no slots"),
         (("--memory", "100B"), "100 bytes are too few for weir: weir(budget=5) takes"),
-        (("--policy", "h2o(8)", "--budget", 24), "h2o(8) takes no budget here"),
+        (("--policy", "h2o(8)", "--budget", 24), "h2o(8) cannot get a budget here"),
         (("--policy", "no.toml"), "cannot read the policy file no.toml: No such file"),
     ],
 )
@@ -108,7 +111,7 @@ def test_gates_are_trained_and_found(capsys, tmp_path, monkeypatch):
     weir.Stream(weir.load("nano")[0], "recent(70) | gated(32)").feed([5, 6, 7])
     ended = run(capsys, *words)
     assert (ended.code, ended.out) == (1, "")
-    assert "say where the policy is to be written: --out" in ended.err
+    assert "calibrate needs a file to write the policy to. Use --out" in ended.err
 
 
 @pytest.mark.slow
@@ -121,4 +124,7 @@ def test_the_table_names_the_model_s_layers(capsys, text, tmp_path):
         "--out", tmp_path / "budgets.toml",
     )  # fmt: skip
     assert ended.code == 0, ended.err
-    assert ended.out.splitlines()[3].split()[1] == "1" and "; 1 passage of 192 tokens" in ended.out
+    assert (
+        ended.out.splitlines()[3].split()[1] == "1"
+        and ("measured on 1 passage of 192 tokens") in ended.out
+    )

@@ -61,8 +61,8 @@ def test_it_says_why_steps_are_not_native(chat, monkeypatch):
     monkeypatch.setenv("WEIR_KERNELS", "reference")
     said = chat().err.splitlines()[1]
     assert said == (
-        "decode steps are not native (numba is not installed, or WEIR_KERNELS chooses other "
-        "kernels); they run uncompiled, which is slower"
+        "decode steps run in PyTorch, not natively, which is slower: numba is not installed, or "
+        "WEIR_KERNELS chooses other kernels"
     )
 
 
@@ -72,7 +72,7 @@ def test_while_the_kernel_is_compiled_one_line_says_so(capfd, monkeypatch):
     common.say_steps({"run": "eager", "reason": UNFINISHED})
     assert capfd.readouterr().err == ""
     common.say_steps({"run": "eager", "reason": "it has other norms"})
-    assert "decode steps are not native (it has other norms); they run" in capfd.readouterr().err
+    assert "not natively, which is slower: it has other norms" in capfd.readouterr().err
 
 
 def test_a_broken_template_is_refused_before_the_first_message(chat, tmp_path):
@@ -88,7 +88,7 @@ def test_the_same_seed_says_the_same_and_another_says_something_else(chat):
 
 def test_without_a_template_it_says_that_it_continues_the_text(chat, tmp_path):
     ended = chat("Hello", of=make_model(tmp_path))
-    assert "it has no chat template and continues your text\n" in ended.err
+    assert "the model has no chat template, so it continues your text\n" in ended.err
     assert "no chat template" not in chat().err
 
 
@@ -97,7 +97,9 @@ def test_a_policy_without_a_budget_gets_what_the_window_and_the_memory_allow(
 ):
     ended = chat("Hello", words=("--policy", "streaming_llm"))
     said = (
-        "the first 4 and the newest 500 tokens; 504 slots, as its window and the free memory allow"
+        "the first 4 and the newest 500 tokens. It has 504 slots, as many as the "
+        "window and the free "
+        "memory allow"
     )
     assert ended.err.startswith(f"{model} keeps {said}. /help")  # 512 but for the chunk of 8
     free = 4 * 60_000
@@ -109,7 +111,7 @@ def test_a_policy_without_a_budget_gets_what_the_window_and_the_memory_allow(
     free = 4_000
     ended = chat(words=("--policy", "streaming_llm"))
     assert (ended.code, ended.err.count("\n")) == (1, 1)
-    assert "streaming_llm does not fit into 1.0 kB, a quarter of the free memory" in ended.err
+    assert "streaming_llm does not fit in 1.0 kB (a quarter of the free memory)" in ended.err
 
 
 def test_a_policy_for_each_layer_is_told_by_its_slots(chat, tmp_path):
@@ -141,8 +143,8 @@ def test_what_the_model_is_told_first_is_never_evicted(chat, model, tmp_path):
 def test_a_system_turn_that_fills_the_window_is_named_as_what_leaves_no_room(chat):
     ended = chat("Hello", words=("--policy", "streaming_llm", "--system", SYSTEM * 12))
     assert (ended.code, ended.out, ended.err.count("\n")) == (1, "", 1)
-    said = r"1 slot, what the model's window leaves beside the \d{3} tokens of --system; say less "
-    assert re.search(said + "in --system, or give it a budget of its own", ended.err)
+    said = r"the 1 available slot after the \d{3} tokens of --system. To fix this, shorten "
+    assert re.search(said + "--system, or give the policy a smaller budget", ended.err)
 
 
 def test_an_empty_system_turn_is_none(chat):
@@ -154,13 +156,15 @@ def test_a_template_without_a_system_turn_is_told_with_what_to_do(chat, tmp_path
     model = make_model(tmp_path, refusing + CHATML)
     ended = chat("Hello", of=model, words=("--system", SYSTEM))
     assert (ended.code, ended.err.count("\n")) == (1, 1)
-    assert ended.err.endswith("no system; leave --system out, and say it in your first message\n")
+    assert ended.err.endswith(
+        "no system. Leave out --system, and put the text in your first message instead.\n"
+    )
 
 
 def test_a_system_turn_is_for_a_conversation_that_has_not_begun(chat, tmp_path):
     ended = chat(words=("--system", SYSTEM, "--session", tmp_path / "talk"))
     assert (ended.code, ended.out) == (1, "")
-    assert "--system is for a new conversation" in ended.err
+    assert "--system is only for a new conversation" in ended.err
 
 
 @pytest.mark.slow
@@ -171,8 +175,8 @@ def test_words_of_several_lines_are_one_turn(chat):
     assert int(figures[0]) == len("<user\nHello\n/quit\n\nand you?<\n<assistant\n") + 12
     assert len(figures) == 2
     # What is in quotes is said, whatever it begins with.
-    assert "there is no command" not in chat('"""/usr/bin is', 'full"""').err
-    assert chat("/save ~nobody-has-this-name/x").err.count("whose home is meant") == 1
+    assert "unknown command" not in chat('"""/usr/bin is', 'full"""').err
+    assert chat("/save ~nobody-has-this-name/x").err.count("names a user that does not exist") == 1
     assert chat('"""Hello"""').out == chat("Hello").out
     assert chat('"""Hello').out == chat("Hello").out  # the input ends before the quotes do
 
@@ -216,7 +220,7 @@ def test_a_report_says_what_every_layer_holds(chat):
 def test_before_its_first_fold_a_layer_is_told_by_what_waits(chat):
     ended = chat("/report", "H", "/report", words=("--policy", "dense", "--chunk", 64))
     seen = len("<") + len("user\nH<\n<assistant\n") + 12
-    waits = re.findall(r"layer \d: (\d+) new, which wait for the first fold; ", ended.err)
+    waits = re.findall(r"layer \d: (\d+) new, waiting for the first fold; ", ended.err)
     assert set(waits) == {str(seen)}
     first, last = (line for line in ended.err.splitlines() if line.startswith("layer 0"))
     assert first.startswith("layer 0: nothing yet; ") and " 0" not in last.partition(":")[2]
@@ -245,14 +249,14 @@ def test_a_saved_conversation_goes_on_elsewhere(chat, tmp_path):
         chat(f"/load {path}", "And you?", "/report"),
         chat("And you?", "/report", words=("--session", path, "--policy", "window(9)")),
     ):
-        assert "tokens seen before" in ended.err
+        assert "tokens read before" in ended.err
         assert first.out + ended.out == whole.out
         assert ended.err.splitlines()[-1] == whole.err.splitlines()[-1]
 
 
 COMPLAINTS = {
-    "/sav x": "there is no command /sav; /help lists them",
-    "/": "there is no command /; /help lists them",
+    "/sav x": "unknown command /sav. Type /help for the list.",
+    "/": "unknown command /. Type /help for the list.",
     "/save": "/save needs a file: /save FILE",
     "/load  ": "/load needs a file: /load FILE",
     "/load nowhere.safetensors": "there is no session file nowhere.safetensors",
@@ -276,8 +280,8 @@ def test_a_command_that_fails_is_one_line_and_the_conversation_goes_on(chat):
     ("words", "says"),
     [
         (("--session", "nowhere"), "there is no session file nowhere"),
-        (("--policy", "window(0)"), "a whole number from 1 on"),
-        (("--model", "./nowhere"), "there is no model folder"),
+        (("--policy", "window(0)"), "a whole number of at least 1"),
+        (("--model", "./nowhere"), "the model folder './nowhere' does not exist"),
     ],
 )
 def test_what_is_wrong_from_the_start_ends_it(chat, words, says):
@@ -333,10 +337,10 @@ def test_a_conversation_is_kept_and_continued(chat, chats, model):
     for write in (Path.unlink, lambda path: path.write_bytes(b"x")):
         write(next(chats.glob("*.safetensors")))
         again = chat("/remembers and YOU?", words=("--continue",))
-        seen = int(re.search(r"(\d+) tokens seen before", again.err)[1])
+        seen = int(re.search(r"(\d+) tokens read before", again.err)[1])
         assert seen == len("<user\nHello<\n<assistant\n<\n<user\nAnd you?<\n<assistant\n") + 24
         assert "turn 3, you: gone" in again.err
-    assert "the conversation is read again" in again.err
+    assert "recomputing the conversation from its transcript" in again.err
     assert len(list(chats.glob("*.jsonl"))) == 1
 
 
@@ -345,10 +349,13 @@ def test_a_conversation_is_kept_and_continued(chat, chats, model):
     [
         (
             ("--continue",),
-            "there is no conversation with .* to continue in .*; weir chat begins one",
+            "no conversation with .* to continue in .*. Start one with weir chat",
         ),
-        (("--continue", "--session", "x"), "give one"),
-        (("--continue", "--system", "x"), "--system is for a new conversation, and --continue"),
+        (("--continue", "--session", "x"), "Give only one"),
+        (
+            ("--continue", "--system", "x"),
+            "--system is only for a new conversation, and --continue",
+        ),
     ],
 )
 def test_what_cannot_be_continued_is_said(chat, chats, words, says):
@@ -363,7 +370,7 @@ def test_an_older_conversation_is_not_taken_for_the_newest(chat, chats):
     newest = Transcript.read(max(chats.glob("*.jsonl")))
     ended = chat("/remembers hello", words=("--continue",))
     newest.close()
-    assert "open in another weir chat; this is an older one" in ended.err
+    assert "continuing an older one instead" in ended.err
     assert "turn 1, you" in ended.err
 
 
@@ -379,9 +386,14 @@ def test_what_is_forgotten_is_told_once_and_listed(chat):
     assert ended.err.count("parts of this conversation are forgotten") == 1
     listed = re.findall(r"turns? (\d.*), (\d+) tokens, (.*): ", ended.err)
     assert listed[0][2] != "whole" and listed[-1][2] != "gone"
-    assert "turn 1, you: gone" in ended.err and "nobody has said '483' here" in ended.err
+    assert (
+        "turn 1, you: gone" in ended.err
+        and "'483' does not occur in this conversation" in ended.err
+    )
     fresh = chat("/forgotten", "H", "/forgotten", words=("--policy", "window(200)"))
-    assert "nothing was said since" in fresh.err and "nothing is forgotten yet" in fresh.err
+    assert (
+        "nothing has been said since" in fresh.err and "nothing has been forgotten yet" in fresh.err
+    )
 
 
 def test_a_model_that_repeats_itself_is_told_apart_with_a_remedy(chat, monkeypatch):
@@ -469,13 +481,13 @@ def test_what_was_said_is_recalled_and_told(chat, chats):
     ended = chat(CODE, FILLER, ASK, words=ROOMY)
     (line,) = [one for one in ended.err.splitlines() if one.startswith("recalled")]
     assert re.fullmatch(rf"recalled from you, \d+ \w+ \d{{4}} \d\d:\d\d: {re.escape(CODE)}", line)
-    assert "questions bring them back" in ended.err
+    assert "questions recall old text" in ended.err
     assert len(list(chats.glob("*.archive"))) == 1
 
 
 def test_without_recall_nothing_is_brought_back(chat):
     ended = chat(CODE, FILLER, ASK, words=(*ROOMY, "--recall", 0))
-    assert "recalled" not in ended.err and "bring them back" not in ended.err
+    assert "recalled" not in ended.err and "recall old text" not in ended.err
     assert chat(words=("--recall", -1)).code == 2
 
 

@@ -42,7 +42,7 @@ def chat(capsys, monkeypatch, measured):
 
 def test_a_conversation_says_where_its_policy_comes_from(chat, measured):
     told = chat().err.splitlines()
-    by = f"by {measured}/weir.toml, which lies with it"
+    by = f"from {measured}/weir.toml next to the model"
     kept = "the first 1 and the newest 19 tokens, 8 bits"
     assert told[0] == f"{measured} keeps {kept}, {by}. /help for help."
     assert any(line.startswith("[sink(1) | recent(8) | recent(11):int8]: ") for line in told)
@@ -58,7 +58,7 @@ def test_what_is_given_goes_before_it(chat, given, measured):
     assert "recent(8)" not in told
     # Slots alone do not say whose they are, so that what they set aside is named.
     aside = (
-        f"{measured}/weir.toml lies with the model and is set aside by --slots; if its own slots "
+        f"--slots replaces the policy file {measured}/weir.toml next to the model with the default "
     )
     assert told.count(aside) == (given[0] == "--slots")
 
@@ -100,18 +100,18 @@ def test_a_damaged_one_ends_it_in_a_sentence(chat, measured, monkeypatch):
     monkeypatch.setattr("weir.cache.default_policy.FILE", "damaged.toml")
     ended = chat()
     assert ended.code == 1
-    assert "damaged.toml is no policy file" in ended.err
+    assert "damaged.toml is not a policy file" in ended.err
     assert "or give a policy" in ended.err
 
 
 def test_a_server_says_where_its_policy_comes_from(capsys, measured, tmp_path):
     words = ("serve", measured, "--port", 0, "--data", tmp_path / "a", "--disk", "1KB", "--pin", 0)
     alone = run(capsys, *words).err.splitlines()
-    assert alone[0] == f"the policy is that of {measured}/weir.toml, which lies with the model"
+    assert alone[0] == f"using the policy file {measured}/weir.toml next to the model"
     other = run(capsys, *words, "--policy", "[sink(1) | recent(8) | recent(11):int8]")
     assert other.err.splitlines() == alone[1:]  # what a turn takes, and that there is no room
     held = run(capsys, *words, "--slots", "exact").err
-    assert held.startswith(f"{measured}/weir.toml lies with the model and is set aside by --slots;")
+    assert held.startswith(f"--slots replaces the policy file {measured}/weir.toml next")
 
 
 def test_a_server_says_of_one_of_another_model_why_it_is_taken(capsys, measured, monkeypatch):
@@ -121,7 +121,7 @@ def test_a_server_says_of_one_of_another_model_why_it_is_taken(capsys, measured,
     ended = run(capsys, "serve", measured, "--port", 0)
     assert ended.code == 1
     assert "foreign.toml was calibrated for another model" in ended.err
-    assert ended.err.count("it lies with the model, so it is what is taken") == 1
+    assert ended.err.count("It is used by default, because it is next") == 1
 
 
 def test_a_server_logs_how_steps_run(capsys, measured, monkeypatch, caplog):

@@ -56,7 +56,7 @@ def test_it_writes_figures_and_a_page_and_prints_the_figures(capsys, out):
     assert set(held["dense"]) == {1.0}
     assert held["window(budget=90)"][-10:] == [1.0] * 10 and held["window(budget=90)"][0] == 0.0
     assert [len(name) for _, name in facts["story"]["names"]] == [3] * 8
-    assert "Who still knows, 100 tokens later:" in ended.err
+    assert "Right answers 100 tokens later:" in ended.err
     for policy in facts["policies"]:
         assert f"  {policy['policy']:<26}  {policy['knows']} of 8\n" in ended.err
     assert demo.best_of_a_size(facts) in " ".join(ended.err.split())
@@ -120,7 +120,10 @@ def test_a_book_shorter_than_asked_for_is_said_so(capsys, monkeypatch, tmp_path)
     ended = run(capsys, "demo", "--out", tmp_path, "--tokens", 9000, "--json")
     tokens = json.loads(ended.out)["tokens"]
     assert tokens < 2000
-    assert f"the packaged excerpt has {tokens:,} tokens to read, not 9,000" in ended.err
+    assert (
+        f"the packaged excerpt has {tokens:,} tokens to read besides those before "
+        f"the questions, not 9,000" in ended.err
+    )
 
 
 def test_a_folder_that_cannot_be_made_is_named_before_anything_is_read(capsys, tmp_path):
@@ -154,7 +157,7 @@ def test_a_chat_model_is_told_facts_before_the_book_and_asked_for_them(
         assert [len(policy[name]) for name in ("answers", "right")] == [told, told]
         assert policy["knows"] == sum(policy["right"])
     assert facts["policies"][0]["held"] == [1.0] * 240
-    assert "Asked before the text was pasted: 0 of 8 right." in ended.err
+    assert "Right answers before the text was pasted: 0 of 8." in ended.err
     page = (tmp_path / "report.html").read_text("utf-8")
     assert "What is the door code of Anna?" in page and demo.RULE in page
     table = (tmp_path / "table.md").read_text("utf-8").splitlines()
@@ -178,7 +181,7 @@ def test_models_that_name_their_window_otherwise_or_not_at_all(
     ended = run(capsys, "demo", "--model", folder, "--out", tmp_path, "--tokens", 1000, "--json")
     if window is None:
         assert (ended.code, ended.err.count("\n")) == (1, 1)
-        assert "does not say how long its is" in ended.err
+        assert "does not say how long its window is" in ended.err
         return
     facts = json.loads(ended.out)
     assert (ended.code, facts["model_window"], facts["story"]["in_system"]) == (0, window, 0)

@@ -39,13 +39,16 @@ def is_one_line(ended: Ended, code: int) -> bool:
 WRONG = {
     "a typo in a policy": (["--policy", "streaming_lm(64)"], "did you mean 'streaming_llm'"),
     "a typo in a pool": (["--policy", "sink(4) | recnt(6)"], "(character 11: sink(4) | »recnt(6))"),
-    "a budget below its sinks": (["--policy", "streaming_llm(budget=3)"], "leaves no room"),
-    "a budget of nothing": (["--policy", "window(0)"], "a whole number from 1 on, not 0"),
+    "a budget below its sinks": (["--policy", "streaming_llm(budget=3)"], "leaves no slots"),
+    "a budget of nothing": (["--policy", "window(0)"], "a whole number of at least 1, got 0"),
     "a budget past the model's window": (["--policy", "recompute(600)"], "the model knows 512"),
     "a policy of several lines": (["--policy", "sink(4) |\n recnt(6)"], "did you mean 'recent'"),
     "no policy": (["--policy", ""], "expected a pool or a policy"),
-    "a model folder that is not there": (["--model", "./nowhere"], "there is no model folder"),
-    "a model nobody has": (["--model", "nobody/nothing"], "there is no model 'nobody/nothing'"),
+    "a model folder that is not there": (
+        ["--model", "./nowhere"],
+        ("the model folder './nowhere' does not"),
+    ),
+    "a model nobody has": (["--model", "nobody/nothing"], "model 'nobody/nothing' not found"),
     "a text that is not there": (["--text", "nowhere.txt"], "cannot read nowhere.txt: No such"),
     "a folder for a text": (["--text", "/"], "cannot read /: Is a directory"),
 }
@@ -61,8 +64,8 @@ def test_bad_input_gets_one_line_and_exit_code_1(capsys, monkeypatch, model, tex
 
 
 TEXTS = {
-    "empty": (b"", "holds no text"),
-    "nothing but space": (b"\xef\xbb\xbf \n\n\0\n", "holds no text"),
+    "empty": (b"", "contains no text"),
+    "nothing but space": (b"\xef\xbb\xbf \n\n\0\n", "contains no text"),
     "latin-1": ("Márya".encode("latin-1"), "is not UTF-8 text: byte 1 is 0xe1"),
     "cut.xz": (b"\xfd7zXZ\0\0", "is not a whole .xz file"),
     "no.xz": (b"Well, Prince", "is not a whole .xz file"),
@@ -81,7 +84,7 @@ def test_a_text_that_cannot_be_read_gets_one_line(capsys, model, tmp_path, name)
 USAGE = {
     "a model without its option": (
         ["chat", "nano"],
-        "; a model is named by --model; see",
+        "; use --model to name a model; see",
     ),
     "a typo in what is listed": (
         ["policies", "h20"],

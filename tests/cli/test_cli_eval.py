@@ -139,7 +139,7 @@ def test_names_are_printed_as_they_are(capsys, tmp_path):
     tasks = "lines(file=''), lines(file='hub:a:id:no:ne')"
     words = ("eval", "--tasks", tasks, "--policies", "window", "--out", tmp_path / "r.jsonl")
     ended = run(capsys, *words, columns=500)
-    assert "no file is named: give the path of one, or hub:ID:SPLIT" in ended.err
+    assert "no file was given. Give the path of a file, or hub:ID:SPLIT" in ended.err
     assert '"hub:a:id:no:ne"' in ended.err
 
 
@@ -184,7 +184,7 @@ def test_ctrl_c_says_what_is_done_and_how_to_go_on(words, text, tmp_path):
     assert ended.code == 130
     done = len(lines(path)) - 1
     assert 1 <= done < 12
-    assert f"{done} of 12 cells are in {path}; --resume goes on" in ended.err
+    assert f"{done} of 12 cells are saved in {path}. Use --resume to continue" in ended.err
     assert ended.err.rstrip().endswith("weir: interrupted")
     # Its standard error is a terminal: there is progress, and how long it will take.
     assert "\x1b[" in ended.err and "ppl under dense" in ended.err
@@ -205,8 +205,10 @@ def test_cells_that_fail_are_listed_with_the_reason_and_the_exit_code_is_1(
     failed = [line for line in ended.err.splitlines() if line.startswith("failed: ")]
     assert len(failed) == 3
     assert "recompute(4096), seed 0: recompute cannot read 4096 tokens at once" in failed[0]
-    assert "of ./none under h2o(24), seed 0: there is no model folder './none'" in failed[1]
-    assert ended.err.splitlines()[-1] == "weir: 3 of 4 cells failed; --resume tries them again"
+    assert "of ./none under h2o(24), seed 0: the model folder './none' does not exist" in failed[1]
+    assert (
+        ended.err.splitlines()[-1] == "weir: 3 of 4 cells failed. Use --resume to try them again."
+    )
     assert [record["status"] for record in lines(out)[1:]] == ["done"] + ["failed"] * 3
     facts = json.loads(run(capsys, *words, "--resume", "--json").out)
     assert (facts["cells"], facts["failed"]) == (4, 3)
@@ -217,10 +219,10 @@ def test_cells_that_fail_are_listed_with_the_reason_and_the_exit_code_is_1(
     [
         ({"--tasks": "pll"}, 1, "no task is called 'pll'; did you mean 'ppl'?"),
         ({"--policies": "h2o, desne"}, 1, "'desne'; did you mean 'dense'?"),
-        ({"--protocol": "buz"}, 1, "no protocol is called 'buz', did you mean 'buzz'?"),
-        ({"--budgets": "4"}, 1, "a budget of 4 leaves no room"),
-        ({"--budgets": "12,x"}, 2, "--budgets takes whole numbers from 1 on"),
-        ({"--seeds": "-1"}, 2, "--seeds takes whole numbers from 0 on"),
+        ({"--protocol": "buz"}, 1, "unknown protocol 'buz', did you mean 'buzz'?"),
+        ({"--budgets": "4"}, 1, "a budget of 4 leaves no slots"),
+        ({"--budgets": "12,x"}, 2, "--budgets must be whole numbers of at least 1"),
+        ({"--seeds": "-1"}, 2, "--seeds must be whole numbers of at least 0"),
         ({"--cluster": "here"}, 1, "--cluster takes 'local', 'host:port'"),
         ({"--model": " , "}, 1, "an evaluation needs at least one model"),
     ],
@@ -243,10 +245,10 @@ def test_a_file_that_is_there_is_kept(capsys, words, tmp_path, done):
     before = (tmp_path / "r.jsonl").read_bytes()
     ended = run(capsys, *words)
     assert (ended.code, ended.err.count("\n")) == (1, 1)
-    assert "is there already; go on with --resume" in ended.err
+    assert "already exists. Use --resume" in ended.err
     ended = run(capsys, *words, "--seeds", "9", "--resume")
     assert ended.code == 1
-    assert "holds the results of another grid" in ended.err
+    assert "has the results of another grid" in ended.err
     assert (tmp_path / "r.jsonl").read_bytes() == before
 
 

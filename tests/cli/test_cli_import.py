@@ -59,11 +59,13 @@ def test_a_pool_that_is_imported_goes_through_commands_and_their_processes(
 def test_a_module_that_is_not_there_is_one_line(capsys, module):
     ended = run(capsys, "--import", "mine_nowhere", "policies")
     assert (ended.code, ended.out, ended.err.count("\n")) == (1, "", 1)
-    assert "there is no module 'mine_nowhere' to import here" in ended.err
+    assert "there is no module 'mine_nowhere' to import." in ended.err
     for words in (("--import",), ("--import", ","), ("--import=",)):
         ended = run(capsys, *words)
         assert (ended.code, ended.out) == (2, "")
-        assert ended.err == "weir: --import takes modules or files of your own: --import my_pools\n"
+        assert ended.err == (
+            "weir: --import needs the name of a module or a .py file, as in --import my_pools\n"
+        )
 
 
 def test_several_modules_may_be_named_and_what_follows_is_the_command():

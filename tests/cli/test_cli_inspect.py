@@ -111,11 +111,15 @@ def test_a_model_without_attention_is_refused_in_one_line(capsys, model, text, t
     [
         (["--layers", "1"], 1, "layer 1 does not exist; the model's layers are 0 to 0"),
         (["--heads", "0,2"], 1, "head 2 does not exist; the model's heads are 0 to 1"),
-        (["--layers", "all"], 2, "--layers takes whole numbers from 0 on with commas"),
-        (["--only", "map"], 1, "there is no section 'map'; the sections are maps, "),
+        (
+            ["--layers", "all"],
+            2,
+            "--layers must be whole numbers of at least 0, separated by commas",
+        ),
+        (["--only", "map"], 1, "unknown section 'map'. Use one of maps, "),
         (["--policy", "sink("], 1, "sink("),
         (["--policy", "sink(4) | recent(8)", "--budget", "9"], 1, "budget"),
-        (["--length", "4", "--only", "maps"], 1, "a map of 4 tokens shows nothing; take 8"),
+        (["--length", "4", "--only", "maps"], 1, "a map of 4 tokens shows nothing. Use at least 8"),
         (["--text", "none.txt"], 1, "cannot read none.txt"),
     ],
 )

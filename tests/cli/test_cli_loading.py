@@ -54,7 +54,7 @@ def test_results_say_how_their_model_was_loaded_and_do_not_go_on_with_another(
     grid, *cells = map(json.loads, (tmp_path / "r.jsonl").read_text().splitlines())
     assert [it["loading"] for it in (*grid["cells"], *cells)] == [{"dtype": "bfloat16"}] * 4
     other = run(capsys, *words, "--resume")
-    assert other.code == 1 and "holds the results of another grid" in other.err
+    assert other.code == 1 and "has the results of another grid" in other.err
     more = run(capsys, *words, "--dtype", "bfloat16", "--seeds", "0", "--add")
     assert (more.code, len((tmp_path / "r.jsonl").read_text().splitlines())) == (0, 3)
 
@@ -64,7 +64,7 @@ def test_results_say_how_their_model_was_loaded_and_do_not_go_on_with_another(
     [
         (("--dtype", "float31"), "dtype must be 'auto', 'float32'"),
         (("--device", "nosuch"), "cannot be put on the device 'nosuch'"),
-        (("--device", "cpu", "--device-map", "auto"), "give one of them"),
+        (("--device", "cpu", "--device-map", "auto"), "Give only one of them"),
         (
             ("--weights", "int3"),
             "q8_0, q4_0, q4_1, gguf, not 'int3'",

@@ -89,9 +89,9 @@ def test_a_trial_in_which_nothing_was_evicted_is_said_to_tell_nothing(
 ):
     monkeypatch.setattr(advice, "CANDIDATES", ("window", "streaming_llm"))
     words = ("advise", "--text", text, "--model", model, "--memory", "1GB", "--tokens")
-    assert "too few to tell" not in run(capsys, *words, 700).out
+    assert "too few to compare" not in run(capsys, *words, 700).out
     ended = run(capsys, *words, 300)
-    assert "300 tokens are too few to tell: nothing was evicted under " in ended.out
+    assert "300 tokens are too few to compare policies: " in ended.out
     facts = json.loads(run(capsys, *words, 300, "--json").out)
     assert [one["evicted"] for one in facts["tries"]] == [False, False]
 
@@ -100,11 +100,13 @@ def test_a_text_that_fits_is_said_to(capsys, model, tmp_path):
     path = tmp_path / "short.txt"
     path.write_text(WORDS)
     ended = run(capsys, "advise", "--text", path, "--model", model, "--memory", "1GiB")
-    assert "take dense, nothing need go" in ended.out
+    assert "Use the policy dense: nothing has to be evicted" in ended.out
 
 
 @pytest.mark.parametrize("memory", ["lots", "0", "-2GB", "2 hours", ""])
 def test_a_size_that_is_none_is_refused(capsys, model, text, memory):
     ended = run(capsys, "advise", "--text", text, "--model", model, "--memory", memory)
     assert (ended.code, ended.err.count("\n")) == (1, 1)
-    assert "is no number of bytes above 0; write 80GB, 1.5 TB or 24 GiB" in ended.err
+    assert (
+        "must be a number of bytes above 0. Write, for example, 80GB, 1.5 TB or 24 GiB"
+    ) in ended.err

@@ -84,7 +84,7 @@ def test_for_people_it_is_a_few_lines(capsys, model):
     ]  # fmt: skip
     assert lines[0] == f"model     {model}, 1 layer, float32"
     assert lines[1].endswith("weir(budget=448), 448 slots a layer and 64 new tokens")
-    assert " fit into 1.0 MB beside the weights" in lines[5]
+    assert " fit in 1.0 MB next to the weights" in lines[5]
     assert lines[6].endswith(" together, at 1.0 GB/s")
     plain = run(capsys, "size", model).out.splitlines()
     assert plain == lines[:5]
@@ -96,8 +96,8 @@ def test_for_people_it_is_a_few_lines(capsys, model):
     ("kind", "tokens", "said"),
     [
         ("zero", [], "a Zero Sink, which needs no slot"),
-        ("learnable", [3], "a learned token in front of every text, so sink(1) is enough"),
-        ("learnable", [3, 5], "2 learned tokens in front of every text, so sink(2) is enough"),
+        ("learnable", [3], "a learned token before every text, so sink(1) is enough"),
+        ("learnable", [3, 5], "2 learned tokens before every text, so sink(2) is enough"),
     ],
 )
 def test_a_sink_that_the_model_was_trained_with_is_told(
@@ -135,7 +135,8 @@ def test_without_the_weights_it_says_what_they_decide(capsys, model, config):
     assert facts["stream_bytes_at_most"] == wider > facts["stream_bytes"]
     said = run(capsys, "size", config).out.splitlines()[3]
     assert said.endswith(
-        " kB with slots of 8 bits: the model's weights decide, and they are not on this machine"
+        " kB with 8-bit slots: the default policy chooses by the weights, which "
+        "are not on this machine"
     )
     pinned = facts_of(capsys, config, "--pin", 8)
     assert pinned["stream_bytes_at_most"] > pinned["stream_bytes"]
@@ -166,7 +167,7 @@ def test_weights_larger_than_the_memory_are_said_to_be(capsys, model, monkeypatc
     monkeypatch.setattr("weir.loading.loader.free_memory", lambda device: 1000)
     ended = run(capsys, "size", model)
     assert ended.code == 0
-    assert "weights decide, and they do not fit in this machine's memory" in ended.out
+    assert "by the weights, which do not fit in the memory of this machine" in ended.out
 
 
 @pytest.fixture(scope="module")
@@ -266,7 +267,7 @@ def test_a_configuration_of_more_layers_than_any_model_has_is_refused_at_once(ca
     config.write_text(json.dumps({**facts, "num_hidden_layers": 10**6}))
     ended = run(capsys, "size", config)
     assert (ended.code, ended.out) == (1, "")
-    assert "says num_hidden_layers = 1000000, where a whole number from 0 to 2,000" in ended.err
+    assert "has num_hidden_layers = 1000000, where a whole number from 0 to 2,000" in ended.err
 
 
 def test_a_memory_that_holds_no_stream_says_so_after_the_figures(capsys, model):
@@ -276,7 +277,7 @@ def test_a_memory_that_holds_no_stream_says_so_after_the_figures(capsys, model):
     assert facts["streams"] == 0
     assert list(facts["tokens_per_s"]) == ["one"]
     assert ended.err.count("\n") == 1
-    assert "1kB holds no stream: the weights take " in ended.err
+    assert "1kB is too small for a stream: the weights take " in ended.err
 
 
 @pytest.mark.parametrize(
@@ -284,11 +285,14 @@ def test_a_memory_that_holds_no_stream_says_so_after_the_figures(capsys, model):
     [
         (
             ("--policy", "dense"),
-            "dense has no limit: say how long a stream is, as in --tokens 8192",
+            "Give a length, as in --tokens 8192",
         ),
         (("--policy", "recent(2) | recent"), "recent"),
-        (("--memory", "much"), "'much' is no number of bytes above 0; write 80GB"),
-        (("--bandwidth", "-3GB/s"), "'-3GB/s' is no number of bytes above 0"),
+        (
+            ("--memory", "much"),
+            ("'much' must be a number of bytes above 0. Write, for example, 80GB"),
+        ),
+        (("--bandwidth", "-3GB/s"), "'-3GB/s' must be a number of bytes above 0"),
         (("--dtype", "float99"), "float99"),
         (("--dtype", "int8"), "int8"),
     ],
@@ -304,7 +308,8 @@ def test_a_folder_without_a_configuration_is_refused(capsys, tmp_path):
     ended = run(capsys, "size", tmp_path)
     assert (ended.code, ended.out) == (1, "")
     assert ended.err == (
-        f"weir: the folder {tmp_path} has no config.json, which says how large a model is\n"
+        f"weir: the folder {tmp_path} has no config.json, which contains the sizes "
+        f"of the model. Use a folder that save_pretrained wrote.\n"
     )
 
 
@@ -347,7 +352,7 @@ def test_quantized_slots_count(capsys, model):
     assert int8["stream_bytes"] < exact["stream_bytes"]
     assert int8["step_bytes"]["each_stream"] < exact["step_bytes"]["each_stream"]
     ended = run(capsys, "size", model, "--policy", policy, "--slots", "int7")
-    sentence = "formats of slots are int8, int4, k8v4, fp8, and slots=exact for none, not 'int7'"
+    sentence = "unknown format of slots 'int7'. Use one of int8, int4, k8v4, fp8, or slots=exact"
     assert ended.code == 1 and sentence in ended.err
     ended = run(capsys, "size", model, "--policy", policy, "--slots", "k8v4")
     assert ended.code == 1 and "in groups of 32 numbers" in ended.err
@@ -398,5 +403,5 @@ def test_what_a_server_holds_is_counted(capsys, model):
     quantized = facts_of(capsys, *how, "--pin-slots", "int8")
     assert quantized["stream_bytes"] < facts["stream_bytes"]
     shown = run(capsys, "size", *how, "--rows", 3).out
-    assert "ends of 256 turns" in shown
+    assert "states of 256 turns" in shown
     assert "8 states of prompts" in shown

@@ -45,7 +45,7 @@ def test_a_budget_past_the_window_is_told(capsys, model, text):
     words = ("stream", "--model", model, "--text", text, "--tokens", 20, "--chunk", 8)
     assert "this model was made for" not in run(capsys, *words, "--policy", "h2o(24)").err
     ended = run(capsys, *words, "--policy", "h2o(5000)")
-    assert "hold up to 5,008 tokens, and this model was made for" in ended.err
+    assert "hold up to 5,008 tokens, but this model was made for" in ended.err
 
 
 @pytest.mark.slow
@@ -53,7 +53,7 @@ def test_places_past_the_window_are_told_in_one_line(model, text):
     words = ("stream", "--model", model, "--text", text, "--policy", SMALL)
     ended = Process(*words, "--positions", "original", "--json").end()
     assert (ended.code, json.loads(ended.out)["positions"]) == (0, "original")
-    assert ended.err.count("weir: a stream has come past the places") == 1
+    assert ended.err.count("weir: a stream has passed the last place") == 1
     assert "UserWarning" not in ended.err
 
 
@@ -220,7 +220,7 @@ def test_a_table_says_where_a_signal_ended_it(capsys, model, text, monkeypatch, 
 def test_every_policy_is_listed_once_with_what_it_is_good_for(capsys, columns):
     ended = run(capsys, "policies", columns=columns)
     assert (ended.code, ended.err) == (0, "")
-    policies, _, pools = ended.out.partition("Pools, of which a pipe is made\n")
+    policies, _, pools = ended.out.partition("Pools, the parts of a pipe\n")
     rows = [line for line in policies.splitlines() if re.match(r"[a-z_0-9]+  ", line)]
     own = {name for name, it in NAMED.items() if it.make.__module__.startswith("weir.")}
     assert sorted(line.split()[0] for line in rows) == sorted(own)
@@ -247,7 +247,7 @@ def test_of_one_policy_all_is_told_and_of_a_pool_of_that_name_too(capsys):
     assert [row["name"] for row in facts["policies"]] == ["streaming_llm"] and not facts["pools"]
     ended = run(capsys, "policies", "reservior")
     assert (ended.code, ended.out, ended.err.count("\n")) == (2, "", 1)
-    assert "no policy and no pool is called 'reservior', did you mean 'reservoir'?" in ended.err
+    assert "there is no policy or pool called 'reservior', did you mean 'reservoir'?" in ended.err
     assert "did you mean 'kcenter'?" in run(capsys, "policies", "KCENTER(9)").err
 
 

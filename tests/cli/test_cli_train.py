@@ -82,7 +82,7 @@ def test_the_shape_is_chosen_and_a_sink_that_it_cannot_have_is_another_one(
     ended = run(capsys, "train", *words, "--out", tmp_path / "alibi", "--shape", "alibi")
     recipe = json.loads(ended.out)["recipe"]
     assert [recipe[name] for name in ("heads", "kv_heads", "sink")] == [4, 4, "learnable"]
-    assert "training with a learnable sink: none can be taught to an ALiBi model" in ended.err
+    assert "using a learnable sink: a sink cannot be taught to an ALiBi model" in ended.err
     ended = run(capsys, "train", *words, "--out", tmp_path / "no", "--kv-heads", 3)
     assert ended.code == 1
     assert "4 heads cannot share 3 KV heads evenly" in ended.err
@@ -107,7 +107,7 @@ def test_a_run_that_was_interrupted_says_so_and_goes_on(capsys, text, tmp_path, 
     monkeypatch.setattr(loop, "train", pressed)
     ended = run(capsys, "train", *words)
     assert (ended.code, ended.out) == (130, "")
-    assert "the same command goes on from the last checkpoint" in ended.err
+    assert "run the same command again to continue from the last checkpoint" in ended.err
     assert ended.err.endswith("weir: interrupted\n")
     monkeypatch.setattr(loop, "train", train)
     steps.clear()

@@ -14,41 +14,40 @@ NOWHERE = "/nowhere/text.txt"
     [
         (
             "serve nano --disk 1GB --replicas 3",
-            "--replicas changes nothing here: it is for --cluster",
+            "--replicas has no effect: it needs --cluster",
         ),
         (
             f"stream --text {NOWHERE} --policy recompute(8) --chunk 8 --seed 1",
-            "--chunk and --seed change nothing here: recompute reads its window anew and draws "
-            "nothing",
+            "--chunk and --seed have no effect: recompute recomputes its window and draws no "
+            "random numbers",
         ),
         (
             f"attention-error --text {NOWHERE} --chunk 8",
-            "--chunk changes nothing here: it is for --stream, and the text is folded at once",
+            "--chunk has no effect: it needs --stream; without it the text is folded at once",
         ),
         (
             "chat --temperature 0 --top-k 3 --policy sink(nobody)",
-            "--top-k changes nothing here: at a temperature of 0 the likeliest token is taken",
+            "--top-k has no effect: at temperature 0 the likeliest token is always taken",
         ),
         (
             "bench --only nobody --tokens 20000 --policies weir",
-            "--tokens changes nothing here: it is for --flat",
+            "--tokens has no effect: it is for --flat",
         ),
         (
             "bench --only nobody --policies weir",
-            "--policies changes nothing here: no figure of --only compares policies",
+            "--policies has no effect: no figure of --only compares policies",
         ),
         (
             "eval --tasks ppl --policies h2o(64) --budgets 32 --out {folder}",
-            "--budgets changes nothing here: no policy here takes a budget and is written without "
-            "one",
+            "--budgets has no effect: every policy here has a budget or takes none",
         ),
         (
             "eval --tasks ppl --protocol subgen --positions original --out {folder}",
-            "--positions changes nothing here: the protocol subgen says where tokens stand",
+            "--positions has no effect: the protocol subgen sets the positions",
         ),
         (
             "eval --tasks ppl --policies h2o(64) --add --out {file}/none",
-            "--add changes nothing here: there is no {file}/none yet",
+            "--add has no effect: {file}/none does not exist yet",
         ),
     ],
 )
@@ -63,6 +62,6 @@ def test_what_nothing_will_read_is_named(capsys, tmp_path, words, told):
 
 def test_what_was_not_typed_is_not_named(capsys):
     ended = run(capsys, "serve", "nano", "--disk", "1GB")
-    assert "nothing here" not in ended.err
+    assert "no effect" not in ended.err
     ended = run(capsys, "attention-error", "--text", NOWHERE, "--stream", "--chunk", "8")
-    assert "nothing here" not in ended.err
+    assert "no effect" not in ended.err

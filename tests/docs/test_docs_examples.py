@@ -208,6 +208,6 @@ def test_below_its_budget_the_new_pool_changes_nothing(
 
 
 def test_the_new_pool_is_refused_like_any_other(loud: type[Pool]) -> None:
-    with pytest.raises(weir.PolicyError, match="loud keeps at least 1 token") as error:
+    with pytest.raises(weir.PolicyError, match="loud must keep at least 1 token") as error:
         weir.policy("sink(4) | loud(0)")
     assert error.value.at == 10

@@ -191,8 +191,8 @@ def test_the_command_runs_a_task_from_a_folder(
 def test_what_cannot_be_is_one_clear_line(nano: tuple[Any, Any]) -> None:
     model, tokenizer = nano
     for said, given in [
-        ("no model argument 'budget'", {"budget": 3}),
-        ("batch_size must be a whole number from 1 on, not 'auto'", {"batch_size": "auto"}),
+        ("unknown model argument 'budget'", {"budget": 3}),
+        ("batch_size must be a whole number of at least 1, not 'auto'", {"batch_size": "auto"}),
         ("needs its tokenizer", {"tokenizer": None}),
     ]:
         with pytest.raises(WeirError, match=said):
@@ -221,7 +221,7 @@ def test_the_command_ends_with_one_line_where_weir_refuses(
     monkeypatch.setattr("lm_eval.__main__.cli_evaluate", lambda: get_model("weir")(**asked))
     with pytest.raises(SystemExit, match="1"):
         main()
-    assert capsys.readouterr().err.startswith("weir: no pool or policy is called 'sync'")
+    assert capsys.readouterr().err.startswith("weir: unknown pool or policy 'sync'")
 
 
 def _numbers(resps: list[Any]) -> list[float]:

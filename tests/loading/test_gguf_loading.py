@@ -117,7 +117,9 @@ def test_a_device_that_is_not_there_is_named(file, device):
 
 
 def test_an_encoder_is_not_read_from_a_gguf_file(file):
-    with pytest.raises(WeirError, match=r"some\.gguf is a GGUF file, and an encoder is read from"):
+    with pytest.raises(
+        WeirError, match=(r"some\.gguf is a GGUF file, and an encoder can only be loaded " r"from")
+    ):
         weir.loading.load_encoder(str(file))
 
 

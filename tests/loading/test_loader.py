@@ -73,9 +73,9 @@ def test_a_folder_may_be_a_path_and_other_names_are_refused_in_a_sentence(folder
     assert weir.load(folder, device="cpu")[0].config.model_type == "llama"
     for name in (None, 3, b"nano", ["nano"]):
         for load in (weir.load, load_processor):
-            with pytest.raises(WeirError, match="a model is named by a text, as in weir"):
+            with pytest.raises(WeirError, match="a model name must be a text, as in weir"):
                 load(name)
-    with pytest.raises(WeirError, match="there is no model folder"):
+    with pytest.raises(WeirError, match=r"the model folder .* does not exist"):
         weir.load(folder / "none")
 
 
@@ -93,13 +93,19 @@ def refused(name: str, sentence: str, **more: Any) -> None:
 @pytest.mark.parametrize("name", ["/nowhere/model", "./model", "~/no-such-model", "../model", ""])
 def test_a_folder_that_is_not_there_is_named(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
-    refused(name, f"there is no model folder '{name}'")
+    refused(name, f"the model folder '{name}' does not exist")
 
 
 @pytest.mark.parametrize("name", ["nobody/nothing", "nosuchmodel", "no spaces/allowed", "a/b/c"])
 def test_a_name_that_is_nowhere_is_named(name):
     assert not is_local(name)
-    refused(name, f"there is no model '{name}': not a folder here, and not to be had from the Hub")
+    refused(
+        name,
+        (
+            f"model '{name}' not found: there is no such folder, and it cannot be loaded "
+            f"from the Hub"
+        ),
+    )
 
 
 def test_a_hub_that_cannot_be_reached_is_told_at_once(monkeypatch):
@@ -116,8 +122,9 @@ def test_a_hub_that_cannot_be_reached_is_told_at_once(monkeypatch):
         with pytest.raises(WeirError) as refused:
             take("d/none")
         assert str(refused.value) == (
-            "there is no model 'd/none': not a folder here, and not to be had from the Hub, which "
-            "cannot be reached (Name or service not known)"
+            "model 'd/none' not found: there is no such folder, and it cannot be "
+            "loaded from the Hub, "
+            "because the Hub cannot be reached (Name or service not known)"
         )
     assert asked == ["d/none"] * 4
 
@@ -137,8 +144,8 @@ def test_a_model_that_was_fetched_before_is_read_without_the_hub(folder, monkeyp
 
 
 def test_a_file_that_is_not_there_is_not_sought_on_the_hub_and_a_misspelt_name_is_noticed():
-    refused("folder/none.gguf", "there is no file 'folder/none.gguf'")
-    refused("nanoo", "there is no model 'nanoo', did you mean 'nano'")
+    refused("folder/none.gguf", "the file 'folder/none.gguf' does not exist")
+    refused("nanoo", "model 'nanoo' not found, did you mean 'nano'")
 
 
 def config(**changes: Any) -> Callable[[Path], None]:
@@ -191,23 +198,29 @@ def of_another_kind(folder: Path) -> None:
 DAMAGED = {
     "an empty folder": (
         lambda folder: [path.unlink() for path in folder.iterdir()],
-        "holds no model: it has no config.json; give a folder that save_pretrained wrote",
+        "does not contain a model: it has no config.json. Use a folder that save_pretrained wrote",
     ),
-    "no configuration": (without("config.json"), "holds no model: it has no config.json; give"),
-    "a configuration of nothing": (written("config.json", "{}"), "names no model_type; give a"),
-    "a configuration that is a list": (written("config.json", "[]"), "names no model_type; give a"),
-    "a configuration that is no JSON": (written("config.json", "{"), "holds no model"),
-    "a kind nobody knows": (config(model_type="nosuch"), "holds no model .*nosuch"),
+    "no configuration": (
+        without("config.json"),
+        ("does not contain a model: it has no config.json. Use"),
+    ),
+    "a configuration of nothing": (written("config.json", "{}"), "names no model_type. Use a"),
+    "a configuration that is a list": (written("config.json", "[]"), "names no model_type. Use a"),
+    "a configuration that is no JSON": (written("config.json", "{"), "does not contain a model"),
+    "a kind nobody knows": (config(model_type="nosuch"), "does not contain a model .*nosuch"),
     "a number that is text": (
         config(num_hidden_layers="four"),
-        "says num_hidden_layers = 'four', where a whole number from 0 to 2,000 is expected",
+        "has num_hidden_layers = 'four', which must be a whole number from 0 to 2,000",
     ),
     "a configuration nested too deep": (
         written("config.json", "[" * 5000 + "]" * 5000),
-        "holds no model: its config.json is nested too deep; give",
+        "does not contain a model: its config.json is nested too deeply. Use",
     ),
     **{
-        f"{key} = {value}": (config(**{key: value}), f"says {key} = {value}, where a whole number")
+        f"{key} = {value}": (
+            config(**{key: value}),
+            (f"has {key} = {value}, which must be a whole number"),
+        )
         for key, value in (
             ("num_hidden_layers", 2**31),
             ("num_hidden_layers", -1),
@@ -222,35 +235,35 @@ DAMAGED = {
     },
     "layers of another part": (
         config(vision_config={"num_hidden_layers": 2**31}),
-        "says num_hidden_layers = 2147483648, where a whole number from 0 to 2,000 is expected",
+        "has num_hidden_layers = 2147483648, which must be a whole number from 0 to 2,000",
     ),
     "more tokens than the weights have bytes": (
         config(vocab_size=10**7),
-        r"says vocab_size = 10000000 and hidden_size = 32, but its weights have only [\d,]+ bytes",
+        r"has vocab_size = 10000000 and hidden_size = 32, but its weights have only [\d,]+ bytes",
     ),
     "a window of tokens that is text": (
         config(sliding_window="x"),
-        "(says|for field) .?sliding_window",
+        "(has|for field) .?sliding_window",
     ),
     "an end of answers that is text": (
         written("generation_config.json", '{"eos_token_id": [1, "x"]}'),
-        r"says eos_token_id = \[1, 'x'\], where the id of a token is expected; correct its gener",
+        r"has eos_token_id = \[1, 'x'\], which must be a token id. Correct its gener",
     ),
     "an end of answers in two lists": (
         written("generation_config.json", '{"eos_token_id": [[1]]}'),
-        r"says eos_token_id = \[\[1\]\], where the id",
+        r"has eos_token_id = \[\[1\]\], which must be a token id",
     ),
     "no generation configuration, but a file": (
         written("generation_config.json", ""),
-        "the file generation_config.json of .* is no JSON object; remove it",
+        "generation_config.json of .* is not a JSON object. Remove it",
     ),
     "a generation configuration nested too deep": (
         written("generation_config.json", '{"a":' * 5000 + "1" + "}" * 5000),
-        "the file generation_config.json of .* is no JSON object; remove it",
+        "generation_config.json of .* is not a JSON object. Remove it",
     ),
     "a length that is text": (
         lambda folder: tokenizer_config(folder, model_max_length="x"),
-        "the tokenizer of .* says model_max_length = 'x', where a number is expected",
+        "the tokenizer of .* has model_max_length = 'x', which must be a number",
     ),
     "no tokenizer": (without("tokenizer.json", "tokenizer_config.json"), "has no tokenizer"),
     "no tokenizer, where transformers makes an empty one": (untold, "has no tokenizer files"),
@@ -259,7 +272,7 @@ DAMAGED = {
     "weights cut short": (cut, "cannot be read as a causal language model"),
     "weights that are missing": (
         weights(**{"model.layers.1.mlp.up_proj.weight": None, "model.norm.weight": None}),
-        "lacks 2 of its weights, model.layers.1.mlp.up_proj.weight for one",
+        "lacks 2 of its weights, such as model.layers.1.mlp.up_proj.weight",
     ),
     **{
         f"a weight with {value} in {weight}": (
@@ -271,7 +284,7 @@ DAMAGED = {
     },
     "weights of another shape": (
         weights(**{"model.norm.weight": torch.ones(16)}),
-        "weights of other shapes than its config.json says: 1 of them, model.norm.weight for one",
+        "has 1 weights with other shapes than its config.json declares, such as model.norm.weight",
     ),
     "an encoder-decoder": (of_another_kind, "cannot be read as a causal language model .*T5"),
 }
@@ -300,7 +313,7 @@ def test_a_device_that_is_not_there_is_refused():
 
 def test_a_name_in_place_of_a_model_is_refused_in_a_sentence() -> None:
     for make in (weir.StreamingCache, weir.Stream):
-        with pytest.raises(weir.WeirError, match=r"not a str; weir\.load gives one"):
+        with pytest.raises(weir.WeirError, match=r"got a str\. weir\.load returns such a model"):
             make("nano")
 
 
@@ -322,7 +335,7 @@ def test_code_that_a_model_brings_runs_only_where_that_is_asked_for(folder, monk
     (folder / "own.py").write_text(OWN_CODE)
     classes = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnLlama"}
     config(model_type="own-llama", auto_map=classes)(folder)
-    refused(str(folder), "brings Python code of its own, which runs only with trust_remote_code")
+    refused(str(folder), "contains Python code, which runs only with trust_remote_code")
     model, _ = weir.load(str(folder), device="cpu", trust_remote_code=True)
     assert type(model).__name__ == "OwnLlama"
     assert type(skeleton(str(folder), trust_remote_code=True)).__name__ == "OwnLlama"
@@ -345,7 +358,7 @@ def test_a_revision_is_asked_for_wherever_files_are(monkeypatch):
 def test_a_model_on_this_machine_has_no_revision(folder):
     config = folder / "config.json"
     for name, take in (("nano", weir.load), (folder, weir.load), (str(config), skeleton)):
-        with pytest.raises(WeirError, match=r"on this machine.* got revision 'v2'; leave out"):
+        with pytest.raises(WeirError, match=r"on this machine.* got revision 'v2'\. Leave out"):
             take(name, revision="v2")
 
 
@@ -353,7 +366,7 @@ def test_a_model_may_be_spread_and_then_has_no_device_of_its_own(folder):
     pytest.importorskip("accelerate")  # transformers asks for it
     model, _ = weir.load(str(folder), device_map={"": "meta"}, dtype="bfloat16")
     assert (model.device.type, model.dtype) == ("meta", torch.bfloat16)
-    refused(str(folder), "give one of them", device="cpu", device_map="auto")
+    refused(str(folder), "Give only one of them", device="cpu", device_map="auto")
 
 
 @pytest.mark.parametrize("key", ["{}_implementation", "_{}_implementation_internal"])

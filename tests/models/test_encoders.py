@@ -44,5 +44,5 @@ def test_an_encoder_that_lacks_weights_is_refused(tmp_path):
     saved = bert(tmp_path)
     weights = {k: v for k, v in saved.bert.state_dict().items() if "query" not in k}
     BertModel.save_pretrained(AutoModel.from_config(saved.config), tmp_path, state_dict=weights)
-    with pytest.raises(WeirError, match=r"lacks 2 of its weights, encoder\.layer\.0"):
+    with pytest.raises(WeirError, match=r"lacks 2 of its weights, such as encoder\.layer\.0"):
         load_encoder(str(tmp_path), device="cpu")

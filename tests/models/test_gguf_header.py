@@ -109,7 +109,7 @@ def of_another_model(paths: list[Path]) -> None:
         (of_two, r"split\.count is 2, where 3 is expected"),
         (without_fields, r"split\.count is None, where 3 is expected"),
         (of_another_model, r"split\.tensors\.count is 6, where 5 is expected"),
-        (too_few, r"hold 4 tensors, but the first one says 5"),
+        (too_few, r"hold 4 tensors, but the first one declares 5"),
         (twice, r"both hold the tensor blk\.0\.attn_q\.weight"),
     ],
 )
@@ -152,14 +152,14 @@ def test_a_file_of_any_name_is_read_by_its_content(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "it is empty; download it again"),
-        (b"<!DOCTYPE html>", "it is a web page; download it again"),
+        (b"", "it is empty. Download it again"),
+        (b"<!DOCTYPE html>", "it is a web page. Download it again"),
         (b"version https://git-lfs", "only a pointer of Git LFS, whose file was not fetched"),
         (b"ggjt....", "has a format older than GGUF"),
-        (b"PK\3\4....", r"it begins with b'PK.*; download it again"),
+        (b"PK\3\4....", r"it begins with b'PK.*\. Download it again"),
         (
             b"GGUF\4\0\0\0",
-            r"has version 4 of the GGUF format, and weir reads 2 and 3; take",
+            r"has version 4 of the GGUF format, and weir reads 2 and 3. Use",
         ),
     ],
 )

@@ -378,7 +378,7 @@ def test_every_token_has_one_number(
         (lambda: byte_level(chat_template__tools=4), r"chat_template\.tools = 4, where text is"),
         (
             lambda: byte_level(ggml__eos_token_id=-1),
-            r"= -1, where the id of a token is expected; take",
+            r"= -1, where the id of a token is expected\. Use",
         ),
     ],
 )
@@ -387,7 +387,7 @@ def test_what_cannot_be_followed_is_refused(
 ) -> None:
     with pytest.raises(WeirError, match=message) as refused:
         read(tmp_path, make())
-    assert str(refused.value).count("; take another file") + str(refused.value).count("or Hub") == 1
+    assert str(refused.value).count("Use another file") + str(refused.value).count("or Hub") == 1
 
 
 @pytest.mark.parametrize(("id", "told"), [(9999, True), ((1 << 32) - 1, False)])

@@ -118,7 +118,7 @@ def test_a_family_that_rotates_otherwise_would_be_noticed(
     monkeypatch.setattr("weir.models.model_spec.INTERFACE_FAMILIES", frozenset({config.model_type}))
     if kind == "CohereConfig":  # its cosines are in another order, which a cache notices
         with pytest.raises(
-            WeirError, match="computes other cosines and sines than its frequencies"
+            WeirError, match="computes other cosines and sines than those of its frequencies"
         ):
             StreamingCache(model, "dense")
         return

@@ -343,5 +343,5 @@ def test_what_is_no_kind_of_weights_is_refused():
 def test_it_is_said_where_products_are_slow(fresh_llama, monkeypatch):
     monkeypatch.setenv("WEIR_KERNELS", "reference")
     model = fresh_llama(**LLAMA)
-    with pytest.warns(UserWarning, match="written out for every product"):
+    with pytest.warns(UserWarning, match="dequantized for every product"):
         quantize_weights(model, "q8_0")

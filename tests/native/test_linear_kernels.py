@@ -291,7 +291,7 @@ def test_the_smallest_weights_take_no_longer_to_time_than_others(monkeypatch):
 
 
 def test_what_is_no_model_is_refused():
-    with pytest.raises(weir.WeirError, match="takes a model, not 'nano'"):
+    with pytest.raises(weir.WeirError, match="needs a model, got 'nano'"):
         choose_products("nano")
 
 

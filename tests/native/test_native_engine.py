@@ -448,7 +448,7 @@ def test_tokens_come_uncompiled_until_the_kernel_is_there(taken, monkeypatch, no
 
 UNFINISHED = {
     "run": "eager",
-    "reason": "the kernel is still being compiled; steps are native once it is",
+    "reason": "the kernel is still being compiled; steps are native when it is ready",
 }
 
 

@@ -196,7 +196,7 @@ def test_a_model_that_transformers_quantized_on_its_way_in(fresh_llama, ids, tmp
     with torch.no_grad():
         wanted = model(text, past_key_values=cache).logits[0]
     close_runs(stream.feed(text[0], all_logits=True).view(wanted.shape), wanted, dense(model))
-    with pytest.raises(WeirError, match="quantized or shared out already"):
+    with pytest.raises(WeirError, match="already quantized or distributed"):
         quantize_weights(model, "int8")
 
 

@@ -66,7 +66,9 @@ def folded(*, mass: bool = False) -> list[Slots]:
 @pytest.mark.parametrize("slots", [-1, 2.5, True, "3", torch.tensor(3)])
 def test_slots_that_are_no_number_of_slots_are_refused_where_the_pool_stands(slots):
     ANSWERS["slots"] = slots
-    with pytest.raises(PolicyError, match=r"slots\(\) of the pool odd is a whole number") as error:
+    with pytest.raises(
+        PolicyError, match=(r"slots\(\) of the pool odd must be a whole " r"number")
+    ) as error:
         policy("recent(4) | odd(3)")
     assert error.value.at == 12
     with pytest.raises(WeirError, match=r"slots\(\) of the pool odd"):
@@ -94,33 +96,35 @@ def test_a_pool_without_a_name_is_refused():
 @pytest.mark.parametrize(
     ("answer", "what"),
     [
-        (lambda h, n, f: None, "not NoneType"),
-        (lambda h, n, f: h, "not Slots"),
-        (lambda h, n, f: [h, n], "not list"),
-        (lambda h, n, f: (h,), r"not \(Slots\)"),
-        (lambda h, n, f: (h, n, n), r"not \(Slots, Slots, Slots\)"),
-        (lambda h, n, f: (h, None), r"not \(Slots, NoneType\)"),
-        (lambda h, n, f: (h.keys, n.keys), r"not \(Tensor, Tensor\)"),
+        (lambda h, n, f: None, "got NoneType"),
+        (lambda h, n, f: h, "got Slots"),
+        (lambda h, n, f: [h, n], "got list"),
+        (lambda h, n, f: (h,), r"got \(Slots\)"),
+        (lambda h, n, f: (h, n, n), r"got \(Slots, Slots, Slots\)"),
+        (lambda h, n, f: (h, None), r"got \(Slots, NoneType\)"),
+        (lambda h, n, f: (h.keys, n.keys), r"got \(Tensor, Tensor\)"),
     ],
 )
 def test_what_is_no_pair_of_slots_is_refused(answer, what):
     ANSWERS["fold"] = answer
-    with pytest.raises(WeirError, match=f"the fold of the pool odd returns two Slots, .* {what}$"):
+    with pytest.raises(
+        WeirError, match=(f"the fold of the pool odd must return two Slots, .* {what}$")
+    ):
         folded()
 
 
 CHANGES = {
-    "keys of another size": ("keys", lambda t: t[..., :3], r"\[2, 3, 2, 3\] instead of"),
-    "values without a dimension": ("values", lambda t: t[..., 0], r"\[2, 3, 2\] instead of"),
-    "one row": ("a", lambda t: t[:1], r"\[1, 3, 2\] instead of \[2, 3, 2\]"),
-    "one head": ("b", lambda t: t[:, :1], r"\[2, 1, 2\] instead of \[2, 3, 2\]"),
-    "a slot too few": ("b", lambda t: t[:, :, 1:], r"\[2, 3, 1\] instead of \[2, 3, 2\]"),
-    "weights in double": ("a", lambda t: t.double(), "is torch.float64 on cpu instead of"),
-    "keys in half": ("keys", lambda t: t.half(), "is torch.float16 on cpu instead of"),
-    "positions that are no integers": ("position", lambda t: t.float(), "is torch.float32"),
-    "positions of one row": ("position", lambda t: t[0], "has the shape"),
-    "no tensor": ("values", lambda t: t.tolist(), "is no tensor"),
-    "elsewhere": ("keys", lambda t: t.to("meta"), "on meta instead of"),
+    "keys of another size": ("keys", lambda t: t[..., :3], r"got \[2, 3, 2, 3\]"),
+    "values without a dimension": ("values", lambda t: t[..., 0], r"got \[2, 3, 2\]"),
+    "one row": ("a", lambda t: t[:1], r"\[2, 3, 2\], got \[1, 3, 2\]"),
+    "one head": ("b", lambda t: t[:, :1], r"\[2, 3, 2\], got \[2, 1, 2\]"),
+    "a slot too few": ("b", lambda t: t[:, :, 1:], r"\[2, 3, 2\], got \[2, 3, 1\]"),
+    "weights in double": ("a", lambda t: t.double(), "got torch.float64 on cpu"),
+    "keys in half": ("keys", lambda t: t.half(), "got torch.float16 on cpu"),
+    "positions that are no integers": ("position", lambda t: t.float(), "got torch.float32"),
+    "positions of one row": ("position", lambda t: t[0], "must have the shape"),
+    "no tensor": ("values", lambda t: t.tolist(), "must be a tensor"),
+    "elsewhere": ("keys", lambda t: t.to("meta"), "on meta"),
 }
 
 
@@ -134,23 +138,27 @@ def test_slots_whose_tensors_do_not_go_together_are_refused(change, flows):
         return (held, bad) if flows else (bad, new)
 
     ANSWERS["fold"] = answer
-    what = "let go of" if flows else "kept"
-    with pytest.raises(WeirError, match=f"^[a-z]+ of what the pool odd {what} .*{problem}"):
+    what = "evicted" if flows else "kept"
+    with pytest.raises(
+        WeirError, match=(f"^[a-z]+ of the slots that the pool odd {what} .*{problem}")
+    ):
         folded()
 
 
 def test_mass_is_there_when_it_is_kept_and_not_when_it_is_not():
     ANSWERS["fold"] = lambda h, n, f: (replace(h, mass=None), n)
-    with pytest.raises(WeirError, match="mass of what the pool odd kept is no tensor"):
+    with pytest.raises(
+        WeirError, match=("mass of the slots that the pool odd kept must be a tensor")
+    ):
         folded(mass=True)
     ANSWERS["fold"] = lambda h, n, f: (replace(h, mass=h.a), n)
-    with pytest.raises(WeirError, match="mass of what the pool odd kept is not kept here"):
+    with pytest.raises(WeirError, match="mass of the slots that the pool odd kept is not stored"):
         folded()
 
 
 def test_more_than_its_slots_is_refused():
     ANSWERS["fold"] = lambda h, n, f: (h.join(n.part(0, 2)), n.part(2, 6))
-    with pytest.raises(WeirError, match="the pool odd kept 4 slots and may hold 3"):
+    with pytest.raises(WeirError, match="the pool odd kept 4 slots, and its limit is 3"):
         folded()
 
 
@@ -174,10 +182,19 @@ def test_a_fold_that_keeps_its_word_is_taken():
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (lambda state: state.clear(), "remembers nothing instead of came"),
-        (lambda state: state.update(more=torch.zeros(1)), "remembers came, more instead of came"),
-        (lambda state: state.update(came=7), "remembers came as int instead of torch.int64"),
-        (lambda state: state.update(came=state["came"].float()), "remembers came as torch.float32"),
+        (lambda state: state.clear(), "the state of the pool odd has nothing instead of came"),
+        (
+            lambda state: state.update(more=torch.zeros(1)),
+            ("the state of the pool odd has came, more instead of came"),
+        ),
+        (
+            lambda state: state.update(came=7),
+            ("the state came of the pool odd must be torch.int64 on cpu, got int"),
+        ),
+        (
+            lambda state: state.update(came=state["came"].float()),
+            ("the state came of the pool odd must be torch.int64 on cpu, got torch.float32"),
+        ),
     ],
 )
 def test_a_memory_of_other_names_or_dtypes_is_refused(change, problem):
@@ -186,7 +203,7 @@ def test_a_memory_of_other_names_or_dtypes_is_refused(change, problem):
         return held, new
 
     ANSWERS["fold"] = answer
-    with pytest.raises(WeirError, match=f"the pool odd {problem}"):
+    with pytest.raises(WeirError, match=problem):
         folded()
 
 

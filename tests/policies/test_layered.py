@@ -75,12 +75,12 @@ MISTAKES = {
     "[»]": "expected a pool or a policy",
     "[h2o(8), »]": "expected a pool or a policy",
     "[h2o(8)] »| recent(4)": "expected '|' or the end",
-    "[h2o(8), »nothing(3)]": "no pool or policy is called 'nothing'",
+    "[h2o(8), »nothing(3)]": "unknown pool or policy 'nothing'",
     "»[h2o(8), recompute(4)]": "which a cache cannot do",
     "recent([»3])": "expected a pool or a policy",
-    "»pyramid([h2o(8)])": "shares out the slots of a pipe",
+    "»pyramid([h2o(8)])": "a pyramid needs a pipe",
     "chunks(»[heavy(8)]) | recent(4)": "expected one pool",
-    "[[[[[[[[[»h2o(8)]]]]]]]]]": "this deep inside others",
+    "[[[[[[[[[»h2o(8)]]]]]]]]]": "at most 8 deep",
 }
 
 
@@ -122,14 +122,14 @@ def test_a_long_list_is_said_by_its_layers_and_their_slots(text, brief):
 
 def test_a_list_of_nothing_and_one_of_something_else_are_refused():
     for wrong in ((), ("h2o(8)",)):
-        with pytest.raises(WeirError, match="a list of one policy or more"):
+        with pytest.raises(WeirError, match="a list of at least one policy"):
             Layered(wrong)
 
 
 def test_a_model_of_other_layers_is_refused(shallow):
-    with pytest.raises(WeirError, match="has policies for 2 layers, and this model has 3 "):
+    with pytest.raises(WeirError, match="has policies for 2 layers, but this model has 3 "):
         weir.policy(TWO).for_layer(0, 3)
-    with pytest.raises(WeirError, match=r"has policies for 2 layers, and this model has 1 "):
+    with pytest.raises(WeirError, match=r"has policies for 2 layers, but this model has 1 "):
         weir.Stream(shallow, TWO)
 
 

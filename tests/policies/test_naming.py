@@ -31,7 +31,9 @@ def test_the_name_of_another_policy_is_refused_and_the_other_stays():
     def h2o(budget: int = 3) -> Policy:
         return Pipe((Recent(budget),))
 
-    with pytest.raises(WeirError, match=r"called h2o already, weir\.policies\.library\.h2o;"):
+    with pytest.raises(
+        WeirError, match=(r"called h2o already exists: " r"weir\.policies\.library\.h2o\.")
+    ):
         named("nobody")(h2o)
     assert policy("h2o(8)").slots == 8
     assert len(policy("h2o(8)").pools) == 2
@@ -60,7 +62,7 @@ def test_a_name_that_a_policy_cannot_be_written_with_is_refused():
 
 @pytest.mark.parametrize("thing", [5, "h2o", Pipe, Pipe((Recent(3),))])
 def test_what_is_no_function_is_refused(thing):
-    with pytest.raises(WeirError, match="a named policy is a function"):
+    with pytest.raises(WeirError, match="a named policy must be a function"):
         named("nobody")(thing)
 
 
@@ -70,9 +72,9 @@ def test_a_function_that_returns_no_policy_is_refused_by_name(nothing):
     def odd() -> Policy:
         return nothing
 
-    with pytest.raises(WeirError, match=r"^odd is known as a policy and returned"):
+    with pytest.raises(WeirError, match=r"^the policy function odd must return a Policy"):
         odd()
-    with pytest.raises(PolicyError, match="odd is known as a policy and returned"):
+    with pytest.raises(PolicyError, match="the policy function odd must return a Policy"):
         policy("odd")
 
 

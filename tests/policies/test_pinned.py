@@ -102,10 +102,10 @@ def test_a_quarter_more_unless_somebody_says_how_many():
 @pytest.mark.parametrize(
     ("inner", "n", "match"),
     [
-        ("dense", 8, "dense has no limit, so a beginning need not be pinned"),
-        ("pinned", 8, "keeps a stream's beginning already"),
+        ("dense", 8, "dense has no limit and keeps the beginning anyway"),
+        ("pinned", 8, "already keeps the beginning of a stream"),
         ("recompute", 8, "which a cache cannot do"),
-        ("h2o", -1, "at least 1 token, not -1"),
+        ("h2o", -1, "at least 1 token, got -1"),
     ],
 )
 def test_what_cannot_be_pinned_is_refused(inner, n, match):

@@ -73,7 +73,7 @@ def test_a_module_of_ones_own_is_imported_by_its_name_from_here_or_as_a_file(
 ):
     (tmp_path / f"mine_{by}.py").write_text(POOL.format(name=f"mine_{by}"))
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(PolicyError, match=f"no pool or policy is called 'mine_{by}'"):
+    with pytest.raises(PolicyError, match=f"unknown pool or policy 'mine_{by}'"):
         policy(f"mine_{by}(8)")
     named = f"mine_{by}" if by == "name" else str(tmp_path / "mine_file.py")
     monkeypatch.setenv(VARIABLE, os.pathsep.join(["", named]))
@@ -85,8 +85,8 @@ def test_a_module_of_ones_own_is_imported_by_its_name_from_here_or_as_a_file(
 @pytest.mark.parametrize(
     ("name", "text", "sentence"),
     [
-        ("mine_nowhere", None, "there is no module 'mine_nowhere' to import here"),
-        ("nowhere/mine_file.py", None, "mine_file.py cannot be imported: there is no such file"),
+        ("mine_nowhere", None, "there is no module 'mine_nowhere' to import."),
+        ("nowhere/mine_file.py", None, "mine_file.py cannot be imported: the file does not exist"),
         ("mine_wrong", "import mine_needed", "mine_wrong cannot be imported: No module named"),
         ("mine_odd.py", "def", "mine_odd.py cannot be imported: SyntaxError"),
         ("mine_taken", POOL.format(name="sink"), "mine_taken cannot be imported: .*sink"),

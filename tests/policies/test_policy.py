@@ -191,7 +191,7 @@ def test_a_policy_is_passed_through():
 
 @pytest.mark.parametrize("thing", [None, 5, b"sink(4)", ["sink(4)"]])
 def test_what_is_neither_text_nor_policy_is_refused(thing):
-    with pytest.raises(WeirError, match="a policy is text"):
+    with pytest.raises(WeirError, match="a policy must be a text"):
         policy(thing)
 
 
@@ -214,72 +214,72 @@ MISTAKES = {
     "a hexadecimal": ("recent(0»x10)", "expected ',' or ')'"),
     "a strange sign": ("recent(»%9)", "expected a value"),
     "a quoted word": ("every(3, kind=»'odd')", "expected a value"),
-    "a number beyond use": ("recent(»" + "9" * 5000 + ")", "this large"),
-    "an infinite number": ("every(3, »1e999)", "this large"),
-    "an unknown pool": ("sink(4) | »riddle(9)", "no pool or policy is called 'riddle'"),
-    "a name with accents": ("sink(4) | »résumé(9)", "no pool or policy is called 'résumé'"),
-    "a reservoir of none": ("»reservoir(256, samples=0)", "leaves no room for samples"),
+    "a number beyond use": ("recent(»" + "9" * 5000 + ")", "too large"),
+    "an infinite number": ("every(3, »1e999)", "too large"),
+    "an unknown pool": ("sink(4) | »riddle(9)", "unknown pool or policy 'riddle'"),
+    "a name with accents": ("sink(4) | »résumé(9)", "unknown pool or policy 'résumé'"),
+    "a reservoir of none": ("»reservoir(256, samples=0)", "leaves no slots for samples"),
     "an unknown parameter": ("sink(»m=4)", "sink has no parameter 'm'"),
-    "a parameter too many": ("sink(4, »5)", "no such parameter (it takes n)"),
-    "a parameter of what takes none": ("dense(»3)", "no such parameter (it takes none)"),
-    "a parameter twice": ("sink(4, »n=5)", "is given 'n' twice"),
-    "a parameter by name twice": ("sink(n=4, »n=5)", "is given 'n' twice"),
-    "a place after a name": ("every(n=3, »0.5)", "cannot follow one with a name"),
-    "a parameter missing": ("sink(4) | »recent", "recent needs 'n'"),
+    "a parameter too many": ("sink(4, »5)", "got too many arguments; it takes n"),
+    "a parameter of what takes none": ("dense(»3)", "got too many arguments; it takes none"),
+    "a parameter twice": ("sink(4, »n=5)", "got 'n' twice"),
+    "a parameter by name twice": ("sink(n=4, »n=5)", "got 'n' twice"),
+    "a place after a name": ("every(n=3, »0.5)", "cannot follow a value with a name"),
+    "a parameter missing": ("sink(4) | »recent", "recent needs a value for 'n'"),
     "a number with a point for a whole one": (
         "recent(»8.)",
-        "a whole number from 1 on or none, not 8.0",
+        "a whole number of at least 1 or none, got 8.0",
     ),
-    "true for a whole number": ("sink(»true)", "n of sink must be a whole number, not true"),
-    "true for a number": ("every(3, »true)", "rate of every must be a number, not true"),
-    "none where a number must be": ("sink(»none)", "n of sink must be a whole number, not none"),
+    "true for a whole number": ("sink(»true)", "n of sink must be a whole number, got true"),
+    "true for a number": ("every(3, »true)", "rate of every must be a number, got true"),
+    "none where a number must be": ("sink(»none)", "n of sink must be a whole number, got none"),
     "a word for a number": (
         "recent(n=»many)",
-        "n of recent must be a whole number from 1 on or none, not 'many'",
+        "n of recent must be a whole number of at least 1 or none, got 'many'",
     ),
     "a number for a word by place": (
         "every(3, 1, true, »7)",
-        "kind of every must be a word, not 7",
+        "kind of every must be a word, got 7",
     ),
-    "a number for a word": ("every(3, kind=»7)", "kind of every must be a word, not 7"),
-    "one for true": ("every(3, fair=»1)", "fair of every must be true or false, not 1"),
+    "a number for a word": ("every(3, kind=»7)", "kind of every must be a word, got 7"),
+    "one for true": ("every(3, fair=»1)", "fair of every must be true or false, got 1"),
     "a policy inside a pipe": ("sink(4) | »window(8)", "window is a whole policy"),
     "a policy before a pipe": ("»window(8) | recent(4)", "window is a whole policy"),
-    "no room": ("recent(»0)", "a whole number from 1 on or none, not 0"),
-    "less than no room": ("sink(4) | recent(»-3)", "from 1 on or none, not -3"),
-    "no sinks": ("»sink(0) | recent(4)", "at least 1 token, not 0"),
+    "no room": ("recent(»0)", "a whole number of at least 1 or none, got 0"),
+    "less than no room": ("sink(4) | recent(»-3)", "of at least 1 or none, got -3"),
+    "no sinks": ("»sink(0) | recent(4)", "at least 1 token, got 0"),
     "a budget that its sinks use up": (
         "»streaming_llm(budget=4, sinks=4)",
-        "a budget of 4 leaves no room for recent tokens beside 4 sinks",
+        "a budget of 4 leaves no slots for recent tokens after 4 sinks",
     ),
-    "sinks below nothing": ("»streaming_llm(sinks=-1)", "at least 1 token, not -1"),
+    "sinks below nothing": ("»streaming_llm(sinks=-1)", "at least 1 token, got -1"),
     "a window of nothing": (
         "window(»0)",
-        "budget of window must be a whole number from 1 on, not 0",
+        "budget of window must be a whole number of at least 1, got 0",
     ),
-    "a re-computation of nothing": ("»recompute(0)", "at least 1 token, not 0"),
-    "a sink after others": ("recent(4) | »sink(4)", "stands first in a pipe"),
-    "two sinks": ("sink(4) | »sink(4)", "stands first in a pipe"),
+    "a re-computation of nothing": ("»recompute(0)", "at least 1, got 0"),
+    "a sink after others": ("recent(4) | »sink(4)", "must be the first pool of a pipe"),
+    "two sinks": ("sink(4) | »sink(4)", "must be the first pool of a pipe"),
     "no limit after a choice": ("every(3) | »recent(none)", "recent(none) can only follow"),
     "a pool after one that keeps all": ("recent(none) | »recent(5)", "recent would get no tokens"),
     "a pool after a share of one": ("uniform(rate=1) | »heavy(5)", "heavy would get no tokens"),
     "a pool's parameter of what reads as a policy": (
         "kcenter(256, »quiet=2)",
-        "or kcenter(k=256, quiet=2) for the pool and nothing else",
+        "or kcenter(k=256, quiet=2) for only the pool",
     ),
     "the same within another": (
         "quantized(kcenter(256, »quiet=2))",
-        "write recent(64) | kcenter(192, quiet=2) for the pool behind the newest tokens",
+        "Write recent(64) | kcenter(192, quiet=2) for the newest tokens followed by the pool",
     ),
     "the same with two numbers": (
         "kcenter(256, 4, »quiet=2)",
-        "kcenter by itself is the policy, and quiet is of the pool (",
+        "kcenter on its own is the policy, and quiet is a parameter of the pool (",
     ),
     "the same with what is the policy's alone": (
         "kcenter(256, budget=3, »quiet=2)",
-        "quiet is of the pool (",
+        "quiet is a parameter of the pool (",
     ),
-    "a line break in what is wrong": ("sink(4)\n| »riddle(9)", "no pool or policy is called"),
+    "a line break in what is wrong": ("sink(4)\n| »riddle(9)", "unknown pool or policy"),
 }
 
 
@@ -339,18 +339,18 @@ NO_SUCH_THINGS = [
     (
         streaming_llm,
         {"budget": "many"},
-        "budget of streaming_llm must be a whole number, not 'many'",
+        "budget of streaming_llm must be a whole number, got 'many'",
     ),
-    (streaming_llm, {"sinks": 4.0}, "sinks of streaming_llm must be a whole number, not 4.0"),
-    (window, {"budget": True}, "budget of window must be a whole number from 1 on, not true"),
-    (h2o, {"budget": None}, "budget of h2o must be a whole number, not none"),
-    (pyramidkv, {"beta": "steep"}, "beta of pyramidkv must be a number, not 'steep'"),
-    (buzz, {"local_max": 1}, "local_max of buzz must be true or false, not 1"),
-    (uniform, {"rate": "half"}, "rate of uniform must be a number or none, not 'half'"),
-    (pyramid, {"pipe": 5}, "pipe of pyramid must be a policy or none, not 5"),
-    (Sink, {"n": 2.5}, "n of sink must be a whole number, not 2.5"),
-    (Recent, {"n": "many"}, "n of recent must be a whole number from 1 on or none, not 'many'"),
-    (Every, {"n": 3, "kind": 7}, "kind of every must be a word, not 7"),
+    (streaming_llm, {"sinks": 4.0}, "sinks of streaming_llm must be a whole number, got 4.0"),
+    (window, {"budget": True}, "budget of window must be a whole number of at least 1, got true"),
+    (h2o, {"budget": None}, "budget of h2o must be a whole number, got none"),
+    (pyramidkv, {"beta": "steep"}, "beta of pyramidkv must be a number, got 'steep'"),
+    (buzz, {"local_max": 1}, "local_max of buzz must be true or false, got 1"),
+    (uniform, {"rate": "half"}, "rate of uniform must be a number or none, got 'half'"),
+    (pyramid, {"pipe": 5}, "pipe of pyramid must be a policy or none, got 5"),
+    (Sink, {"n": 2.5}, "n of sink must be a whole number, got 2.5"),
+    (Recent, {"n": "many"}, "n of recent must be a whole number of at least 1 or none, got 'many'"),
+    (Every, {"n": 3, "kind": 7}, "kind of every must be a word, got 7"),
 ]
 
 
@@ -368,7 +368,7 @@ def test_python_and_text_refuse_what_is_no_such_thing_with_the_same_sentence(mak
 
 def test_what_cannot_be_written_in_a_policy_is_refused_in_python_in_one_short_line():
     with pytest.raises(
-        WeirError, match="budget of window must be a whole number from 1 on, not '256'"
+        WeirError, match="budget of window must be a whole number of at least 1, got '256'"
     ):
         window("256")
     with pytest.raises(WeirError) as caught:
@@ -385,7 +385,7 @@ def test_numbers_of_other_libraries_become_numbers_of_python():
 
 def test_a_pipe_of_nothing_or_of_other_things_is_refused():
     for pools in ((), ("sink(4)",), (Sink(4), None)):
-        with pytest.raises(WeirError, match="a pipe is made of one pool or more"):
+        with pytest.raises(WeirError, match="a pipe must have at least one pool"):
             Pipe(pools)
 
 
@@ -433,9 +433,9 @@ def test_every_named_policy_says_where_it_comes_from():
 
 
 def test_advice_about_a_name_of_both_can_be_followed():
-    with pytest.raises(PolicyError, match="by itself is the policy") as caught:
+    with pytest.raises(PolicyError, match="on its own is the policy") as caught:
         weir.policy("kcenter(96, quiet=2)")
-    first, second = re.findall(r"write (.*?) for .*, or (.*?) for", str(caught.value))[0]
+    first, second = re.findall(r"Write (.*?) for .*, or (.*?) for", str(caught.value))[0]
     assert weir.policy(first).pipes[0].slots == weir.policy(second).pipes[0].slots == 96
 
 

@@ -42,7 +42,7 @@ def test_toml_reads_what_was_written(facts):
 
 
 def test_a_home_that_nobody_knows_is_no_traceback():
-    with pytest.raises(WeirError, match="nobody knows whose home is meant by ~nobody"):
+    with pytest.raises(WeirError, match=r"~nobody.* names a user that does not exist"):
         weir.policy("~nobody-of-this-name/x.toml")
 
 
@@ -80,14 +80,20 @@ def test_a_policy_file_is_a_policy_and_is_not_needed_afterwards(tmp_path, monkey
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("weir = [", "is no policy file, for it is no TOML: "),
-        ("a = " + "[" * 5000, "is no policy file, for it is "),
-        ("\xff", "is no policy file, for it is no TOML: "),
-        ("[tool.ruff]\nline-length = 100", "is TOML, but no policy file"),
-        (WHOLE.replace("format = 1", "format = 2"), "has policy file format 2; this weir reads"),
-        (WHOLE.replace("[model]", "[models]"), "does not say of which model"),
-        (WHOLE.replace("layers = 2", "layers = true"), "does not say of which model"),
-        ("format = 1\nlayers = []\n" + WHOLE.partition("[[")[0].partition("1\n")[2], "are no list"),
+        ("weir = [", "is not a policy file: it is not valid TOML: "),
+        ("a = " + "[" * 5000, "is not a policy file: it is "),
+        ("\xff", "is not a policy file: it is not valid TOML: "),
+        ("[tool.ruff]\nline-length = 100", "is TOML, but not a policy file"),
+        (
+            WHOLE.replace("format = 1", "format = 2"),
+            ("has policy file format 2, and this version of weir reads"),
+        ),
+        (WHOLE.replace("[model]", "[models]"), "does not say which model"),
+        (WHOLE.replace("layers = 2", "layers = true"), "does not say which model"),
+        (
+            ("format = 1\nlayers = []\n") + WHOLE.partition("[[")[0].partition("1\n")[2],
+            "must be a list",
+        ),
         (WHOLE.replace('policy = "h2o(8)"', 'pipe = "h2o(8)"'), "layer 0 has no policy"),
         (WHOLE.replace("h2o(8)", "h2o(1)"), "layer 0 that cannot be read: a budget of 1"),
         (WHOLE.replace("h2o(8)", "recompute(8)"), "which a cache cannot do"),
@@ -110,19 +116,22 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
 
 LINE = '[[layers]]\npolicy = "sink(1)"\n'
 LARGE = {
-    "a key of 100,000 parts": (".".join("a" * 100_000) + " = 1", "the key 'a.a.* of 16 parts or"),
-    "a table of 100,000 parts": ("[" + ".".join("a" * 100_000) + "]", "of 16 parts or more"),
-    "quoted parts": (" . ".join(["'a'", '"b"'] * 50_000) + " = 1", "of 16 parts or more"),
-    "in a table of one line": ("a = {" + ".".join("b" * 16) + " = 1}", "of 16 parts or more"),
-    "nested lists": ("a = " + "[" * 100_000, "nested too deep"),
+    "a key of 100,000 parts": (".".join("a" * 100_000) + " = 1", "the key 'a.a.* 16 or more parts"),
+    "a table of 100,000 parts": ("[" + ".".join("a" * 100_000) + "]", "16 or more parts"),
+    "quoted parts": (" . ".join(["'a'", '"b"'] * 50_000) + " = 1", "16 or more parts"),
+    "in a table of one line": ("a = {" + ".".join("b" * 16) + " = 1}", "16 or more parts"),
+    "nested lists": ("a = " + "[" * 100_000, "nested too deeply"),
     "a long file": (
         "#" * 1_000_001,
-        "has 1,000,001 bytes, and a policy file has at most 1,000,000",
+        "has 1,000,001 bytes, and a policy file can have at most 1,000,000",
     ),
-    "many layers": (WHOLE + LINE * 2000, "has policies for 2,002 layers, and no model has more"),
+    "many layers": (
+        WHOLE + LINE * 2000,
+        ("has policies for 2,002 layers, and at most 2,000 are allowed"),
+    ),
     "a long policy": (
         WHOLE + LINE.replace("sink(1)", "sink(1)|" * 2049),
-        "the policy of layer 2 has 16,392 characters, and a policy has at most 16,384",
+        "the policy of layer 2 has 16,392 characters, and at most 16,384 are allowed",
     ),
 }
 

@@ -81,7 +81,7 @@ def test_exact_slots_are_the_policy_itself():
     ],
 )
 def test_a_policy_that_says_how_its_slots_are_held_is_not_overruled(text, slots):
-    with pytest.raises(WeirError, match=r"says by itself how its slots are quantized; .* slots="):
+    with pytest.raises(WeirError, match=r"already sets the format of its slots. .* slots="):
         with_slots(weir.policy(text), slots)
     assert with_slots(weir.policy(text), None) == weir.policy(text)
 
@@ -93,7 +93,7 @@ def test_a_word_that_the_policy_says_too_is_let_through(text):
 
 
 def test_quantized_is_not_undone():
-    with pytest.raises(WeirError, match="says by itself how its slots"):
+    with pytest.raises(WeirError, match="already sets the format of its slots"):
         with_slots(weir.policy("quantized(h2o(64))"), "exact")
 
 
@@ -109,18 +109,18 @@ def test_a_policy_with_a_word_for_its_slots_is_given_it_there(slots):
 @pytest.mark.parametrize(
     ("text", "said", "at"),
     [
-        ("recent(4) | kcenter(8):int3", "formats of slots are int8", 23),
+        ("recent(4) | kcenter(8):int3", "unknown format of slots 'int3'", 23),
         ("recent(4) | kcenter(8):in8", "did you mean 'int8'", 23),
         ("recent(4) | kcenter(8):", "expected a format of slots", 23),
         ("recent(4) | recent(none):int8", "without a limit", 0),
-        ("sink(4) | recent(4):int8 | recent(4)", "not the other way round", 0),
-        ("quantized(kcenter(16), slots=int5)", "formats of slots are int8", 0),
-        ("quantized(kcenter(16), newest=-1)", "0 or more", 0),
-        ("quantized(streaming_llm(16))", r"newest=64\) quantizes those older", 0),
-        ("quantized(streaming_llm(16), newest=12)", "take a smaller newest", 0),
+        ("sink(4) | recent(4):int8 | recent(4)", "not the reverse", 0),
+        ("quantized(kcenter(16), slots=int5)", "unknown format of slots 'int5'", 0),
+        ("quantized(kcenter(16), newest=-1)", "newest must be at least 0", 0),
+        ("quantized(streaming_llm(16))", r"newest=64\) to quantize those older", 0),
+        ("quantized(streaming_llm(16), newest=12)", "Use a smaller newest", 0),
         ("quantized(dense)", "has no limit", 0),
         ("quantized(recompute(16))", "caches nothing", 0),
-        ("quantized(recent(4) | heavy(4):int8)", "says by itself", 0),
+        ("quantized(recent(4) | heavy(4):int8)", "already sets the format", 0),
     ],
 )
 def test_what_makes_no_sense_is_refused_where_it_stands(text, said, at):
@@ -130,9 +130,9 @@ def test_what_makes_no_sense_is_refused_where_it_stands(text, said, at):
 
 
 def test_formats_in_python_are_looked_at_too():
-    with pytest.raises(WeirError, match="2 pools have 2 formats, not 1"):
+    with pytest.raises(WeirError, match="2 pools need 2 formats, got 1"):
         Pipe((Sink(4), Recent(8)), formats=("int8",))
-    with pytest.raises(WeirError, match="formats of slots are"):
+    with pytest.raises(WeirError, match="unknown format of slots"):
         Pipe((Sink(4), Recent(8)), formats=("", "int2"))
-    with pytest.raises(WeirError, match="formats of slots are"):
+    with pytest.raises(WeirError, match="unknown format of slots"):
         with_slots(weir.policy("kcenter(8)"), "int2")

@@ -41,11 +41,11 @@ def test_the_first_and_the_newest_stay_exact(text, pipe):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("weir(4)", "a budget of 4 leaves no room for recent tokens beside 4 sinks"),
-        ("weir(64, newest=-1)", "newest tokens that stay exact are 0 or more, not -1"),
-        ("weir(64, slots=int2)", "formats of slots are int8"),
-        ("weir(64, heads=some)", "heads of weir are measured or alike, not 'some'"),
-        ("quantized(weir(64))", "says by itself how its slots are quantized"),
+        ("weir(4)", "a budget of 4 leaves no slots for recent tokens after 4 sinks"),
+        ("weir(64, newest=-1)", "newest must be at least 0, got -1"),
+        ("weir(64, slots=int2)", "unknown format of slots 'int2'"),
+        ("weir(64, heads=some)", "heads of weir must be measured or alike, got 'some'"),
+        ("quantized(weir(64))", "already sets the format of its slots"),
     ],
 )
 def test_what_makes_no_sense_is_refused(text, said):

@@ -41,7 +41,7 @@ def test_it_stands_first_and_sinks_may_follow():
     Beginning(4).check(())
     Sink(4).check((Beginning(4),))
     for pool in (Beginning(4), Sink(4)):
-        with pytest.raises(WeirError, match="stands first"):
+        with pytest.raises(WeirError, match="must be the first pool"):
             pool.check((Recent(3),))
-    with pytest.raises(WeirError, match="stands first"):
+    with pytest.raises(WeirError, match="must be the first pool"):
         Sink(4).check((Beginning(4), Recent(3)))

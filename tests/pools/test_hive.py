@@ -291,17 +291,20 @@ def test_rows_that_change_places_take_their_hives_along(llama, ids):
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("recent(9) | »hive(20, 2)", "a stride of 2 would let no old token go; take a stride of 3"),
-        ("recent(9) | »hive(20, -1)", "a stride of -1 would let no old token go"),
-        ("recent(9) | »hive(4)", "a threshold of 4 is less than one segment of 5 tokens"),
-        ("recent(9) | »hive(6, stride=7)", "less than one segment of 7"),
-        ("»buzz(budget=9)", "no room for 4 sinks, a window of 1 and a hive of one stride of 5"),
-        ("»buzz(budget=9)", "it takes 10 or more"),
-        ("»buzz(stride=0)", "a stride of 0"),
-        ("»buzz(stride=-1)", "a stride of -1"),
-        ("»buzz(sinks=-1)", "at least 1 token, not -1"),
-        ("»buzz(window=0)", "n of recent must be a whole number from 1 on or none, not 0"),
-        ("»buzz(window=350)", "it takes 359 or more"),
+        ("recent(9) | »hive(20, 2)", "stride must be at least 3, got 2"),
+        ("recent(9) | »hive(20, -1)", "stride must be at least 3, got -1"),
+        ("recent(9) | »hive(4)", "threshold must be at least the stride, 5, got 4"),
+        ("recent(9) | »hive(6, stride=7)", "at least the stride, 7"),
+        (
+            "»buzz(budget=9)",
+            ("is too small for 4 sinks, a window of 1 and a hive with one stride of 5"),
+        ),
+        ("»buzz(budget=9)", "at least 10"),
+        ("»buzz(stride=0)", "at least 3, got 0"),
+        ("»buzz(stride=-1)", "at least 3, got -1"),
+        ("»buzz(sinks=-1)", "at least 1 token, got -1"),
+        ("»buzz(window=0)", "n of recent must be a whole number of at least 1 or none, got 0"),
+        ("»buzz(window=350)", "at least 359"),
     ],
 )
 def test_what_makes_no_hive_is_pointed_at(text, reason):

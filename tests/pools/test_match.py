@@ -157,5 +157,5 @@ def test_inside_it_a_pool_stands_where_it_stands():
     made = weir.policy("attention_matching(budget=128)")
     assert made.stands_for == "sink(4) | recent(92) | match(snap(32))"
     assert weir.policy(made.stands_for).pools == made.pools
-    with pytest.raises(WeirError, match="leaves nothing to vote about"):
+    with pytest.raises(WeirError, match="budget of snap must be at least"):
         weir.policy("sink(4) | match(snap(32))")

@@ -100,7 +100,7 @@ def test_nothing_is_scored_while_there_is_room():
 def test_it_has_as_many_slots_as_its_first_parameter_says_and_at_least_one():
     assert Told(3, ()).slots() == 3
     assert Told(3, ()).resized(7) == Told(7, ())
-    with pytest.raises(WeirError, match=r"^told keeps at least 1 token, not 0$"):
+    with pytest.raises(WeirError, match=r"^told must keep at least 1 token, got 0$"):
         Told(0, ())
 
 

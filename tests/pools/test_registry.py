@@ -41,7 +41,7 @@ def test_the_name_of_another_pool_is_refused_and_the_other_stays():
     with pytest.raises(WeirError) as error:
         pool("sink")(made())
     assert str(error.value) == (
-        "a pool is called sink already, weir.pools.sink.Sink; take another name"
+        "a pool called sink already exists: weir.pools.sink.Sink. Use another name."
     )
     assert POOLS["sink"] is Sink
     assert policy("sink(2) | recent(3)").pools == (Sink(2), Recent(3))
@@ -52,7 +52,7 @@ def test_the_same_class_may_be_registered_again_and_the_later_one_counts():
     assert pool("keep")(first) is first
     assert pool("keep")(second) is POOLS["keep"] is second
     for other in (made(module="another"), made(name="Other")):
-        with pytest.raises(WeirError, match=r"keep already, a_module\.Keep"):
+        with pytest.raises(WeirError, match=r"keep already exists: a_module\.Keep"):
             pool("keep")(other)
 
 
@@ -69,7 +69,7 @@ def test_a_name_that_is_a_value_is_refused(name):
 
 
 def test_the_name_of_tokens_that_wait_is_refused():
-    with pytest.raises(WeirError, match="a pool cannot be called new: a cache says so of tokens"):
+    with pytest.raises(WeirError, match="a pool cannot be called new: that is the name of tokens"):
         pool("new")
 
 
@@ -86,7 +86,7 @@ def test_whatever_a_policy_can_be_written_with_is_a_name(name):
 
 @pytest.mark.parametrize("thing", [int, Slots, 5, Recent(3), lambda: None])
 def test_what_is_no_pool_is_refused(thing):
-    with pytest.raises(WeirError, match=r"the pool odd is to be a class made from weir\.pools"):
+    with pytest.raises(WeirError, match=r"the pool odd must be a subclass of weir\.pools"):
         pool("odd")(thing)
     assert "odd" not in POOLS
 
@@ -99,7 +99,8 @@ def test_a_pool_that_lacks_a_method_is_refused():
     with pytest.raises(WeirError) as error:
         pool("odd")(Unfinished)
     assert str(error.value) == (
-        "the pool odd cannot be used yet: Unfinished lacks fold() and slots()"
+        "the pool odd cannot be used, because Unfinished lacks fold() and "
+        "slots(). Define what is missing."
     )
 
 
@@ -111,6 +112,6 @@ def test_a_pool_that_is_no_dataclass_is_refused():
         def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
             return held, new
 
-    with pytest.raises(WeirError, match=r"the pool odd is no dataclass, .* class Plain"):
+    with pytest.raises(WeirError, match=r"the pool odd is not a dataclass, .* class Plain"):
         pool("odd")(Plain)
     assert "odd" not in POOLS

@@ -183,5 +183,5 @@ def test_the_draws_of_some_rows_are_theirs():
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_seeds_for_more_or_fewer_rows_than_there_are_are_refused(rows):
-    with pytest.raises(WeirError, match=f"draws for 2 rows, and the batch has {rows}"):
+    with pytest.raises(WeirError, match=f"seeds for 2 rows, but the batch has {rows}"):
         CounterRNG((1, 2)).uniform(0, places(batch=rows, n=4))

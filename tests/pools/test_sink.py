@@ -50,5 +50,5 @@ def test_the_paper_keeps_four():
 
 def test_only_what_comes_first_can_be_kept_as_the_first():
     Sink(4).check(())
-    with pytest.raises(WeirError, match="stands first"):
+    with pytest.raises(WeirError, match="must be the first pool"):
         Sink(4).check((Recent(3),))

@@ -411,10 +411,10 @@ def test_the_queue_is_bounded_and_a_stopped_engine_takes_no_more():
     served = engine(rows=1, queue=2)
     for node in "abc":  # the first does not wait: a row is free
         served.submit(turn(node, words(0, 3)))
-    with pytest.raises(Busy, match="2 turns are waiting already"):
+    with pytest.raises(Busy, match="2 turns are already waiting"):
         served.submit(turn("d", words(0, 3)))
     served.step()  # the first has its row, and as many wait
-    with pytest.raises(Busy, match="2 turns are waiting already"):
+    with pytest.raises(Busy, match="2 turns are already waiting"):
         served.submit(turn("d", words(0, 3)))
     served.stop()
     with pytest.raises(WeirError, match="takes no more turns"):
@@ -427,7 +427,7 @@ def test_turns_that_make_no_sense_are_refused():
     served = engine()
     lost = turn("a", [1], start="nowhere")
     work(served, lost)
-    assert "not kept any more" in str(lost.listener.error)
+    assert "no longer kept" in str(lost.listener.error)
     foreign = turn("a", [VOCABULARY])
     work(served, foreign)
     assert isinstance(foreign.listener.error, WeirError)

@@ -43,7 +43,7 @@ def cached(server: Server, *said: str) -> int:
 
 def free_bytes_in(message: str) -> int:
     """What a full disk has, by a message that says so and that a turn takes more."""
-    found = re.match(rf"{DISK_FULL}; ([\d,]+) bytes are needed and ([\d,]+) are free", message)
+    found = re.match(rf"{DISK_FULL}. Needed: ([\d,]+) bytes, free: ([\d,]+) bytes", message)
     assert found, message
     needed, free = (int(number.replace(",", "")) for number in found.groups())
     assert free < needed
@@ -92,7 +92,7 @@ def test_a_full_disk_is_said_before_anything_is_generated(tmp_path, disk, caplog
         sent = []
         with httpx.Client(event_hooks={"request": [sent.append]}) as counted:
             client = server.client(http_client=counted).with_options(max_retries=2)
-            with pytest.raises(openai.InternalServerError, match="delete sessions"):
+            with pytest.raises(openai.InternalServerError, match="Delete sessions"):
                 client.chat.completions.create(**chat("Ho"))
         assert len(sent) == 1
         # What is not kept needs no room.
@@ -133,7 +133,7 @@ def test_a_short_turn_needs_no_room_for_a_row(tmp_path, disk):
         assert written <= client.store.place.turn_bytes(turn.seen) - OVERHEAD <= 2 * written
         answer = server.post(CHAT, {**chat("Hi"), "max_tokens": 9000})
         assert answer.status_code == 507
-        assert f"; {row:,} bytes are needed" in answer.json()["error"]["message"]
+        assert f" Needed: {row:,} bytes" in answer.json()["error"]["message"]
 
 
 def test_where_old_turns_may_go_they_make_room(tmp_path, disk):
@@ -155,7 +155,7 @@ def test_where_old_turns_may_go_they_make_room(tmp_path, disk):
         health = httpx.get(f"{server.url}/health").json()
         assert health["status"] == "storage_full"
         assert free_bytes_in(health["message"]) == 0
-        assert health["message"].endswith("free; up to 2 turns go on in memory")
+        assert health["message"].endswith("bytes. Up to 2 turns continue in memory")
 
 
 def test_turns_that_went_on_in_memory_are_written_when_there_is_room(tmp_path, disk, monkeypatch):

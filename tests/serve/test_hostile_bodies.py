@@ -318,7 +318,7 @@ def test_a_template_that_fails_is_a_400_or_ends_the_start(monkeypatch):
         make_client(template=ends_at_start)
     monkeypatch.setattr(template_bounds, "MAX_STEPS", 20_000)
     loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-    for bad, why in (("{{ 1/0 }}", "ZeroDivisionError"), (loop, "does not come to an end")):
+    for bad, why in (("{{ 1/0 }}", "ZeroDivisionError"), (loop, "does not finish")):
         template = CHATML + "{% if messages[0].content == 'bad' %}" + bad + "{% endif %}"
         with serving(make_client(template=template)) as server:
             answer = server.post(CHAT, {**CHAT_BODY, "messages": [{**USER, "content": "bad"}]})
@@ -358,7 +358,7 @@ def test_turns_do_not_wait_for_a_template_that_loops(monkeypatch, history):
     assert looping.is_alive()
     monkeypatch.setattr(template_bounds, "MAX_STEPS", 0)
     looping.join(60)
-    assert "does not come to an end" in refused[0]
+    assert "does not finish" in refused[0]
 
 
 def test_a_stall_is_a_line_in_the_log(caplog, monkeypatch):

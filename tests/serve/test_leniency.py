@@ -384,7 +384,7 @@ def test_a_compaction_stands_for_the_turn_before_it(server, store):
     assert second.usage.input_tokens_details.cached_tokens == first.usage.total_tokens - 1
     named = client.responses.create(**response([rest], previous_response_id=first.id, **how))
     assert named.output_text == second.output_text
-    with pytest.raises(openai.BadRequestError, match="send one of them"):
+    with pytest.raises(openai.BadRequestError, match="Send either the compaction"):
         client.responses.create(**response(items, previous_response_id=first.id))
     # Of a history that nobody has answered nothing is left out.
     unknown = client.responses.compact(model="small", input="Who are you?")

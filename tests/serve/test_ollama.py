@@ -165,15 +165,15 @@ def test_options_without_an_effect_are_named(server):
 
 def test_a_wrong_option_has_the_name_that_the_client_gave_it(server):
     for options, words in (
-        ({"num_predict": -5}, "Invalid 'options.num_predict': it is to be -2 or more."),
-        ({"repeat_penalty": 99}, "Invalid 'options.repeat_penalty': it is to be 10 or less."),
-        ({"stop": ["a", 5]}, "Invalid 'options.stop[1]': it is to be a text."),
-        (5, "Invalid 'options': it is to be an object."),
+        ({"num_predict": -5}, "Invalid 'options.num_predict': must be -2 or more."),
+        ({"repeat_penalty": 99}, "Invalid 'options.repeat_penalty': must be at most 10."),
+        ({"stop": ["a", 5]}, "Invalid 'options.stop[1]': must be a text."),
+        (5, "Invalid 'options': must be an object."),
     ):
         answer = server.post("/api/chat", {**ask(USER, stream=False), "options": options})
         assert (answer.status_code, answer.json()["error"]) == (400, words)
     answer = server.post("/api/chat", ask(USER, stream=False, think=5))
-    words = "it is to be true or false, or 'low', 'medium' or 'high'"
+    words = "must be true or false, or 'low', 'medium' or 'high'"
     assert answer.json()["error"] == f"Invalid 'think': {words}."
 
 

@@ -132,7 +132,7 @@ def test_an_answer_is_continued_as_its_button_asks(server: Server) -> None:
     ):
         answer = server.post(path, {**body, **wrong})
         assert answer.status_code == 400
-        assert "asks for something else" in answer.json()["error"]["message"]
+        assert "does not match the messages" in answer.json()["error"]["message"]
 
 
 def test_a_chat_of_ollamas_api_with_all_its_options(server: Server) -> None:

@@ -124,7 +124,7 @@ def test_who_comes_when_all_is_full_is_to_come_again(server):
     waiting.join()
     ((answer, seconds),) = waited
     assert answer.status_code == 429
-    assert "no row has become free in time" in answer.json()["error"]["message"]
+    assert "no row became free in time" in answer.json()["error"]["message"]
     assert seconds >= 0.5
     stream.close()
     server.settled()
@@ -334,8 +334,13 @@ def started(*given: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
         while not (found := re.match(r"(http://127\.0\.0\.1:\d+)/v1 \(no keys: ", lines[-1])):
             assert lines[-1], lines
             lines.append(process.stderr.readline())
-        bound = "at most 768.0 MB more for requests under way, and 1.0 GB for a session that is"
-        assert re.match(r"system message and tools: the first \d+ tokens stay", lines[0])
+        bound = (
+            "Requests in progress take at most 768.0 MB more, and the export or "
+            "import of a session 1.0"
+        )
+        assert re.match(
+            r"the first \d+ tokens of the system message and tools are never evicted", lines[0]
+        )
         (memory,) = (line for line in lines if ": weights " in line)
         assert re.search(f"weights .*, 2 rows of .* in all, {bound}", memory)
         # The socket is bound but nobody listens yet, so that the first to come may be refused.
@@ -367,7 +372,7 @@ def test_a_server_that_is_told_to_end_lets_answers_end_first():
 
 
 def test_a_cluster_does_not_compile(tmp_path):
-    with pytest.raises(WeirError, match="--compile is for one server; leave it out"):
+    with pytest.raises(WeirError, match="--compile is for a single server"):
         run(["serve", "nano", "--cluster", "local", "--data", str(tmp_path), "--compile"])
 
 
@@ -381,14 +386,14 @@ def test_what_cannot_be_compiled_is_said_in_a_sentence_and_served_as_usual(capsy
     compile_or_say(engine)
     told = capsys.readouterr().err.splitlines()
     assert told == [
-        "the steps of this model cannot be compiled here: no compiler; steps go the usual way",
+        "the steps of this model cannot be compiled here: no compiler; decode steps run uncompiled",
     ]
 
 
 @needs_nano
 def test_a_disk_that_has_no_estimate_memory_one_turn_is_refused_at_the_start(tmp_path):
     wrong = ["serve", "nano", "--data", str(tmp_path / "a"), "--disk", "100KB", "--port", "0"]
-    with pytest.raises(WeirError, match="and --disk leaves 100"):
+    with pytest.raises(WeirError, match="--disk 100 B is too small"):
         run(wrong)
 
 

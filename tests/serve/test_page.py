@@ -214,7 +214,7 @@ def test_all_can_be_done_by_keyboard(user):
         press("Enter")
         wait(page, "n => document.querySelectorAll('.turn-foot').length === n", number + 1)
     first = page.url
-    page.get_by_role("region", name="What was said").focus()
+    page.get_by_role("region", name="Conversation").focus()
     press("Tab")
     assert focused() == "Fork from here"
     press("Enter")
@@ -309,7 +309,7 @@ def test_a_key_is_asked_for_until_it_is_right_and_stays_in_its_tab(user):
     page = user(key=None).tab()
     dialog = page.get_by_role("dialog", name="This server asks for a key")
     dialog.get_by_label("Key").fill("wrong")
-    dialog.get_by_role("button", name="Go on").click()
+    dialog.get_by_role("button", name="Continue").click()
     page.get_by_text("The server does not know this key.").wait_for()
     assert page.locator("#policy").inner_text() == ""
     dialog.get_by_label("Key").fill(KEY)

@@ -58,10 +58,10 @@ def test_where_pins_cannot_be_chosen_it_is_said(free):
     with pytest.raises(WeirError, match="--pin 8192"):
         choose_pin("nano", POLICY, **HOW, loading={"device_map": "auto"})
     for policy in ("dense", "beginning(8) | recent(64)"):
-        with pytest.raises(WeirError, match="leave --pin out"):
+        with pytest.raises(WeirError, match="Leave out --pin"):
             choose_pin("nano", weir.policy(policy), **HOW)
     given = Pinned(POLICY, 8)
-    with pytest.raises(WeirError, match="leave --pin out"):
+    with pytest.raises(WeirError, match="Leave out --pin"):
         choose_pin("nano", given, **HOW)
 
 

@@ -118,7 +118,7 @@ def test_a_number_that_would_be_rounded_is_refused(server, held):
     body = {"model": "small", "messages": [USER], "response_format": form}
     answer = server.post("/v1/chat/completions", body)
     assert answer.status_code == 400
-    assert "write it as a string" in answer.json()["error"]["message"]
+    assert "Write it as a string" in answer.json()["error"]["message"]
 
 
 def test_a_clock_in_the_system_message_is_named(server, caplog):

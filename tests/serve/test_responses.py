@@ -386,7 +386,7 @@ def test_what_is_ignored_is_taken_and_what_is_refused_may_ask_for_nothing(server
         answer = server.post("/v1/responses", body, Authorization=f"Bearer {ALICE}")
         error = answer.json()["error"]
         assert (answer.status_code, error["param"]) == (400, name)
-        assert "not served here" in error["message"]
+        assert "not supported" in error["message"]
 
 
 def test_a_turn_that_cannot_be_kept_fails_and_leaves_nothing(server, client, monkeypatch):

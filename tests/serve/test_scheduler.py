@@ -25,7 +25,7 @@ def test_clients_take_turns_and_one_clients_turns_come_in_order():
     turns = [turn(1, holder=name) for name in "aaabbc"]
     for each in turns:
         its.add(each)
-    with pytest.raises(Busy, match="5 turns are waiting already"):
+    with pytest.raises(Busy, match="5 turns are already waiting"):
         its.add(turn(1))
     order = []
     while (admitted := its.admit()) is not None:
@@ -39,7 +39,7 @@ def test_where_keys_share_a_server_one_of_them_leaves_a_row_and_a_place_to_other
     its = Scheduler(4, 20, 100, deterministic=False, shared=True)
     for _ in range(3 + 18):
         its.add(turn(1, holder="a"))
-    with pytest.raises(Busy, match="18 turns are waiting"):
+    with pytest.raises(Busy, match="18 turns are already waiting"):
         its.add(turn(1, holder="a"))
     for _ in range(3):
         assert its.admit()

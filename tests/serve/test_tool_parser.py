@@ -330,12 +330,12 @@ def test_the_template_tells_the_form(template, form):
     [
         ("{% if tools %}<tool_call><function={% endif %}", "as XML .*Qwen 3.5"),
         ("{{ tools }}<|tool_call>call:{{ x }}", "as Gemma 4 does"),
-        ("{{ tools }}[TOOL_CALLS]{{ x }}[CALL_ID]{{ x }}[ARGS]", "ids of the model's own"),
-        ("{{ tools }}", "in a way of its own"),
+        ("{{ tools }}[TOOL_CALLS]{{ x }}[CALL_ID]{{ x }}[ARGS]", "ids that the model writes"),
+        ("{{ tools }}", "in an unknown format"),
     ],
 )
 def test_a_form_that_is_not_known_is_refused(template, words):
-    with pytest.raises(WeirError, match=f"{words}.*, a form that is not served here"):
+    with pytest.raises(WeirError, match=f"{words}.*, which this server does not support"):
         format_of(make_tokenizer(template))
 
 

@@ -31,7 +31,7 @@ def response(**fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("text", [r"\ud800", r"\udc00x", r"\ud800\u0041"])
 def test_half_a_surrogate_pair_is_said_to_be_no_character(text):
     message = said(f'{{"model": "small", "input": "{text}"}}')
-    assert "a lone surrogate" in message and "is no character, at line 1 column " in message
+    assert "a lone surrogate" in message and "is not a character, at line 1 column " in message
 
 
 def test_names_of_fields_are_repeated_only_as_far_as_they_are_short():
@@ -43,21 +43,21 @@ def test_names_of_fields_are_repeated_only_as_far_as_they_are_short():
 
 def test_of_objects_that_are_too_large_their_size_is_told():
     many = {str(n): "x" for n in range(17)}
-    assert "it has 17 entries, and may have 16" in said(response(metadata=many))
+    assert "has 17 entries, and at most 16 are allowed" in said(response(metadata=many))
     bias = {str(n): 1.0 for n in range(4096)}
-    assert "it has 4096 entries, and may have 1024" in said(response(logit_bias=bias))
+    assert "has 4096 entries, and at most 1024 are allowed" in said(response(logit_bias=bias))
 
 
 @pytest.mark.parametrize("body", ["[]", "null", "5"])
 def test_a_body_that_is_no_object_is_called_the_body(body):
     for kind in (ResponseBody, ChatBody):
-        assert said(body, kind) == "the body is to be an object of JSON"
+        assert said(body, kind) == "the body must be a JSON object"
 
 
 def test_all_that_may_stand_in_a_place_is_named():
     refused = said(response(input=[{"type": "input_image"}]))
     assert "one of 'message', 'function_call', 'function_call_output'" in refused
-    assert "these have no effect: 'reasoning'" in refused
+    assert "these are accepted and have no effect: 'reasoning'" in refused
     assert "'role'" in said(response(input=[{"content": "x"}])).replace("input[0].", "")
     choices = "'none', 'auto', 'required' or an object"
     assert choices in said(response(tool_choice=5))
@@ -70,10 +70,10 @@ def test_of_a_schema_what_is_missing_is_named():
     def of(**form: Any) -> str:
         return said(response(text={"format": form}))
 
-    assert "here is no name and schema" in of(type="json_schema")
-    assert "here is no schema" in of(type="json_schema", name="x")
-    assert "here is no name" in of(type="json_schema", schema={})
-    assert "and not without it" in of(type="text", name="x")
+    assert "name and schema is missing" in of(type="json_schema")
+    assert "schema is missing" in of(type="json_schema", name="x")
+    assert "name is missing" in of(type="json_schema", schema={})
+    assert "allowed only with type: json_schema" in of(type="text", name="x")
 
 
 def test_a_number_in_an_address_that_is_none_is_said_to_be_none():
@@ -81,7 +81,7 @@ def test_a_number_in_an_address_that_is_none_is_said_to_be_none():
         TypeAdapter(int).validate_python("x")
     errors = [{**each, "loc": ("query", "limit")} for each in found.value.errors()]
     error = invalid_query(RequestValidationError(errors)).body["error"]
-    assert error["message"] == "Invalid 'limit': it is to be a whole number."
+    assert error["message"] == "Invalid 'limit': must be a whole number."
 
 
 def test_calls_of_one_message_have_ids_of_their_own():

@@ -313,7 +313,7 @@ def one_of_the_numerator(gap: float, dtype: torch.dtype = torch.float32) -> Case
 @pytest.mark.thinned(2)
 def test_no_gap_between_logits_costs_more_than_rounding(way, case):
     # A slot that had a share of e^-30 in a sum that is not its own would be seen from a gap of 14
-    # on, one that had e^-60 from 44 on.
+    # on, one that had e^-60 of at least 44.
     wanted, size, _, _ = looped(case)
     beyond = wanted.abs() > torch.finfo(case.values.dtype).max / 2  # what float16 cannot hold
     got, fits = WAYS[way](case).double().masked_fill(beyond, 0.0), wanted.masked_fill(beyond, 0.0)

@@ -422,7 +422,7 @@ def test_a_lost_archive_is_told_once_and_the_conversation_goes_on(model):
 def test_by_default_a_lost_archive_is_a_warning(model):
     talk = Recalling(model)
     talk.archive.close()
-    with pytest.warns(UserWarning, match="recalls nothing from here on"):
+    with pytest.warns(UserWarning, match="recalls nothing from now on"):
         talk.hear(CODE)
 
 

@@ -86,12 +86,12 @@ def test_a_window_longer_than_the_models_own_is_refused(llama, ids):
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ((0,), "at least 1 token, not 0"),
-        ((-3,), "at least 1 token, not -3"),
-        ((16, 16), "room for 0 to 15 sinks, not 16"),
-        ((16, 17), "room for 0 to 15 sinks, not 17"),
-        ((16, -1), "room for 0 to 15 sinks, not -1"),
-        ((1, 1), "room for 0 to 0 sinks, not 1"),
+        ((0,), "at least 1, got 0"),
+        ((-3,), "at least 1, got -3"),
+        ((16, 16), "from 0 to 15 with a budget of 16, got 16"),
+        ((16, 17), "from 0 to 15 with a budget of 16, got 17"),
+        ((16, -1), "from 0 to 15 with a budget of 16, got -1"),
+        ((1, 1), "from 0 to 0 with a budget of 1, got 1"),
     ],
 )
 def test_a_window_without_room_for_the_newest_token_is_refused(given, sentence):

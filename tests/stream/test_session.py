@@ -231,7 +231,7 @@ def test_what_is_no_name_of_a_file_is_refused(llama, ids, path):
     stream = weir.Stream(llama, POLICY)
     stream.feed(ids(1, 5))
     for call in (stream.save, lambda path: weir.Stream.restore(llama, path)):
-        with pytest.raises(WeirError, match="a session is a file, and its name is text, not "):
+        with pytest.raises(WeirError, match="a session must be the path of a file, got "):
             call(path)
 
 
@@ -291,7 +291,7 @@ def test_safetensors_of_others_are_refused(llama, tmp_path):
 
 
 def test_what_is_no_file_is_refused(llama, tmp_path):
-    refused(llama, tmp_path / "nowhere", "there is no session file")
+    refused(llama, tmp_path / "nowhere", "the session file")
     (tmp_path / "folder").mkdir()
     refused(llama, tmp_path / "folder", "is a folder, and not a session")
     os.mkfifo(tmp_path / "pipe")  # to open it would wait for somebody who writes

@@ -233,7 +233,10 @@ WRONG: dict[str, tuple[Callable[[Facts, Tensors], None], str]] = {
     "logits of others": (tensor("logits", lambda t: t[:, :-1]), r"logits is \[1, 60\]"),
     "logits in words": (tensor("logits", lambda t: t.long()), "logits is .* of torch.int64"),
     "half a generator": (tensor("generator", lambda t: t[:99]), r"generator is \[99\]"),
-    "no generator's state": (number("generator", slice(None), to=255), "generator is no state"),
+    "no generator's state": (
+        number("generator", slice(None), to=255),
+        ("generator is not the state"),
+    ),
     "keys that are values": (
         tensor("0.0.keys", lambda t: t.transpose(2, 3)),
         r"row 0: layer 0: keys is \[1, 2, 16, 32\] and must be \[1, 2, 32, 16\]",
@@ -257,7 +260,7 @@ WRONG: dict[str, tuple[Callable[[Facts, Tensors], None], str]] = {
     ),
     "a tensor of nobody's": (
         lambda facts, tensors: tensors.update(weights=torch.zeros(3)),
-        "'weights' is no tensor of a session",
+        "a session has no tensor 'weights'",
     ),
     "a tensor by another name": (
         lambda facts, tensors: tensors.update({"0.00.keys": tensors.pop("0.0.keys")}),
@@ -265,7 +268,7 @@ WRONG: dict[str, tuple[Callable[[Facts, Tensors], None], str]] = {
     ),
     "mass that nobody asked for": (
         lambda facts, tensors: tensors.update({"0.0.mass": tensors["0.0.a"]}),
-        "'mass' is no tensor of this layer",
+        "'mass' is not a tensor of this layer",
     ),
 }
 

@@ -367,7 +367,7 @@ def test_an_iterator_of_ids_is_fed_piece_by_piece(llama, ids, all_logits):
 def test_an_iterator_of_something_else_is_refused_where_that_comes(llama):
     stream = weir.Stream(llama, SMALL, chunk=8)
     for wrong, says in (
-        ([], "zero tokens"),
+        ([], "no tokens"),
         (["a"], "not 'a'"),
         ([[1, 2], [3, 4]], "one by one"),
         (torch.ones(2, 3, dtype=torch.int64), "one by one"),
@@ -392,10 +392,10 @@ def test_nothing_is_fed_before_the_first_token_is_asked_for(fed):
 
 
 NOT_IDS = {
-    "zero tokens": ([], "zero tokens"),
-    "rows of zero tokens": ([[], []], "zero tokens"),
-    "an empty tensor": (torch.empty(1, 0, dtype=torch.int64), "zero tokens"),
-    "a negative id": ([3, -1, 5], "token id -1 is out of range; the model knows 0 to 60"),
+    "zero tokens": ([], "no tokens"),
+    "rows of zero tokens": ([[], []], "no tokens"),
+    "an empty tensor": (torch.empty(1, 0, dtype=torch.int64), "no tokens"),
+    "a negative id": ([3, -1, 5], "token id -1 is out of range; the model's ids are 0 to 60"),
     "an id too high": ([3, 61], "token id 61 is out of range"),
     "an id too high for 64 bits": ([2**70], "whole numbers"),
     "floats": ([1.0, 2.0], "whole numbers"),
@@ -408,7 +408,7 @@ NOT_IDS = {
     "text": ("hello", r"write tokenizer\(text\)\.input_ids"),
     "a list of words": (["hello", "you"], "whole numbers"),
     "what has no ids": ({"ids": [1, 2]}, r"looked for in 'input_ids', and \['ids'\] has none"),
-    "padding": ({"input_ids": [[0, 1]], "attention_mask": [[0, 1]]}, "takes no padding"),
+    "padding": ({"input_ids": [[0, 1]], "attention_mask": [[0, 1]]}, "cannot have padding"),
     "rows of a tokenizer": ({"input_ids": [[0, 1], [2]]}, "in rows of one length"),
     "an array of objects": (np.array([object()]), "whole numbers"),
     "nothing": (None, "whole numbers"),
@@ -495,7 +495,7 @@ def test_recompute_refuses_ids_out_of_range_as_every_stream_does(llama, ids, wro
     stream, undisturbed = (weir.Stream(llama, "recompute(24)") for _ in range(2))
     for it in (stream, undisturbed):
         it.feed(ids(1, 40))
-    with pytest.raises(WeirError, match="out of range; the model knows 0 to 60"):
+    with pytest.raises(WeirError, match="out of range; the model's ids are 0 to 60"):
         stream.feed(wrong)
     assert torch.equal(stream.feed([5]), undisturbed.feed([5]))
 
@@ -555,7 +555,7 @@ def test_a_first_call_that_is_refused_leaves_a_new_stream(llama, ids):
     [
         ({"policy": "streaming_lm(64)"}, "did you mean 'streaming_llm'"),
         ({"policy": "streaming_llm(4)"}, "no room for recent tokens"),
-        ({"policy": 256}, "a policy is text"),
+        ({"policy": 256}, "a policy must be a text"),
         ({"chunk": 0}, "chunk"),
         ({"chunk": 2.0}, "chunk"),
         ({"seed": -1}, "seed"),

@@ -56,7 +56,7 @@ def test_a_file_has_what_was_said_and_an_interrupted_turn_ends_where_the_next_be
 )
 def test_what_is_no_transcript_is_refused(tmp_path, text):
     (tmp_path / "x").write_text(text)
-    with pytest.raises(WeirError, match="holds no conversation"):
+    with pytest.raises(WeirError, match="is not a conversation"):
         Transcript.read(tmp_path / "x")
 
 

@@ -152,7 +152,7 @@ def test_a_text_without_the_names_is_trained_on_without_exercises_and_says_so(tm
     assert figures["recall"] is None
     assert figures["recipe"]["exercise_rows"] == 0
     assert "without exercises: the exercises need" in notes[0]
-    assert "the text fills a vocabulary of" in notes[1] and len(notes) == 2
+    assert "the text is enough for a vocabulary of" in notes[1] and len(notes) == 2
     assert not practiced(AutoConfig.from_pretrained(tmp_path / "model"))
     # What was found out the first time is found out again.
     assert run(TINY, book, tmp_path / "model") == figures
@@ -231,7 +231,9 @@ def test_a_text_that_is_too_short_leaves_nothing(tmp_path, monkeypatch):
     book = tmp_path / "book.txt"
     book.write_text("Too short. " * 20, "utf-8")
     for options in ({}, {"exercises": "off"}):
-        with pytest.raises(WeirError, match="has 220 bytes; samples of 192 take 3,840 tokens"):
+        with pytest.raises(
+            WeirError, match=("has 220 bytes, but samples of 192 need at least 3,840 tokens")
+        ):
             run(TINY, book, tmp_path / "deep" / "model", **options)
     # Bytes enough, and tokens too few: known only when the tokenizer is there.
     book.write_text("Too short. " * 60, "utf-8")

@@ -20,7 +20,7 @@ BATCH, SLOTS, GROUP = 32, 2048, 4
 def kernel(setting: Setting) -> Iterator[Row]:
     """One layer's decode step of a Llama of eight billion parameters, bfloat16, on a GPU."""
     if not torch.cuda.is_available():
-        raise Skipped("there is no GPU here")
+        raise Skipped("this machine has no GPU")
     yield reached(torch.device("cuda"), BATCH, SLOTS, rounds=50)
 
 
@@ -28,7 +28,7 @@ def reached(device: torch.device, batch: int, slots: int, rounds: int) -> Row:
     """The kernel beside a copy of as many bytes as it has to read."""
     decode = kernels.decode(device)
     if decode is None:
-        raise Skipped(f"there is no decode kernel on {device.type} (.[gpu] brings it)")
+        raise Skipped(f"there is no decode kernel for {device.type}; the extra .[gpu] installs it")
     queries = torch.randn(batch, HEADS, GROUP, 1, DIM, device=device).bfloat16()
     keys, values = torch.randn(2, batch, HEADS, slots, DIM, device=device).bfloat16()
     a, b = torch.zeros(2, batch, HEADS, slots, device=device)

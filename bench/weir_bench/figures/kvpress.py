@@ -34,7 +34,7 @@ def kvpress(setting: Setting) -> Iterator[Row]:
     """kvpress's DecodingPress against weir, a token, compression and folds included."""
     sizes = setting.sizes
     for press, name in METHODS.items():
-        setting.say(f"kvpress {press} beside {name}")
+        setting.say(f"kvpress {press} compared with {name}")
         window = f", window={sizes.chunk // 2}" if press == "SnapKV" else ""
         ours = as_it_is_and_compiled(setting, name, sizes.slots, window)
         own: dict[str, list[float]] = {kind: [] for kind in ours}

@@ -42,7 +42,7 @@ def policies(setting: Setting) -> Iterator[Row]:
     """Every policy of the same slots against `streaming_llm`."""
     names = wanted(setting, comparable())
     if not names:
-        raise Skipped(f"{PLAIN} is what policies stand beside; name another")
+        raise Skipped(f"{PLAIN} is the policy that others are compared with. Name another policy.")
     for name in names:
         ours, plain, mass = _beside_plain(setting, name)
         yield compare(
@@ -96,7 +96,7 @@ def _beside_plain(setting: Setting, name: str) -> tuple[Pace, Pace, bool]:
     Timed once for both figures of a run.
     """
     sizes, model = setting.sizes, model_of(setting)
-    setting.say(f"{name} beside {PLAIN}")
+    setting.say(f"{name} compared with {PLAIN}")
     both = [Weir(model, f"{of}(budget={sizes.slots})", sizes.chunk) for of in (name, PLAIN)]
     for each in both:
         each.fill(sizes.slots + sizes.chunk)

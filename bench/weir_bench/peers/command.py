@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 @benches.command("peers", cls=Command)
 def bench_peers(
-    only: Annotated[list[str] | None, Option(help="Only this part; may be given again.")] = None,
+    only: Annotated[list[str] | None, Option(help="Only this part; can be repeated.")] = None,
     peers: Annotated[
         list[str] | None,
-        Option("--peer", help="Only peers whose names begin so; may be given again."),
+        Option("--peer", help="Only peers whose names begin with this; can be repeated."),
     ] = None,
     model: Annotated[
         str,
@@ -42,7 +42,12 @@ def bench_peers(
     ] = False,
     out: Annotated[
         Path | None,
-        Option(help="File for all of it as JSON, with tables beside it; a run goes on from it."),
+        Option(
+            help=(
+                "File for all results as JSON, with tables next to it. An existing "
+                "file is continued."
+            )
+        ),
     ] = None,
     page: Annotated[
         Path | None, Option(help="Measure nothing; write the tables of --out into this page.")
@@ -61,7 +66,7 @@ def bench_peers(
 
     if page is not None:
         if out is None:
-            raise WeirError("--page writes the tables of a file; name it with --out")
+            raise WeirError("--page writes the tables of a file. Name the file with --out.")
         write_page(read_results(out), page)
         return
     collect_as_usual()

@@ -71,7 +71,9 @@ def model_file(kind: str, model: str = "smollm2") -> Path:
     """A model's file in a precision."""
     path = HOME / "models" / f"{model}-{kind}.gguf"
     if not path.exists():
-        raise WeirError(f"there is no {path.name} in {path.parent}; `make peers` makes it")
+        raise WeirError(
+            f"{path.name} does not exist in {path.parent}. Run `make peers` to create it."
+        )
     return path
 
 
@@ -142,12 +144,12 @@ ENGINES = (
 def chosen(names: Sequence[str], model: str = "smollm2") -> list[EngineSetup]:
     """The engines with a model whose names begin so; all without names."""
     if model not in MODELS:
-        raise WeirError(f"there is no model {model!r} to compare with; take {', '.join(MODELS)}")
+        raise WeirError(f"unknown model {model!r}. Use one of {', '.join(MODELS)}.")
     engines = [each for each in ENGINES if each.model == model]
     for name in names:
         if not any(each.name.lower().startswith(name.lower()) for each in engines):
             known = [each.name for each in engines]
-            like = suggest(name, known) or f"; there are {', '.join(known)}"
-            raise WeirError(f"there is no peer {name!r}{like}")
+            like = suggest(name, known) or f". Use one of {', '.join(known)}"
+            raise WeirError(f"unknown peer {name!r}{like}")
     wanted = tuple(name.lower() for name in names) or ("",)
     return [each for each in engines if each.name.lower().startswith(wanted)]

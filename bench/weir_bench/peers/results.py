@@ -86,5 +86,5 @@ def read_results(path: Path) -> Results:
         raise WeirError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, KeyError, AttributeError):
         raise WeirError(
-            f"{quote(str(path))} is no result of weir bench peers; name another file with --out"
+            f"{quote(str(path))} is not a result of weir bench peers. Name another file with --out."
         ) from None

@@ -24,11 +24,13 @@ def bench_serve(
     model_name: Annotated[
         str, Argument(metavar="[MODEL]", help="nano, 135m (random), a folder or a Hub id.")
     ] = "nano",
-    only: Annotated[list[str] | None, Option(help="Only this part; may be given again.")] = None,
+    only: Annotated[list[str] | None, Option(help="Only this part; can be repeated.")] = None,
     sessions: Annotated[int, Option(min=1, help="At once, beside one.")] = 16,
     budget: Annotated[int, Option(min=8, help="Slots of streaming_llm.")] = 256,
     seconds: Annotated[float, Option(min=0.1, help="Of each run.")] = 10.0,
-    rounds: Annotated[int, Option(min=1, help="Turns that contenders take.")] = 3,
+    rounds: Annotated[
+        int, Option(min=1, help="Number of rounds in which all servers take turns.")
+    ] = 3,
     tokens: Annotated[int, Option(min=1, help="Of each answer.")] = 128,
     far: Annotated[int, Option(min=100, help="Tokens of the long session.")] = 100_000,
     minutes: Annotated[float, Option(min=0.01, help="Of the soak, --only soak.")] = 30.0,

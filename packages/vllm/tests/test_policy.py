@@ -118,7 +118,7 @@ def test_defaults_are_those_of_weir():
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("sink(4) | recent(124):int8", "exact slots only"),
+        ("sink(4) | recent(124):int8", "only exact slots"),
         ("[[window(64), window(512)], window(128)]", "by KV head"),
         ("budgets.toml", "policy files"),
         ("[recent(64), dense]", "in some layers lets their memory grow"),
@@ -166,7 +166,7 @@ def test_the_policy_comes_from_the_configuration_or_the_environment():
     assert read_settings({}, {"WEIR_VLLM": " recent(64) "}).policy.layers == (Ends(0, 64),)
     both = read_settings({"weir": "window(64)"}, {"WEIR_VLLM": "recent(64)"})
     assert both.policy.layers == (Ends(0, 64),)
-    with pytest.raises(StreamError, match="remove one"):
+    with pytest.raises(StreamError, match="Remove one"):
         read_settings({"weir": "recent(64)"}, {"WEIR_VLLM": "recent(32)"})
     given = read_settings({"weir": {"policy": "recent(64)", "untested_models": True}}, {})
     assert given.untested_models

@@ -55,8 +55,8 @@ from weir.pools import Kept, Marks, fits
 from weir.slab import Heads
 
 ASSISTED = (
-    "assisted and prompt-lookup decoding take back tokens, which a StreamingCache cannot; "
-    "generate without assistant_model and prompt_lookup_num_tokens"
+    "assisted and prompt-lookup decoding take back tokens, which a StreamingCache cannot do. "
+    "Generate without assistant_model and prompt_lookup_num_tokens."
 )
 """The error for decoding with an assistant."""
 
@@ -143,7 +143,9 @@ class StreamingCache(Cache):
             numbers.append(("batch", batch, 1))
         for name, value, at_least in numbers:
             if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
-                raise WeirError(f"{name} must be a whole number from {at_least} on, not {value!r}")
+                raise WeirError(
+                    f"{name} must be a whole number of at least {at_least}, not {value!r}"
+                )
         served = transformers_model(model)
         self.policy = choose_policy(served, policy, slots, chunk)
         self.chunk = chunk = resolve_chunk(self.policy, chunk)
@@ -187,8 +189,8 @@ class StreamingCache(Cache):
         forward = self.attachment.running
         if not isinstance(forward, Forward) or forward.stack is not self.stack:
             raise WeirError(
-                "this cache was made for another model, or detached from this one; "
-                "a cache serves one model only"
+                "this cache was made for another model, or detached from this one. Make a new "
+                "cache for this model."
             )
         key_states = key_states.view_as(key_states)
         key_states.weir = (forward, layer_idx)  # type: ignore[attr-defined]
@@ -241,10 +243,7 @@ class StreamingCache(Cache):
     @on_fold.setter
     def on_fold(self, listener: Callable[[Folded], None] | None) -> None:
         if listener is not None and not callable(listener):
-            raise WeirError(
-                f"on_fold is called with what folded, and {quote(listener)} cannot be; give it a "
-                "function, or None"
-            )
+            raise WeirError(f"on_fold must be a function or None, got {quote(listener)}")
         self._on_fold = listener
 
     def detach(self) -> None:
@@ -314,7 +313,7 @@ class StreamingCache(Cache):
         Older versions of transformers call this for an assistant, after a first forward.
         """
         raise WeirError(
-            f"a StreamingCache cannot be cropped: what left its slots is gone; {ASSISTED}"
+            f"a StreamingCache cannot be cropped, because evicted tokens are gone: {ASSISTED}"
         )
 
     def activate_past_recording(self, *args: Any, **kwargs: Any) -> None:
@@ -338,8 +337,8 @@ class StreamingCache(Cache):
         wanted = indices.tolist()
         if not wanted or not all(0 <= row < batch for row in wanted):
             raise WeirError(
-                f"rows {quote(str(wanted))} cannot be kept: the rows are 0 to {batch - 1}, and one "
-                "at least has to stay"
+                f"rows {quote(str(wanted))} cannot be kept: the rows are 0 to {batch - 1}, and at "
+                "least one must stay"
             )
         for layer in self.stack:
             slab = layer.state.slab
@@ -354,15 +353,15 @@ class StreamingCache(Cache):
             WeirError: `repeats` is below 1.
         """
         if not fits(repeats, int) or repeats < 1:
-            raise WeirError(f"rows are repeated once or more, not {quote(repeats)} times")
+            raise WeirError(f"repeats of rows must be at least 1, got {quote(repeats)}")
         if self.rows.batch is not None:
             self.batch_select_indices(torch.arange(self.rows.batch).repeat_interleave(repeats))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to pickle (WeirError): the model would have to be pickled too."""
         raise WeirError(
-            "a StreamingCache cannot be pickled or copied shallowly; copy.deepcopy makes a second "
-            "one, and weir.Stream.save writes a file"
+            "a StreamingCache cannot be pickled or copied shallowly. Use copy.deepcopy to copy "
+            "it, or weir.Stream.save to write a file."
         )
 
     # --- for users, the stream and the command line
@@ -612,7 +611,7 @@ class StreamingCache(Cache):
         """
         given = list(states) if isinstance(states, Iterable) else states
         if not isinstance(given, list):
-            raise WeirError(f"rows are a list of what take_row gives, not {quote(states)}")
+            raise WeirError(f"rows must be a list of states from take_row, got {quote(states)}")
         self._check_wide()
         if given:
             self._check(given, numbers=check)
@@ -686,7 +685,7 @@ class StreamingCache(Cache):
             WeirError: there is no such row, or the seed is invalid.
         """
         if seed is not None and (not fits(seed, int) or seed < 0):
-            raise WeirError(f"seed must be a whole number from 0 on, not {quote(seed)}")
+            raise WeirError(f"seed must be a whole number of at least 0, not {quote(seed)}")
         self._check_whole()
         self._check_row(row)
         for layer in self.stack:
@@ -714,7 +713,7 @@ class StreamingCache(Cache):
                 or the tokens to keep do not fit into the slots that the beginning leaves free.
         """
         if not isinstance(marks, Marks):
-            raise WeirError(f"a row is told weir.pools.Marks, not {quote(marks)}")
+            raise WeirError(f"marks of a row must be weir.pools.Marks, got {quote(marks)}")
         self._check_whole()
         if row == 0 and self.rows.batch is None:
             self._open(1)
@@ -722,8 +721,8 @@ class StreamingCache(Cache):
         before = self.rows.marks[row]
         if self.rows.seen[row] > self.rows.waiting[row] and before.beginning != marks.beginning:
             raise WeirError(
-                f"the beginning of row {row} is {before.beginning} tokens and cannot become "
-                f"{marks.beginning} any more: it has been folded"
+                f"the beginning of row {row} has {before.beginning} tokens and can no longer "
+                f"become {marks.beginning}, because it has been folded"
             )
         tokens, room = sum(stop - start for start, stop in marks.kept), self.room_to_keep(marks)
         if tokens and room is not None and tokens > room:
@@ -841,15 +840,17 @@ class StreamingCache(Cache):
     def _check_wide(self) -> None:
         """Refuse to change the set of rows while the cache is narrowed (WeirError)."""
         if any(layer.state.narrowed for layer in self.stack):
-            raise WeirError("this cache is narrowed to some of its rows; leave only() first")
+            raise WeirError(
+                "this cache is restricted to some of its rows. Leave the only() block first."
+            )
 
     def _check_whole(self) -> None:
         if self.broken:
             self.attachment.wait()  # it may be folding in another thread
         if self.broken:
             raise WeirError(
-                "a call with this cache was interrupted while it folded; reset() it or restore a "
-                "saved session"
+                "a call with this cache was interrupted during a fold. Call reset(), or restore a "
+                "saved session."
             )
 
     # --- for callers of the model, and its hooks
@@ -873,7 +874,7 @@ class StreamingCache(Cache):
         """
         self._check_whole()
         if self not in self.attachment.caches:
-            raise WeirError("this cache was detached from its model; make a new one")
+            raise WeirError("this cache was detached from its model. Make a new one.")
         if not without:
             self.stack.outcome = Outcome()
         begun = self.rows.begin(

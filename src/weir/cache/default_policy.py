@@ -37,8 +37,8 @@ DEFAULT = "weir"
 FILE = "weir.toml"
 """Name of the policy file in a model's folder."""
 BESIDE = (
-    "; it lies with the model, so it is what is taken where no policy is given: mend or remove it, "
-    "or give a policy"
+    ". It is used by default, because it is next to the model. Repair or remove it, or give a "
+    "policy."
 )
 """End of the error about a policy file that cannot be used."""
 

@@ -63,8 +63,8 @@ class LayerParts:
             return self.parts[0].attend(queries, keys, values, params, plan)
         if keys.shape[1] != len(self.split.order):
             raise WeirError(
-                f"layer {self.parts[0].spec.index} makes keys of {keys.shape[1]} heads, and this "
-                f"cache holds {len(self.split.order)}; a cache serves one model only"
+                f"layer {self.parts[0].spec.index} makes keys of {keys.shape[1]} heads, but this "
+                f"cache holds {len(self.split.order)}. Make a new cache for this model."
             )
         self.split = self.split.on(keys.device)
         calls = [partial(part.attend, plan=plan) for part in self.parts]
@@ -354,6 +354,6 @@ class _NoGradient(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         """Refuse the gradient (WeirError)."""
         raise WeirError(
-            "there are no gradients through a StreamingCache: its slots are rewritten in place; "
-            "train without a cache, past_key_values=None and use_cache=False"
+            "a StreamingCache has no gradients, because its slots are rewritten in place. Train "
+            "without a cache: past_key_values=None and use_cache=False."
         )

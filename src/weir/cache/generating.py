@@ -87,8 +87,8 @@ def generate(
     mode = generation_config.get_generation_mode()
     if mode not in _DECODING:
         raise WeirError(
-            f"weir.generate takes the likeliest token, samples, or searches with beams, and this "
-            f"asks for {mode.value.replace('_', ' ')}; leave its options out"
+            "weir.generate supports greedy search, sampling and beam search, but the options ask "
+            f"for {mode.value.replace('_', ' ')}. Leave them out."
         )
     # Not in the signature: transformers would then pass it twice.
     cache = _cache_of(model, prepared.pop(CACHE, None), given)
@@ -98,8 +98,8 @@ def generate(
     streamer = around.get("streamer")
     if streamer is not None and _DECODING[mode] != "_sample":
         raise WeirError(
-            "a streamer is given each token as it is chosen, and beam search chooses at the end; "
-            "leave out the streamer, or num_beams"
+            "a streamer gets each token as it is chosen, but beam search chooses at the end. "
+            "Leave out the streamer, or num_beams."
         )
     if streamer is not None:
         prepared["streamer"] = streamer
@@ -115,13 +115,13 @@ def _cache_of(model: PreTrainedModel, there: Any, given: dict[str, Any]) -> Stre
         if given:
             raise WeirError(
                 f"{'a policy' if 'policy' in given else next(iter(given))} was given together "
-                "with a StreamingCache, which has its own; leave out one of them"
+                "with a StreamingCache, which already has its own. Leave out one of them."
             )
         return there
     if there is not None and there.get_seq_length():
         raise WeirError(
-            f"weir.generate was given a {type(there).__name__} that holds tokens; weir "
-            "goes on in a StreamingCache only"
+            f"weir.generate got a {type(there).__name__} that holds tokens, but it can continue "
+            "only a StreamingCache"
         )
     return StreamingCache(model, **given)
 
@@ -146,6 +146,6 @@ def _check_tokens(input_ids: Any) -> None:
     tokens = isinstance(input_ids, Tensor) and input_ids.ndim == 2
     if not tokens or input_ids.is_floating_point():
         raise WeirError(
-            "weir.generate(model, input_ids, ...) takes tokens as a tensor [batch, length], as in "
-            "tokenizer(text, return_tensors='pt').input_ids"
+            "weir.generate(model, input_ids, ...) needs tokens as a tensor [batch, length], such "
+            "as tokenizer(text, return_tensors='pt').input_ids"
         )

@@ -99,8 +99,8 @@ def plan_layers(
     if facts.sliding is not None and most is not None and most > facts.sliding:
         room = facts.sliding - chunk
         raise WeirError(
-            f"every layer of this model sees only {facts.sliding} tokens, fewer than the "
-            f"policy's {most - chunk} slots and a chunk of {chunk}; take a smaller budget"
+            f"every layer of this model sees only {facts.sliding} tokens, fewer than the policy's "
+            f"{most - chunk} slots and a chunk of {chunk}. Use a smaller budget."
             + (f", {room} slots at most" if room > 0 else " and a smaller chunk")
         )
     plans = []
@@ -156,8 +156,8 @@ def with_gates(plans: list[LayerPlan], facts: ModelSpec) -> list[LayerPlan]:
     gates = load_gates(facts.decoder, facts.config)
     if not gates.keys() >= set(asked):
         raise WeirError(
-            "the pool gated needs gates that were trained for this model as it is loaded here, and "
-            "there are none: weir calibrate --gates --model MODEL --text FILE trains them"
+            "the pool gated needs gates that were trained for this model as it is loaded, and "
+            "there are none. Train them with weir calibrate --gates --model MODEL --text FILE."
         )
     return [
         replace(plan, spec=replace(plan.spec, gate=gates.get(plan.spec.index))) for plan in plans
@@ -175,9 +175,9 @@ def check_memory(
     free = free_memory(device)
     if free is not None and needed > free:
         raise WeirError(
-            f"the slots of {shorten(str(policy))} in {layers} layers take {needed:,} bytes "
-            f"for {batch} row{'s' * (batch > 1)}, and {free:,} are free on {device}; take a "
-            "smaller budget or chunk, or fewer rows"
+            f"the slots of {shorten(str(policy))} in {layers} layers take {needed:,} bytes for "
+            f"{batch} row{'s' * (batch > 1)}, and {free:,} are free on {device}. Use a smaller "
+            "budget or chunk, or fewer rows."
         )
 
 
@@ -197,14 +197,15 @@ def describe_window_excess(model: PreTrainedModel, policy: Policy, chunk: int) -
     most = _reach_of(pipes, chunk)
     if most is None and (first := frequencies_change_at(model.config)) is not None:
         return (
-            f"{policy.brief} has no limit, and past {first:,} tokens this model rotates keys by "
-            "other frequencies, but not here; for longer texts give a limit, as in window(16384)"
+            f"{policy.brief} has no limit, and past {first:,} tokens this model changes its "
+            "rotary frequencies, which weir does not. For longer texts use a policy with a "
+            "limit, such as window(16384)"
         )
     if window is None or most is None or most <= window:
         return None
     return (
-        f"{policy.brief} and a chunk of {chunk:,} hold up to {most:,} tokens, and this model was "
-        f"made for {window:,}: what it says beyond is worth little"
+        f"{policy.brief} and a chunk of {chunk:,} hold up to {most:,} tokens, but this model was "
+        f"made for {window:,}; beyond that, its answers are unreliable"
     )
 
 
@@ -228,10 +229,10 @@ def warn_of_place(model: PreTrainedModel) -> None:
         why = f"past {known:,} tokens this model rotates keys by other frequencies, but not here"
     else:
         window = window_of(model.config)
-        why = f"this model was made for {window:,} tokens: what it says beyond is worth little"
+        why = f"this model was made for {window:,} tokens; beyond that, its answers are unreliable"
     warnings.warn(
-        f'weir: a stream has come past the places that positions="original" is for: {why}; '
-        'positions="rolling" goes on without end',
+        f'weir: a stream has passed the last place that positions="original" is meant for: {why}. '
+        'positions="rolling" has no such limit.',
         stacklevel=_callers(),
     )
 

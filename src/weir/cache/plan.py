@@ -23,13 +23,14 @@ from weir.pools import Marks
 from weir.slab import slot_lines
 
 GO_ON = (
-    "pass the whole conversation again, or only what is new with an attention_mask that covers "
+    "pass the whole conversation again, or only the new tokens with an attention_mask that covers "
     "everything so far"
 )
 KEEP_COLUMNS = (
-    "pad no row again: keep the columns of the earlier turns as generate returned them, append the "
-    "new tokens to every row, and pass an attention_mask of all columns that is 0 where a row was "
-    "padded (it may be 0 too in the padding behind an answer that ended before the others)"
+    "do not pad a row again: keep the columns of the earlier turns as generate returned them, "
+    "append the new tokens to every row, and pass an attention_mask of all columns that is 0 "
+    "where a row was padded (it may also be 0 in the padding after an answer that ended before "
+    "the others)"
 )
 """Advice for batches: padding rows again would move tokens that the stream has seen."""
 
@@ -484,7 +485,7 @@ class Rows:
         if given.get("use_cache") is False:
             # MPT's configurations set it, so the caller may not have.
             raise WeirError(
-                "use_cache=False would feed the whole text at every step; pass use_cache=True"
+                "use_cache=False would feed the whole text at every step. Pass use_cache=True."
             )
         ids: Tensor | None = given.get("input_ids")
         before = self if self.seen else Rows.empty(batch)
@@ -511,8 +512,8 @@ class Rows:
                 for row, seen in enumerate(before.seen)
             ):
                 raise WeirError(
-                    'prefill="full" folds the prompts of all rows at once; feed a row that joins '
-                    "later through a cache of its own and put it here with put_row"
+                    'prefill="full" folds the prompts of all rows at once. Feed a row that joins '
+                    "later through a separate cache, and put it here with put_row."
                 )
         plan = plan_forward(
             real,
@@ -586,7 +587,7 @@ class Rows:
         if length == 0 and self.columns:
             raise WeirError(f"nothing new was fed after {self.columns} tokens; {_go_on(batch)}")
         if length == 0:
-            raise WeirError("a prompt of zero tokens was fed; a stream needs at least one")
+            raise WeirError("a prompt without tokens was fed, and a stream needs at least one")
         if self.seen and batch != self.batch:
             instead = "use one cache per batch, or reset() it"
             if self.batch is not None and batch % self.batch == 0:
@@ -683,7 +684,7 @@ class Rows:
         """Refuse to continue a row at `place` if its stream is elsewhere."""
         if place not in (self.seen[row], self.claimed[row], self.columns):
             raise WeirError(
-                f"row {row} is to go on after {place} tokens, but its stream has seen "
+                f"row {row} should continue after {place} tokens, but its stream has seen "
                 f"{self.seen[row]}; {_go_on(len(self.seen))}"
             )
 
@@ -706,8 +707,8 @@ def _refuse_right_padding(real: Tensor | None) -> None:
     wrong = (real.any(dim=1) & ~real[:, -1]).nonzero()[:, 0].tolist()
     if wrong:
         raise WeirError(
-            f"row {wrong[0]} is padded on the right, so its last column is no token to go on from; "
-            "pad on the left: tokenizer.padding_side = 'left'"
+            f"row {wrong[0]} is padded on the right, so its last column is not a token to "
+            "continue from. Pad on the left: tokenizer.padding_side = 'left'."
         )
 
 

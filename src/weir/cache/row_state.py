@@ -469,7 +469,7 @@ def unlike_policies(mine: dict[str, Any], theirs: dict[str, Any]) -> tuple[Any, 
 
 def _difference(mine: dict[str, Any], theirs: Any) -> str:
     if not isinstance(theirs, dict):
-        return f"{quote(theirs)} is no description of one"
+        return f"{quote(theirs)} is not a description of a model"
     for name, value in mine.items():
         if theirs.get(name) != value:
             return f"{name} {shorten(str(theirs.get(name)))}, here {shorten(str(value))}"

@@ -81,8 +81,8 @@ def size_of(
         return _size_of_all(model, wanted, facts, plans, tokens)
     if any(plan.spec.pipe.slots is None for plan in plans):
         raise WeirError(
-            f"{wanted} has no limit, so nobody knows how much a stream will take; "
-            "size is for policies of a fixed size"
+            f"{wanted} has no limit, so the size of a stream is unknown. Use a policy of fixed "
+            "size."
         )
     slabs = [plan.slab for plan in plans]
     held: list[list[Pipe]] = [[] for _ in facts.layers]
@@ -143,5 +143,8 @@ def read_bytes(text: str) -> int:
     except (ValueError, KeyError):
         value = -1.0
     if not 0 < value < 2**63:
-        raise WeirError(f"{text!r} is no number of bytes above 0; write 80GB, 1.5 TB or 24 GiB")
+        raise WeirError(
+            f"{text!r} must be a number of bytes above 0. Write, for example, 80GB, 1.5 TB or 24 "
+            "GiB."
+        )
     return int(value)

@@ -72,8 +72,8 @@ def _print(model_name: str, found: Advice) -> None:
     best = found.best
     if found.everything:
         print_line(
-            f"all {found.available:,} tokens of the text fit the window of {model_name} and the "
-            f"memory ({size(best.kv_bytes)}): take dense, nothing need go"
+            f"all {found.available:,} tokens of the text fit in the window of {model_name} and in "
+            f"the memory ({size(best.kv_bytes)}). Use the policy dense: nothing has to be evicted."
         )
         return
     table = Table()
@@ -85,14 +85,14 @@ def _print(model_name: str, found: Advice) -> None:
         table.add_row(Text(one.policy), *row)
     print_table(table)
     print_line(
-        f"take {best.policy}: perplexity {best.ppl:.2f} on the first {found.tokens:,} of "
-        f"{found.available:,} tokens, {size(best.kv_bytes)} of cache for one stream"
+        f"recommended: {best.policy}. Perplexity {best.ppl:.2f} on the first {found.tokens:,} of "
+        f"{found.available:,} tokens, {size(best.kv_bytes)} of cache for one stream."
     )
     for why in found.left_out.values():
         print_line(f"left out: {why}")
     idle = [one.policy for one in found.tries if not one.evicted]
     if idle:
         print_line(
-            f"{found.tokens:,} tokens are too few to tell: nothing was evicted under "
-            f"{', '.join(idle)}, so the perplexity there is that of dense; try on more text"
+            f"{found.tokens:,} tokens are too few to compare policies: {', '.join(idle)} evicted "
+            "nothing, so the perplexity is that of dense. Try a longer text or more --tokens."
         )

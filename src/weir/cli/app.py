@@ -1,7 +1,7 @@
-"""The application `weir`: declaring commands, finding them, and running a command line.
+"""The application `weir`: declare commands, find them, and run a command line.
 
-A command's file is imported only when that command runs, and importing one does not import PyTorch,
-so help, `--version` and misspelled words are answered at once.
+A command's file is imported only when that command runs. Importing it does not import PyTorch, so
+help, `--version` and misspelled commands are answered at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typer.main import get_command
 from weir import __version__
 from weir.errors import WeirError
 
-# Progress bars and warnings of libraries would mix with ours; their errors still come through.
+# Progress bars and warnings of libraries would mix with weir's. Their errors are still shown.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
@@ -28,7 +28,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 COMMANDS = {
     "demo": "Read a book past the model's window under several policies, and compare what "
     "they remember.",
-    "chat": "Talk to a model for as long as you like; the cache stays as large as it is.",
+    "chat": "Talk to a model for as long as you like, in a cache of fixed size.",
     "stream": "Read a text once, in constant memory, and report its perplexity.",
     "serve": "Serve a model whose conversations have no end, in memory that is fixed at the start.",
     "policies": "List the named policies and the pools that make up a pipe, or describe those "
@@ -42,9 +42,8 @@ COMMANDS = {
     "inspect": "Look into a model: attention maps, sinks, keys, norms, and what a policy keeps, as "
     "one page.",
     "attention-error": "Compare attention under a policy with exact attention, layer by layer.",
-    "train": "Train a small model on books, of the shape and with the attention sink of your "
-    "choice.",
-    "bench": "Time weir and its peers in turns, and print ratios beside their targets.",
+    "train": "Train a small model on books, with a shape and attention sink of your choice.",
+    "bench": "Time weir and other libraries alternately, and print ratios next to their targets.",
 }
 """Every command, with the first sentence of its help."""
 FILES = {"attention-error": "attention_error", "eval": "evaluate"}
@@ -52,7 +51,7 @@ FILES = {"attention-error": "attention_error", "eval": "evaluate"}
 BENCH = Path(__file__).parents[3] / "bench"
 """Folder of `weir_bench` in a clone; the wheel does not contain it."""
 IMPORT = "--import"
-"""The option that imports modules; declared to typer, it would make typer import pydantic."""
+"""The option that imports modules. If typer knew it, typer would import pydantic."""
 PLAIN: dict[str, Any] = {
     "add_completion": False,
     "pretty_exceptions_enable": False,
@@ -60,7 +59,8 @@ PLAIN: dict[str, Any] = {
 }
 """Settings of every typer application here."""
 
-# The exception for wrong usage: click's, or that of the copy inside newer versions of typer.
+# The exception for wrong usage, from click or from the copy of click inside newer versions of
+# typer.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 _made: dict[str, typer.Typer] = {}
 """The commands whose files have been imported, by name."""
@@ -73,14 +73,16 @@ class _QuickHelp:
     """Help that imports less than typer's own, and so takes half the time."""
 
     def get_help_option(self, ctx: Any) -> Any:
-        """Return the option `--help`, with the default false: for None typer imports pydantic."""
+        """Return the option `--help` with the default false. If the default were None, typer would
+        import pydantic.
+        """
         option = super().get_help_option(ctx)  # type: ignore[misc]
         if option is not None:
             option.default = False
         return option
 
     def get_short_help_str(self, limit: int = 45) -> str:
-        """Return the first sentence of the help, however long, for the list of commands."""
+        """Return the whole first sentence of the help, for the list of commands."""
         sentence: str = super().get_short_help_str(1000)  # type: ignore[misc]
         return sentence
 
@@ -105,7 +107,7 @@ def command(name: str | None = None) -> Callable[[Callable[..., Any]], Callable[
 
 
 def group(name: str) -> typer.Typer:
-    """Declare a command that has subcommands and can also run by itself."""
+    """Declare a command that has subcommands and can also run without one."""
     made = _made[name] = typer.Typer(name=name, cls=CommandGroup, **PLAIN)
     return made
 
@@ -114,11 +116,11 @@ def group(name: str) -> typer.Typer:
 
 
 def _import_bench() -> None:
-    """Import the commands `weir bench` and `weir bench serve` from the clone (WeirError)."""
+    """Import the commands `weir bench` and `weir bench serve` from a clone of weir."""
     if not (BENCH / "weir_bench").is_dir():
         raise WeirError(
-            "weir bench is not among what is installed: run it in a clone of weir, after "
-            "pip install -e . there"
+            "weir bench is not part of the installed package. Clone weir, run pip install -e . in "
+            "the clone, and run weir bench there."
         )
     if str(BENCH) not in sys.path:
         sys.path.append(str(BENCH))
@@ -143,7 +145,7 @@ class _Weir(CommandGroup):
         return get_command(_made[cmd_name])
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the help's list of commands, with a sentence for each."""
+        """Write the list of commands for the help, with a sentence for each."""
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 
@@ -151,8 +153,8 @@ class _Weir(CommandGroup):
 app = typer.Typer(
     name="weir",
     cls=_Weir,
-    help="Any Hugging Face decoder on endless token streams, in a KV cache of fixed size. "
-    "To use pools of your own: weir --import my_pools,more/pools.py COMMAND.",
+    help="Run any Hugging Face decoder on endless token streams, in a KV cache of fixed size. To "
+    "use your own pools: weir --import my_pools,more/pools.py COMMAND.",
     **PLAIN,
 )
 
@@ -176,7 +178,7 @@ def _options(
 
 
 def run(arguments: list[str]) -> int:
-    """Run a command line and return its exit code; WeirError if the command failed."""
+    """Run a command line and return its exit code."""
     try:
         arguments, modules = split_imports(arguments)
     except ValueError as error:
@@ -193,9 +195,10 @@ def run(arguments: list[str]) -> int:
 
 
 def split_imports(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Split off `--import MODULES` in front of the command; ValueError if it names nothing.
+    """Split `--import MODULES` off the front of a command line.
 
-    Returns the remaining arguments, and the names of the modules.
+    Returns the remaining arguments, and the names of the modules. Raises ValueError if `--import`
+    names no module.
     """
     modules: list[str] = []
     while arguments and arguments[0].partition("=")[0] == IMPORT:
@@ -204,7 +207,9 @@ def split_imports(arguments: list[str]) -> tuple[list[str], list[str]]:
             named, arguments = arguments[0], arguments[1:]
         found = [name.strip() for name in named.split(",") if name.strip()]
         if not found:
-            raise ValueError(f"{IMPORT} takes modules or files of your own: {IMPORT} my_pools")
+            raise ValueError(
+                f"{IMPORT} needs the name of a module or a .py file, as in {IMPORT} my_pools"
+            )
         modules += found
     return arguments, modules
 
@@ -226,6 +231,6 @@ def _describe_misuse(error: object) -> str:
     context = getattr(error, "ctx", None)
     named = context is not None and any(p.name == "model_name" for p in context.command.params)
     if named and "unexpected extra argument" in problem:
-        problem += "; a model is named by --model"
+        problem += "; use --model to name a model"
     see = " See" if problem.endswith("?") else "; see"
     return f"{problem}{see} {context.command_path if context else 'weir'} --help"

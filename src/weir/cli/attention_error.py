@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 RATES = "1/2,1/4,1/8,1/16"
 MOST_SHOWN = 6
-"""Most layers that the table shows in columns of their own."""
+"""Number of layers up to which the table shows a column for each."""
 
 
 @command("attention-error")
@@ -35,12 +35,12 @@ def attention_error(
     rates: Annotated[
         str | None,
         Option(
-            help="Shares of the middle to keep, for policies given without a budget "
-            f"[default: {RATES}, if all are]"
+            help=f"Shares of the middle to keep, for policies without a budget [default: {RATES}, "
+            "if no policy has a budget]"
         ),
     ] = None,
     blocks: Annotated[
-        str, Option(help="Also balancekv with blocks of these sizes: 64,128,256.")
+        str, Option(help="Also try balancekv with blocks of these sizes: 64,128,256.")
     ] = "",
     layers: Annotated[str, Option(help="Which layers: 0,1. By default all.")] = "",
     tokens: Annotated[
@@ -57,7 +57,11 @@ def attention_error(
     ] = None,
     seeds: Annotated[int, Option(min=1, help="Number of seeds.")] = 10,
     stream: Annotated[
-        bool, Option("--stream", help="Fold chunk by chunk (--chunk), not the whole text at once.")
+        bool,
+        Option(
+            "--stream",
+            help="Fold one chunk at a time (see --chunk), instead of the whole text at once.",
+        ),
     ] = False,
     chunk: options.Chunk = 64,
     plot: Annotated[Path | None, Option(help="Write a plot: .svg, .png or .pdf.")] = None,
@@ -67,8 +71,9 @@ def attention_error(
 ) -> int:
     """Compare attention under a policy with exact attention, layer by layer.
 
-    As in BalanceKV's section 4.1: each layer gets the exact model's queries, keys and values; the
-    first tokens stay exact, a share of the others is kept, and the last queries are compared.
+    The method is that of BalanceKV's section 4.1. Each layer gets the queries, keys and values of
+    the exact model. The first tokens stay exact, a share of the others is kept, and the outputs for
+    the last queries are compared.
     """
     from weir.evals.attention_error import (
         check_plot,
@@ -86,7 +91,7 @@ def attention_error(
         check_plot(plot)
     if not stream:
         options.say_unused(
-            context, ("chunk",), "it is for --stream, and the text is folded at once"
+            context, ("chunk",), "it needs --stream; without it the text is folded at once"
         )
     names = read_policies(policy)
     for size in options.numbers("--blocks", blocks):
@@ -96,8 +101,8 @@ def attention_error(
     if rates is None and 0 < len(shared) < len(names):
         own = next(name for name in names if name not in shared)
         raise WeirError(
-            f"{shared[0]} would get its default budget beside {own}; give every policy its own, "
-            "or none of them, for --rates to share out"
+            f"{shared[0]} has no budget, but {own} has one. Give every policy a budget, or none "
+            "of them, so that --rates sets all budgets."
         )
     wanted = _rates(rates if rates is not None else RATES if shared else "")
     words = read_text(text)
@@ -170,9 +175,10 @@ def _print(rows: list[LayerError], facts: dict[str, Any]) -> None:
         print_table(table)
     how = f"a stream in chunks of {facts['chunk']}" if facts["stream"] else "one prompt"
     print_line(
-        f"{facts['model']}: relative error of the answers to the last {facts['queries']} of "
-        f"{facts['tokens']} tokens, the first {facts['exact']} exact, the text before them "
-        f"as {how}, {facts['seeds']} {'seed' if facts['seeds'] == 1 else 'seeds'}"
+        f"{facts['model']}: relative error of the attention outputs for the last "
+        f"{facts['queries']} of {facts['tokens']} tokens. The first {facts['exact']} tokens are "
+        f"exact; the rest was read as {how}. {facts['seeds']} "
+        f"{'seed' if facts['seeds'] == 1 else 'seeds'}."
     )
 
 
@@ -185,8 +191,8 @@ def _rates(text: str) -> list[float]:
             rate = 0.0
         if not 0 < rate < 1:
             raise BadParameter(
-                f"--rates takes shares between 0 and 1 with commas between them, as 1/2,0.1; "
-                f"not {word!r}"
+                f"--rates must be shares between 0 and 1, separated by commas, got {word!r}. Use, "
+                "for example, --rates 1/2,0.1."
             )
         found.append(rate)
     return found

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def calibrate(
     text: options.TextPath,
     out: Annotated[
-        Path | None, Option(help="The policy file to write, .toml; none with --gates.")
+        Path | None, Option(help="The .toml file to write the policy to; not used with --gates.")
     ] = None,
     model_name: options.ModelName = "nano",
     policy: options.PolicyText = options.DEFAULT,
@@ -39,10 +39,15 @@ def calibrate(
         str | None, Option(help="Instead of a budget, memory for the cache of one stream: 2GB.")
     ] = None,
     splits: Annotated[
-        bool, Option("--splits", help="Also measure which share the newest tokens need.")
+        bool,
+        Option("--splits", help="Also measure what share of the slots the newest tokens need."),
     ] = False,
     gates: Annotated[
-        bool, Option("--gates", help="Train the gates of the pool gated instead, and keep them.")
+        bool,
+        Option(
+            "--gates",
+            help="Train and save the gates of the pool gated, instead of measuring layers.",
+        ),
     ] = False,
     tokens: Annotated[int | None, Option(min=2, help="Number of tokens to measure on.")] = None,
     chunk: options.Chunk = 64,
@@ -51,10 +56,11 @@ def calibrate(
     *,
     loading: Loading,
 ) -> None:
-    """Measure which layers need how many slots, and write a policy that says so.
+    """Measure how many slots each layer needs, and write them to a policy file.
 
-    All layers together take as many bytes as under the given policy. With --gates, train what the
-    pool gated reads; it is found by the model's weights from then on.
+    All layers together take as many bytes as under the given policy. With --gates, train the gates
+    that the pool gated reads. They are saved under the fingerprint of the model's weights, where
+    weir finds them.
     """
     from weir.cache import read_bytes
     from weir.evals import calibration
@@ -65,10 +71,12 @@ def calibrate(
         _train(text, model_name, tokens, loading, as_json=as_json)
         return
     if out is None:
-        raise WeirError("say where the policy is to be written: --out weir.toml")
+        raise WeirError("calibrate needs a file to write the policy to. Use --out weir.toml.")
     calibration.check_path(out)
     if budget is not None and memory is not None:
-        raise WeirError("give a budget or a memory, not both")
+        raise WeirError(
+            "--budget and --memory both set the size of the cache. Give only one of them."
+        )
     wanted = options.with_given_budget(policy, budget)
     room = None if memory is None else read_bytes(memory)
     parse_policy(wanted)  # refused before a model is loaded
@@ -104,7 +112,7 @@ def calibrate(
 def _train(
     text: Path, model_name: str, tokens: int | None, loading: Loading, *, as_json: bool
 ) -> None:
-    """Train the gates of a model, and keep them where caches find them."""
+    """Train the gates of a model, and save them where caches look for them."""
     from weir.evals.gates import TOKENS, train_gates
     from weir.models import describe, save_gates
 
@@ -175,7 +183,7 @@ def _print(out: Path, found: Calibration) -> None:
     print_table(table)
     before, after = found.errors
     print_line(
-        f"{out}: mean error of attention {after:.3f}, {before:.3f} under {found.asked}; "
-        f"{size(found.nbytes)} of cache for one stream, {size(found.before)} before; "
-        f"{found.passages} passage{'s' * (found.passages > 1)} of {found.length:,} tokens"
+        f"{out}: mean error of attention {after:.3f} (before: {before:.3f}, under {found.asked}); "
+        f"{size(found.nbytes)} of cache for one stream (before: {size(found.before)}); measured "
+        f"on {found.passages} passage{'s' * (found.passages > 1)} of {found.length:,} tokens"
     )

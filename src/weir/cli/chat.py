@@ -57,19 +57,19 @@ PLAIN_NAMES = {
 """Words for what pools keep; those without are named."""
 FORMAT_WORDS = {"int8": "8 bits", "int4": "4 bits", "k8v4": "8 and 4 bits", "fp8": "8-bit floats"}
 HEADER = 16
-"""Slots for the tokens that a chat template puts in front of an answer."""
+"""Slots for the tokens that a chat template puts before an answer."""
 QUOTES = '"""'
 """Begins and ends a message of several lines."""
 MOST_SLOTS = 8192
-"""Most slots of a policy without a budget; with more, an answer is slow on a CPU."""
+"""The most slots for a policy without a budget. With more, answers on a CPU are slow."""
 MOST_LINES = 12
-"""Most lines of an answer to /forgotten, /remembers and /report."""
+"""The most lines that /forgotten, /remembers and /report print."""
 PREVIEW = 48
-"""Characters shown of a turn."""
+"""Number of characters of a turn that are shown."""
 RECALLED = 120
-"""Characters shown of a passage that is recalled."""
+"""Number of characters of a recalled passage that are shown."""
 SHARE = 4
-"""A conversation takes at most one part in this many of the free memory."""
+"""Divisor of the free memory: a conversation takes at most this part, a quarter."""
 
 
 @command()
@@ -92,50 +92,68 @@ def chat(
     chunk: options.PolicyChunk = None,
     seed: options.Seed = 0,
     system: Annotated[
-        str | None, Option(help="System message; it stays in the cache for good.")
+        str | None, Option(help="System message; it is never evicted from the cache.")
     ] = None,
-    temperature: Annotated[float, Option(min=0.0, help="0 takes the likeliest token.")] = 0.7,
+    temperature: Annotated[
+        float, Option(min=0.0, help="Sampling temperature; 0 always takes the likeliest token.")
+    ] = 0.7,
     top_k: Annotated[
-        int | None, Option(min=1, help="Sample from this many of the likeliest tokens.")
+        int | None, Option(min=1, help="Sample from only this many of the likeliest tokens.")
     ] = None,
     top_p: Annotated[
         float,
         Option(
-            min=0.0, max=1.0, help="Sample from the likeliest tokens of this total probability."
+            min=0.0,
+            max=1.0,
+            help="Sample from the likeliest tokens whose probabilities add up to this.",
         ),
     ] = 0.95,
     min_p: Annotated[
         float | None,
-        Option(min=0.0, max=1.0, help="Leave out tokens below this share of the likeliest's."),
+        Option(
+            min=0.0,
+            max=1.0,
+            help="Leave out tokens that are less likely than this share of the likeliest token.",
+        ),
     ] = None,
     repetition_penalty: Annotated[
-        float, Option(min=0.01, help="Values over 1 make tokens of the same answer less likely.")
+        float,
+        Option(
+            min=0.01, help="Values over 1 make tokens that the answer already contains less likely."
+        ),
     ] = 1.0,
     max_tokens: Annotated[int, Option(min=1, help="Most tokens of an answer.")] = 256,
     session: Annotated[Path | None, Option(help="A saved conversation to continue.")] = None,
     go_on: Annotated[
         bool,
-        Option("--continue", help="Go on with the last conversation, or the last with --model."),
+        Option(
+            "--continue",
+            help="Continue the last conversation; with --model, the last one with that model.",
+        ),
     ] = False,
     keep: Annotated[
-        bool, Option("--keep/--no-keep", help="Keep what is said, for --continue.")
+        bool,
+        Option(
+            "--keep/--no-keep",
+            help="Save the conversation as it goes, so that --continue can go on with it.",
+        ),
     ] = True,
     recall: Annotated[
         int,
         Option(
             min=0,
-            help="Most tokens of earlier text that are put before a message which asks for it, "
-            "once that text has left the cache; 0 for none. At most a quarter of the cache.",
+            help="The most tokens of forgotten text to put before a message that asks for it; 0 "
+            "for none. At most a quarter of the cache.",
         ),
     ] = 256,
     compiled: options.Compile = False,
     *,
     loading: Loading,
 ) -> None:
-    """Talk to a model for as long as you like; the cache stays as large as it is.
+    """Talk to a model for as long as you like, in a cache of fixed size.
 
-    What is said is kept as it goes, below ~/.local/state/weir/chats: --continue goes on with it,
-    and --recall finds it again when it has left the cache.
+    The conversation is saved as it goes, in ~/.local/state/weir/chats. --continue goes on with it,
+    and --recall finds text again after it has left the cache.
     """
     from weir.policies import parse_policy, resolve_chunk, with_slots
 
@@ -143,7 +161,7 @@ def chat(
         options.say_unused(
             context,
             ("top_k", "top_p", "min_p"),
-            "at a temperature of 0 the likeliest token is taken",
+            "at temperature 0 the likeliest token is always taken",
         )
     system = system or None  # an empty message needs no slots
     # Refuse a wrong policy before anything is loaded.
@@ -152,11 +170,14 @@ def chat(
     wanted = with_slots(parse_policy(options.DEFAULT if policy is None else policy), slots)
     begun = "--session" if session is not None else "--continue" if go_on else ""
     if session is not None and go_on:
-        raise WeirError("--session and --continue both go on with a conversation; give one")
+        raise WeirError(
+            "--session and --continue both name a conversation to go on with. Give only one of "
+            "them."
+        )
     if begun and system is not None:
         raise WeirError(
-            f"--system is for a new conversation, and {begun} goes on with one that has begun; "
-            "give one of them"
+            f"--system is only for a new conversation, and {begun} goes on with an old one. Leave "
+            "out one of them."
         )
     from weir.stream import Conversation, Stream, check_template
 
@@ -182,7 +203,7 @@ def chat(
     say(f"{model_name} {describe(stream.policy)}{reason}. /help for help.")
     say_steps(stream.report()["steps"])
     if tokenizer.chat_template is None:
-        say("it has no chat template and continues your text")
+        say("the model has no chat template, so it continues your text")
     if begun:
         _tell_kept(context, stream, wanted)
     if keep and kept is None:
@@ -196,9 +217,9 @@ def chat(
     if begun:
         left = list(kept.after(stream.seen)) if go_on and kept is not None else []
         if tokens := sum(len(turn.ids) for turn in left):
-            with waiting(f"reading {tokens:,} tokens again"):
+            with waiting(f"recomputing {tokens:,} tokens"):
                 conversation.read_again(left)
-        say(f"{stream.seen:,} tokens seen before")
+        say(f"{stream.seen:,} tokens read before")
     how = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     how["repetition_penalty"] = repetition_penalty
     with interruptible(noted=math.inf) as interrupt:
@@ -233,20 +254,22 @@ def _talk(conversation: Conversation, keeper: Keeper, interrupt: Interrupt, **ho
                 _tell_state(conversation)
                 if not full and (full := _forgets(conversation)):
                     say(
-                        "from here on parts of this conversation are forgotten: /forgotten shows "
-                        "which, /remembers TEXT whether something is still held"
-                        f"{'; questions bring them back' if _recalls(conversation) else ''}"
+                        "from here on, parts of this conversation are forgotten. /forgotten "
+                        "shows which; /remembers TEXT shows whether a text is still in the "
+                        f"cache{'; questions recall old text' if _recalls(conversation) else ''}"
                     )
                 keeper.save()
         except WeirError as error:
             say(f"weir: {error}")
         except KeyboardInterrupt:
-            # If it was within a fold, the stream reports that itself.
+            # If the interrupt came during a fold, the stream reports that.
             say(f"interrupted{'; nothing has changed' if ordered else ''}")
 
 
 def _restore(model: PreTrainedModel, kept: Transcript) -> Stream:
-    """Return the stream of a kept conversation as it was last saved, or one that is new."""
+    """Return the stream of a saved conversation, or a new stream that will read the conversation
+    again.
+    """
     from weir.stream import Stream
 
     facts, start = kept.facts, kept.turns[0].start
@@ -256,14 +279,17 @@ def _restore(model: PreTrainedModel, kept: Transcript) -> Stream:
         except WeirError as error:
             if start:
                 raise
-            say(f"weir: {error}; the conversation is read again")
+            say(f"weir: {error}; recomputing the conversation from its transcript")
     if start:
-        raise WeirError(f"{kept.path} begins behind a stream that is not there any more")
+        raise WeirError(
+            f"{kept.path} continues a saved stream that no longer exists, so the conversation "
+            "cannot be continued. Start a new one with weir chat."
+        )
     return Stream(model, facts["policy"], chunk=facts["chunk"], seed=facts["seed"])
 
 
 def _tell_kept(context: Context, stream: Stream, wanted: Policy) -> None:
-    """Name the given options that a saved stream overrides by its own."""
+    """Name the given options that a saved stream overrides."""
     asked = context.params
     assert stream.cache is not None  # only streams with one are saved
     kept = {"chunk": asked["chunk"] == stream.cache.chunk, "seed": asked["seed"] == stream.seed}
@@ -272,8 +298,9 @@ def _tell_kept(context: Context, stream: Stream, wanted: Policy) -> None:
     if unused:
         named = " and ".join(f"--{name}" for name in sorted(unused))
         say(
-            f"{named} {'is' if len(unused) == 1 else 'are'} for a new conversation; this one "
-            f"keeps its policy, its chunk of {stream.cache.chunk} and its seed {stream.seed}"
+            f"{named} {'applies' if len(unused) == 1 else 'apply'} only to a new conversation; "
+            f"this one keeps its policy, its chunk of {stream.cache.chunk} and its seed "
+            f"{stream.seed}"
         )
 
 
@@ -285,7 +312,7 @@ def _size_policy(
     chunk: int | None,
     system: str | None,
 ) -> tuple[Policy, str]:
-    """Return the policy of a conversation, and why it is that one, for its first line.
+    """Choose the policy of a conversation, and say for its first line why it is that one.
 
     A policy without a budget gets what the model's window and the memory allow, and the default
     policy exact slots if as many of them fit; the system message has slots of its own, so that it
@@ -307,13 +334,13 @@ def _size_policy(
             raise
         except WeirError as error:
             raise WeirError(
-                f"{error}; leave --system out, and say it in your first message"
+                f"{error}. Leave out --system, and put the text in your first message instead."
             ) from None
     reason, policy = "", str(wanted)
     if not given and (beside := find_model_policy(model)) is not None:
         wanted = beside
         file = None if beside.origin is None else beside.origin.file
-        reason = f", by {file}, which lies with it"
+        reason = f", from {file} next to the model"
     elif takes_budget(policy) and not isinstance(wanted, Recompute):
         chunk = resolve_chunk(wanted, chunk)
         most = min(MOST_SLOTS, largest_budget(model, chunk + pinned + header))
@@ -327,12 +354,14 @@ def _size_policy(
             policy = exact if form == "exact " else policy
         budget = budget_in(model, policy, room, chunk, most)
         if budget is None:
-            memory = "" if free is None else f"{size(room)}, a quarter of the free memory, and "
-            first = f" beside the {pinned:,} tokens of --system" if pinned else ""
-            shorter = "say less in --system, or " if pinned else ""
+            memory = "" if free is None else f"{size(room)} (a quarter of the free memory) and "
+            first = f" after the {pinned:,} tokens of --system" if pinned else ""
+            shorter = "shorten --system, or " if pinned else ""
             raise WeirError(
-                f"{policy} does not fit into {memory}{most:,} slot{'' if most == 1 else 's'}, what "
-                f"the model's window leaves{first}; {shorter}give it a budget of its own"
+                f"{policy} does not fit in {memory}the {most:,} available "
+                f"slot{'' if most == 1 else 's'}"
+                f"{first}. To fix this, {shorter}give the policy a "
+                "smaller budget with --budget."
             )
         wanted = parse_policy(with_budget(policy, budget))
         reason = f"; {budget:,} {form}slots, as its window and the free memory allow"
@@ -344,14 +373,14 @@ def _size_policy(
 
 
 def describe(policy: Policy) -> str:
-    """Say in words what a policy keeps: "keeps the first 4 and the newest 252 tokens"."""
+    """Describe in words what a policy keeps: "keeps the first 4 and the newest 252 tokens"."""
     from weir.policies import Recompute
 
     if isinstance(policy, Recompute):
-        return f"reads the last {policy.budget:,} tokens anew at every step"
+        return f"recomputes the last {policy.budget:,} tokens at every step"
     pipe, *others = policy.pipes
     if pipe.slots is None:
-        return "keeps everything, in memory that grows"
+        return "keeps everything; memory grows with the conversation"
     if any(other != pipe for other in others):
         return f"keeps {policy.brief}"
     counts: Counter[str] = Counter()
@@ -403,12 +432,12 @@ def _read_line(interrupt: Interrupt, prompt: str = "> ") -> str | None:
         except KeyboardInterrupt:
             say("")
         except UnicodeDecodeError:
-            say("weir: that line is not UTF-8")
+            say("weir: that line is not UTF-8 and was ignored")
 
 
 def _write(answer: Iterator[str], interrupt: Interrupt, waits: str) -> None:
-    """Write an answer piece by piece, until it ends or is interrupted; `waits` is what the first
-    piece waits for.
+    """Write an answer piece by piece, until it ends or is interrupted. `waits` says what the
+    program does before the first piece.
     """
     with waiting(waits):
         piece = next(answer, None)
@@ -421,17 +450,19 @@ def _write(answer: Iterator[str], interrupt: Interrupt, waits: str) -> None:
 
 
 def _say_lost(text: str) -> None:
-    """Say why the archive is not used any more."""
+    """Report why the archive can no longer be used."""
     say(f"weir: {text}")
 
 
 def _recalls(conversation: Conversation) -> bool:
-    """Whether text that has left the cache is brought back."""
+    """Return whether the conversation recalls text that has left the cache."""
     return conversation.archive is not None and conversation.most_recalled > 0
 
 
 def _tell_state(conversation: Conversation) -> None:
-    """Print what was recalled, the figures of an answer, and a remedy where it repeated itself."""
+    """Print the recalled text and the figures of an answer, and advice if the answer repeats
+    itself.
+    """
     for one in conversation.recalled:
         who = {"user": "you", "assistant": "the model"}.get(one.role, one.role)
         when = time.strftime("%d %b %Y %H:%M", time.localtime(one.time)).lstrip("0")
@@ -451,13 +482,13 @@ def _tell_state(conversation: Conversation) -> None:
     )
     if conversation.repeats:
         say(
-            "the model repeats itself; it helps to leave and to go on with weir chat --continue "
-            "--repetition-penalty 1.2, or a higher --temperature"
+            "the model repeats itself. Leave, then continue with weir chat --continue "
+            "--repetition-penalty 1.2, or with a higher --temperature."
         )
 
 
 def _forgets(conversation: Conversation) -> bool:
-    """Whether a layer has lost tokens of the conversation."""
+    """Return whether a layer has evicted tokens of the conversation."""
     layers = conversation.stream.report().get("layers", ())
     return any(layer["held"] < conversation.stream.seen for layer in layers)
 
@@ -471,7 +502,11 @@ def _command(conversation: Conversation, line: str) -> bool:
     if word in ("/quit", "/exit"):
         return False
     if word in ("/save", "/load", "/remembers") and not rest:
-        what = "some words: /remembers TEXT" if word == "/remembers" else f"a file: {word} FILE"
+        what = (
+            "some text, as in /remembers TEXT"
+            if word == "/remembers"
+            else f"a file, as in {word} FILE"
+        )
         raise WeirError(f"{word} needs {what}")
     if word == "/save":
         conversation.stream.save(file := expand_home(rest))
@@ -487,12 +522,12 @@ def _command(conversation: Conversation, line: str) -> bool:
     elif word == "/help":
         say(HELP)
     else:
-        raise WeirError(f"there is no command {word}; /help lists them")
+        raise WeirError(f"unknown command {word}. Type /help for the list.")
     return True
 
 
 def _load(conversation: Conversation, file: Path) -> None:
-    """Continue a saved stream, with a transcript of its own."""
+    """Continue a saved stream, with a new transcript."""
     from weir.stream import Stream
 
     stream, before = Stream.restore(conversation.stream.model, file), conversation.transcript
@@ -505,7 +540,7 @@ def _load(conversation: Conversation, file: Path) -> None:
     if conversation.archive is not None:
         conversation.archive.close()
     conversation.use_archive(open_archive(conversation.transcript))
-    say(f"{stream.seen:,} tokens seen before")
+    say(f"{stream.seen:,} tokens read before")
 
 
 def _tell_forgotten(conversation: Conversation) -> None:
@@ -523,16 +558,16 @@ def _tell_forgotten(conversation: Conversation) -> None:
         beginning = f"{words[:PREVIEW]}…" if len(words) > PREVIEW else words
         say(f"{turns}, {passage.tokens:,} tokens, {held}: {beginning}")
     if shown and all(passage.held == 1 for passage in passages):
-        say("nothing is forgotten yet")
+        say("nothing has been forgotten yet")
 
 
 def _tell_held(conversation: Conversation, text: str) -> None:
-    """Say of the last places where a text was said how much of them is held."""
+    """Report how much of the last occurrences of a text is still in the cache."""
     transcript, holding = _look(conversation)
     places = transcript.find(text, holding, conversation.tokenizer)
     found = list(itertools.islice(places, MOST_LINES))
     if not found:
-        say(f"nobody has said {text!r} here")
+        say(f"{text!r} does not occur in this conversation")
     for place in found:
         said = f"turn {place.turn}, {'you' if place.by_user else 'the model'}"
         held = sum(place.shares) / len(place.shares)
@@ -540,22 +575,27 @@ def _tell_held(conversation: Conversation, text: str) -> None:
             say(f"{said}: gone")
             continue
         nowhere = place.shares.count(0)
-        gone = f", {nowhere} of its {len(place.shares)} tokens nowhere" if nowhere else ""
-        many = "held" if held == 1 else f"held in {held:.0%} of layers and heads{gone}"
-        say(f"{said}: {many}, by {', '.join(place.pools)}")
+        gone = f"; {nowhere} of its {len(place.shares)} tokens are in no layer" if nowhere else ""
+        many = "in the cache" if held == 1 else f"in {held:.0%} of layers and heads{gone}"
+        say(f"{said}: {many}, kept by {', '.join(place.pools)}")
 
 
 def _look(conversation: Conversation) -> tuple[Transcript, Holding]:
-    """Return the transcript, and what the stream holds."""
+    """Return the transcript, and which tokens the stream still holds."""
     if conversation.transcript is None:
-        raise WeirError("without --keep weir does not know what was said")
+        raise WeirError(
+            "with --no-keep weir does not record the conversation, so it cannot look for text in "
+            "it. Start weir chat without --no-keep."
+        )
     if not conversation.transcript.turns:
-        raise WeirError("nothing was said since this conversation was loaded")
+        raise WeirError(
+            "nothing has been said since this conversation was loaded. Send a message first."
+        )
     return conversation.transcript, conversation.stream.holding()
 
 
 def _report(conversation: Conversation) -> None:
-    """Print what the layers hold; those that hold the same in one line."""
+    """Print the slots of each layer; layers with the same slots share a line."""
     stream = conversation.stream
     report = stream.report()
     say(f"{stream.policy.brief}: {stream.seen:,} tokens seen, {size(report['bytes'])}")
@@ -568,11 +608,11 @@ def _report(conversation: Conversation) -> None:
     for line, layers in itertools.islice(places.items(), MOST_LINES):
         say(f"{_ranges(layers)}: {line}{' each' if len(layers) > 1 else ''}")
     if len(places) > MOST_LINES:
-        say(f"and {len(places) - MOST_LINES} more kinds of layers")
+        say(f"{len(places) - MOST_LINES} more kinds of layers are not shown")
 
 
 def _ranges(layers: list[int]) -> str:
-    """Write numbers of layers: "layers 0 to 3, 7"."""
+    """Format layer numbers: "layers 0 to 3, 7"."""
     starts = [layer for layer in layers if layer - 1 not in layers]
     ends = [layer for layer in layers if layer + 1 not in layers]
     runs = zip(starts, ends, strict=True)
@@ -581,9 +621,9 @@ def _ranges(layers: list[int]) -> str:
 
 
 def _held(slots: dict[str, int]) -> str:
-    """Describe a layer's slots by pool; before the first fold no pool holds anything."""
+    """Describe a layer's slots by pool. Before the first fold, no pool holds anything."""
     if not any(slots.values()):
         return "nothing yet"
     if not any(count for name, count in slots.items() if name != "new"):
-        return f"{slots['new']} new, which wait for the first fold"
+        return f"{slots['new']} new, waiting for the first fold"
     return ", ".join(f"{name} {n}" for name, n in slots.items() if n or name == "new")

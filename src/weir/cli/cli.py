@@ -1,7 +1,8 @@
 """Entry point of the command `weir`: imports, error messages and exit codes.
 
-Exit codes: 0 for success, 1 for an error, 2 for wrong usage, both with one line on standard error;
-130 after Ctrl-C and 143 after SIGTERM, also during imports, which is why this file has few.
+Exit codes: 0 for success, 1 for an error, 2 for wrong usage. Both kinds of error print one line on
+standard error. 130 after Ctrl-C and 143 after SIGTERM, also during imports; this file imports
+little so that this works from the start.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ _USUAL_FORMAT = warnings.formatwarning
 
 
 def main() -> None:
-    """Run the command line with the arguments of the process, and leave with its exit code."""
+    """Run the command line with the arguments of the process, and exit with its exit code."""
     for written in (sys.stdout, sys.stderr):
         if isinstance(written, io.TextIOWrapper):
             written.reconfigure(errors="replace")  # for terminals that are not UTF-8
     wait_briefly()
-    # transformers imports torchao if installed, which warns about kernels for other machines.
+    # transformers imports torchao if it is installed, which warns about kernels for other machines.
     for chatty in ("torchao", "torch.utils._pytree"):
         logging.getLogger(chatty).setLevel(logging.ERROR)
-    # Commands with one policy report this themselves; comparing policies would repeat it often.
+    # Commands with one policy report this. A comparison of policies would repeat it often.
     warnings.filterwarnings("ignore", message="weir: .* (hold up to|has no limit)")
     warnings.formatwarning = _format_warning
     try:
@@ -65,7 +66,7 @@ def main() -> None:
 
 
 def _format_warning(message: Warning | str, *where: Any, **more: Any) -> str:
-    """Format a warning; one of weir's is a line, as all that a command says."""
+    """Format a warning. A warning of weir's is printed as one line."""
     text = str(message)
     return f"{text}\n" if text.startswith("weir") else _USUAL_FORMAT(message, *where, **more)
 

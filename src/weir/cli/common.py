@@ -26,46 +26,46 @@ if TYPE_CHECKING:
 
 
 SHORT = 20
-"""Seconds of which nobody needs to be told."""
+"""Waits shorter than this many seconds are not announced."""
 WIDE = 100_000
-"""Columns of an imagined terminal on which every table fits."""
+"""Width of a terminal on which every table fits, to measure tables with."""
 
 
 class RemainingTime:
-    """Says once how long `what` is left of a command will take, where no progress bar does."""
+    """Announces once how long a command will take, where no progress bar does."""
 
     def __init__(self, what: str) -> None:
         self.what, self._began, self._said = what, time.monotonic(), False
 
     def at(self, share: float) -> None:
-        """Take the share of the work that is done, in the time since the beginning."""
+        """Take in the share of the work that has been done since the start."""
         took = time.monotonic() - self._began
         left = took / share - took
         if not self._said and left >= SHORT:
             self._said = True
             minutes = f"{left / 60:,.0f} minutes" if left >= 90 else f"{left:.0f} seconds"
-            say(f"about {minutes} for {self.what}, at this pace")
+            say(f"{self.what}: about {minutes} left at this pace")
 
 
 @cache
 def messages() -> Console:
-    """Return the console for messages: standard error."""
+    """Return the console for messages, which writes to standard error."""
     from rich.console import Console
 
-    # Without emoji: rich would replace the `:ID:` in hub:ID:SPLIT by a picture.
+    # Without emoji: rich would replace the `:ID:` in hub:ID:SPLIT with a picture.
     return Console(stderr=True, emoji=False, width=_width())
 
 
 @cache
 def output() -> Console:
-    """Return the console for results: standard output."""
+    """Return the console for results, which writes to standard output."""
     from rich.console import Console
 
     return Console(emoji=False, width=_width())
 
 
 def _width() -> int | None:
-    """Return 80 for a terminal that reports a width of 0, as some do; None lets rich find it."""
+    """Return 80 for a terminal that reports a width of 0, or None to let rich find the width."""
     return 80 if os.environ.get("COLUMNS", "").strip() == "0" else None
 
 
@@ -75,7 +75,7 @@ def print_line(text: object, console: Console | None = None) -> None:
 
 
 def print_table(table: Table) -> None:
-    """Print a table to standard output; on a narrow terminal, its lines run past the edge.
+    """Print a table to standard output. On a narrow terminal its lines run past the edge.
 
     Columns that must not wrap are never cut, so every figure stays whole.
     """
@@ -97,16 +97,18 @@ def print_json(facts: Any) -> None:
 
 
 def make_folder(out: Path) -> None:
-    """Make a folder for results; WeirError if it cannot be made."""
+    """Make a folder for results."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise WeirError(f"cannot make the folder {out}: {error.strerror}") from None
+        raise WeirError(
+            f"cannot make the folder {out}: {error.strerror}. Choose another folder."
+        ) from None
 
 
 @contextmanager
 def writing(out: Path) -> Iterator[None]:
-    """Raise a WeirError where the block cannot write to a file or folder."""
+    """Raise a WeirError if the block cannot write to a file or folder."""
     try:
         yield
     except OSError as error:
@@ -119,12 +121,14 @@ def say(text: str) -> None:
 
 
 LONG_WAIT = 5.0
-"""Seconds from which on work is reported in a line."""
+"""Seconds after which a line is printed about work in progress."""
 
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Show that work of unknown duration is under way: on a terminal, or else where it is long."""
+    """Show that work of unknown duration is in progress. Without a terminal, print a line if it is
+    long.
+    """
     late = threading.Timer(LONG_WAIT, say, [f"{what} …"])
     late.daemon = True
     if in_lines():
@@ -137,7 +141,7 @@ def waiting(what: str) -> Iterator[None]:
 
 
 def in_lines() -> bool:
-    """Return whether progress is printed in lines, as standard error is not a terminal."""
+    """Return whether progress is printed in lines, because standard error is not a terminal."""
     return not messages().is_interactive
 
 
@@ -151,22 +155,21 @@ def say_window(model: PreTrainedModel, policy: Policy, chunk: int) -> None:
 
 
 def say_steps(steps: dict[str, str | None]) -> None:
-    """Report that no engine runs decode steps, and why; `steps` is from a stream's report.
+    """Report that no engine runs the decode steps, and why.
 
-    Nothing is said while the kernel of native steps is compiled, for the first step says that.
+    `steps` comes from a stream's report. While the kernel of native steps is being compiled,
+    nothing is printed, because the first step reports that.
     """
     from weir.native import UNFINISHED
 
     if steps["run"] == "eager" and steps["reason"] != UNFINISHED:
-        say(
-            f"decode steps are not native ({steps['reason']}); they run uncompiled, which is slower"
-        )
+        say(f"decode steps run in PyTorch, not natively, which is slower: {steps['reason']}")
 
 
 def say_set_aside(
     model: PreTrainedModel | str, policy: str | None, slots: str | None, revision: str | None = None
 ) -> None:
-    """Report that `--slots` alone selects the default policy instead of the model's policy file."""
+    """Report that the model's policy file is ignored because of `--slots`."""
     if policy is not None or slots is None:
         return
     from weir.cache import FILE
@@ -174,19 +177,23 @@ def say_set_aside(
 
     if (file := sidecar_path(model, FILE, revision)) is not None:
         say(
-            f"{file} lies with the model and is set aside by --slots; if its own slots are exact, "
-            f"--policy {file} --slots {slots} takes both"
+            f"--slots replaces the policy file {file} next to the model with the default policy. "
+            f"To use the file with these slots (its own must be exact), pass --policy {file} "
+            f"--slots {slots}."
         )
 
 
 def prepare_model(
     model: PreTrainedModel, *, native: bool = True, compiled: bool = False, wait: bool = False
 ) -> None:
-    """Choose the faster matrix products for a model, which takes seconds once a machine, and let
-    its steps be one `native` call of a kernel where it has the form, or compiled.
+    """Prepare a model for fast decode steps.
 
-    `wait` lets the first step wait for that kernel. A thread that compiles holds numba's lock, and
-    a stream that needs another kernel would wait for it in its middle.
+    Chooses the faster matrix products, which takes seconds once per machine. With `native`, decode
+    steps run in one call of a kernel if the model's form allows it; with `compiled`, on a GPU, they
+    run under torch.compile.
+
+    With `wait`, the first step waits for that kernel. Without it, a thread compiles the kernel and
+    holds numba's lock, and a stream that needs another kernel would wait in the middle of its work.
     """
     from weir.native import choose_products, compile_steps
 
@@ -198,7 +205,7 @@ def prepare_model(
 
 
 def describe_parameters(make: Any) -> str:
-    """Return the parameters of a policy, pool or task with their defaults, as one writes them."""
+    """Return the parameters of a policy, pool or task with their defaults."""
     return ", ".join(
         name if p.default is p.empty else f"{name}={format_value(p.default)}"
         for name, p in inspect.signature(make).parameters.items()
@@ -206,13 +213,13 @@ def describe_parameters(make: Any) -> str:
 
 
 def first_paragraph(make: Any) -> str:
-    """Return the first paragraph of a docstring, in one line."""
+    """Return the first paragraph of a docstring as one line."""
     return " ".join((inspect.getdoc(make) or "").split("\n\n")[0].split())
 
 
 @contextmanager
 def show_progress(what: str, total: float | None = None) -> Iterator[Callable[..., None]]:
-    """Show a progress bar with one row; the block calls the function with what has changed."""
+    """Show a progress bar with one row. The block calls the yielded function with changes."""
     with progress() as bar:
         yield partial(bar.update, bar.add_task(what, total=total, note=""))
 

@@ -1,4 +1,4 @@
-"""`weir demo`: a model reads the packaged excerpt past its window, and is asked for names."""
+"""`weir demo`: a model reads a book past its window, and is asked for names."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from weir.evals.perplexity import PerplexityMeter
 
 AFTER = 1300
-"""Tokens that a chat reads past the model's window."""
+"""Number of tokens past the model's window that a chat reads."""
 
 
 @command()
@@ -53,8 +53,8 @@ def demo(
 ) -> int:
     """Read a book past the model's window under several policies, and compare what they remember.
 
-    The report shows what each policy holds of the book, and which still know the names. A chat
-    model other than nano holds a chat, in which the book is pasted.
+    The report shows what each policy holds of the book, and which policies still know the names.
+    With a chat model other than nano, the book is pasted into a chat.
     """
     from rich.console import Group
     from rich.live import Live
@@ -68,8 +68,8 @@ def demo(
     window = window_of(model.config)
     if window is None:
         raise WeirError(
-            f"the demo reads past a model's window, and {model_name} does not say how long its is; "
-            "take another model, or nano"
+            f"the demo reads past a model's window, and {model_name} does not say how long its "
+            "window is. Choose another model, or nano."
         )
     ids: Tensor
     story: demonstration.BookStory | demonstration.ChatStory
@@ -78,16 +78,17 @@ def demo(
         policies: tuple[str, ...] = demonstration.POLICIES
         ids, story = demonstration.load_book_and_story(tokenizer, tokens)
         about = (
-            f"nano was trained on {window:,} tokens at a time. It now reads {len(ids):,} tokens of "
-            f"{demonstration.TITLE}, once under each policy. Then it is told {demonstration.NAMES} "
-            f"names with numbers, reads {len(story.between):,} tokens more, and is asked for them. "
-            "All caches but that of dense, which is plain attention, have about 650 kB. default is "
-            "the policy that weir takes for nano if you name none."
+            f"nano was trained on {window:,} tokens at a time. It now reads {len(ids):,} tokens "
+            f"of {demonstration.TITLE}, once under each policy. Then it is told "
+            f"{demonstration.NAMES} names with numbers, reads {len(story.between):,} more tokens, "
+            "and is asked for the numbers. The cache of dense, which is plain attention, grows; "
+            'every other cache has about 650 kB. "default" is the policy that weir uses for nano '
+            "if you name none."
         )
     elif tokenizer.chat_template is None:
         raise WeirError(
-            f"the demo holds a chat, and {model_name} has no chat template; take an instruct "
-            "model, or nano"
+            f"the demo holds a chat, and {model_name} has no chat template. Choose an instruct "
+            "model, or nano."
         )
     else:
         tokens = tokens or window + AFTER
@@ -95,14 +96,14 @@ def demo(
         story = demonstration.ChatStory(model, tokenizer)
         ids = story.paste(tokens)
         about = (
-            f"{model_name} was trained on {window:,} tokens at a time. In a chat it is told "
-            f"{len(demonstration.FACTS)} things, then {len(ids):,} tokens of {demonstration.TITLE} "
-            "are pasted, and it is asked for them, once under each policy."
+            f"{model_name} was trained on {window:,} tokens at a time. In a chat, it is told "
+            f"{len(demonstration.FACTS)} facts, then {len(ids):,} tokens of {demonstration.TITLE} "
+            "are pasted, and it is asked for the facts, once under each policy."
         )
     if len(ids) < tokens:
         say(
-            f"the packaged excerpt has {len(ids):,} tokens to read, not {tokens:,}, and those that "
-            "come before the questions"
+            f"the packaged excerpt has {len(ids):,} tokens to read besides those before the "
+            f"questions, not {tokens:,}"
         )
     console = messages() if as_json else output()
     console.print(about, highlight=False)
@@ -143,7 +144,9 @@ def demo(
 
 
 def _tell(result: dict[str, Any], console: Console) -> None:
-    """Print the right answers of each policy, in a chat also after a short text and after none."""
+    """Print the right answers of each policy. For a chat, also print those after a short text and
+    after none.
+    """
     from weir.evals.demo import best_of_a_size
 
     story = result["story"]
@@ -151,12 +154,12 @@ def _tell(result: dict[str, Any], console: Console) -> None:
         return
     count = len(story["names"])
     if result["chat"]:
-        alone = f"Asked before the text was pasted: {story['before']} of {count} right."
+        alone = f"Right answers before the text was pasted: {story['before']} of {count}."
         console.print(alone, highlight=False)
     widest = max(len(policy["policy"]) for policy in result["policies"])
     for key, away in (("soon", story.get("soon")), ("knows", story["away"])):
         if away is not None:
-            console.print(f"Who still knows, {away:,} tokens later:", highlight=False)
+            console.print(f"Right answers {away:,} tokens later:", highlight=False)
             for policy in result["policies"]:
                 right = f"{policy[key]} of {count}"
                 print_line(f"  {policy['policy']:<{widest}}  {right}", console)

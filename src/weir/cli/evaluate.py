@@ -1,4 +1,4 @@
-"""`weir eval`: a grid of models, policies, budgets, tasks and seeds, cell by cell, resumable."""
+"""`weir eval`: run a resumable grid of models, policies, budgets, tasks and seeds."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Equal(StrEnum):
 
 
 USUAL = (128, 256, 384)
-"""Default budgets, made for nano: the largest leaves room for a chunk in its window of 512."""
+"""Default budgets, chosen for nano: the largest leaves room for a chunk in its window of 512."""
 
 
 @command("eval")
@@ -63,14 +63,14 @@ def evaluate(
     budgets: Annotated[
         str | None,
         Option(
-            help="Budgets for policies given without one; 128,256,384 unless the protocol sets "
-            "them."
+            help="Budgets for policies that are given without one [default: 128,256,384, or what "
+            "the protocol sets]"
         ),
     ] = None,
     memory: Annotated[
         str | None,
         Option(
-            help="Instead of budgets, sizes of a stream's cache: 900kB,1.4MB; policies get the "
+            help="Instead of --budgets, cache sizes of a stream: 900kB,1.4MB. Each policy gets the "
             "largest budget that fits."
         ),
     ] = None,
@@ -89,11 +89,11 @@ def evaluate(
     resume: Annotated[bool, Option("--resume", help="Continue an existing results file.")] = False,
     add: Annotated[bool, Option("--add", help="Add cells to an existing results file.")] = False,
     protocol: Annotated[
-        str | None, Option(help="Read texts as a paper's experiments did; see --list.")
+        str | None, Option(help="Read texts as in a paper's experiments; see --list.")
     ] = None,
     chunk: Annotated[
         int | None,
-        Option(min=1, help="Tokens between two folds; by default 64, or the protocol's."),
+        Option(min=1, help="Tokens between two folds [default: 64, or what the protocol sets]"),
     ] = None,
     positions: options.PositionsName = options.Positions.rolling,
     slots: options.SlotsName = None,
@@ -108,9 +108,10 @@ def evaluate(
     *,
     loading: Loading,
 ) -> int:
-    """Measure policies on tasks, cell by cell, into a file that survives a crash.
+    """Measure policies on tasks, one cell at a time, and save the results to a file.
 
-    Failed cells do not stop the others; they are reported at the end, with exit code 1.
+    After a crash, --resume continues. Failed cells do not stop the others; they are reported at the
+    end, with exit code 1.
     """
     from transformers.utils.logging import disable_progress_bar
 
@@ -118,7 +119,7 @@ def evaluate(
     from weir.evals.grid import extend_grid, make_grid, run
     from weir.evals.results import failures, read_results
 
-    disable_progress_bar()  # weir shows one bar of its own
+    disable_progress_bar()  # weir shows its own bar
     freeze_imports()
     if show:
         _list(as_json)
@@ -144,11 +145,9 @@ def evaluate(
             context, unused, "no policy here takes a budget and is written without one"
         )
     if protocol is not None:
-        options.say_unused(
-            context, ("positions",), f"the protocol {protocol} says where tokens stand"
-        )
+        options.say_unused(context, ("positions",), f"the protocol {protocol} sets the positions")
     if not out.exists():
-        options.say_unused(context, ("add", "resume"), f"there is no {out} yet")
+        options.say_unused(context, ("add", "resume"), f"{out} does not exist yet")
     if add:
         grid = extend_grid(out, grid)
     work: Worker | None = None
@@ -172,7 +171,7 @@ def evaluate(
             )
         except (KeyboardInterrupt, Terminated):
             done = len(read_results(out)[1])
-            say(f"{done} of {len(grid.cells)} cells are in {out}; --resume goes on")
+            say(f"{done} of {len(grid.cells)} cells are saved in {out}. Use --resume to continue.")
             raise
     failed = failures(records)
     if as_json:
@@ -183,7 +182,7 @@ def evaluate(
         _print(records)
         print_line(out)
     if failed:
-        say(f"weir: {len(failed)} of {len(records)} cells failed; --resume tries them again")
+        say(f"weir: {len(failed)} of {len(records)} cells failed. Use --resume to try them again.")
     return 1 if failed else 0
 
 
@@ -197,7 +196,7 @@ def _done(out: Path) -> set[int]:
 
 
 class _Progress:
-    """Progress bar with a line for each failed cell; without a terminal, a line for every cell."""
+    """Progress bar with a line for each failed cell. Without a terminal, a line for every cell."""
 
     def __init__(self, bar: Any, grid: Grid, before: set[int]) -> None:
         self.bar = bar
@@ -224,7 +223,7 @@ class _Progress:
             say(self._line(record))
         if missing := record.get("result", {}).get("missing"):
             some = "; ".join(missing[:5]) + ("; ..." if len(missing) > 5 else "")
-            say(f"{record['task']}: {len(missing)} images were left out: {some}")
+            say(f"{record['task']}: {len(missing)} images are missing and were left out: {some}")
         self._show(record["cell"])
         if self.remaining is not None and in_lines():
             new = len(self.done - self.before)

@@ -1,4 +1,4 @@
-"""`weir inspect`: the papers' figures about attention, for any model and text."""
+"""`weir inspect`: draw the papers' figures about attention, for any model and text."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def inspect(
     ] = None,
     model_name: options.ModelName = "nano",
     out: Annotated[Path, Option(help="Folder for index.html and the pictures.")] = Path("inspect"),
-    only: Annotated[str, Option(help="Comma-separated sections: maps,kept. By default all.")] = "",
-    layers: Annotated[str, Option(help="Layers to show: 0,5. By default a typical choice.")] = "",
-    heads: Annotated[
-        str, Option(help="Query heads to show: 0,1. By default a typical choice.")
+    only: Annotated[
+        str, Option(help="Comma-separated sections to draw: maps,kept. By default all.")
     ] = "",
+    layers: Annotated[str, Option(help="Layers to show: 0,5. By default a selection.")] = "",
+    heads: Annotated[str, Option(help="Query heads to show: 0,1. By default a selection.")] = "",
     policy: Annotated[
         str | None, Option(help="A pipe or a named policy, to show what it keeps.")
     ] = None,
@@ -40,20 +40,23 @@ def inspect(
     ] = 256,
     length: Annotated[int, Option(min=1, help="Tokens of each short sequence.")] = 16,
     tokens: Annotated[
-        int | None, Option(min=2, help="Most tokens of a long text [default: by section]")
+        int | None,
+        Option(min=2, help="The most tokens of a long text [default: set by each section]"),
     ] = None,
     at: Annotated[
         str,
-        Option(help="Token counts after which to show what is kept: 100,500 [default: quarters]"),
+        Option(
+            help="Numbers of tokens after which to show what is kept: 100,500 [default: quarters]"
+        ),
     ] = "",
     seed: options.Seed = 0,
     as_json: options.AsJson = False,
     *,
     loading: Loading,
 ) -> None:
-    """Look into a model: attention maps, sinks, keys, norms, and what a policy keeps, as one page.
+    """Show a model's attention maps, sinks, keys and norms, and what a policy keeps, on one page.
 
-    The sections follow the papers' figures; the docs have a paragraph about each.
+    The sections follow the papers' figures. The docs describe each of them.
     """
     from weir.evals.inspect import (
         Inspection,

@@ -1,9 +1,9 @@
-"""Conversations that `weir chat` keeps as they go: a transcript, an archive and a saved stream.
+"""Conversations that `weir chat` saves as they go: a transcript, an archive and a saved stream.
 
-The transcript is a line of JSON for every turn, written as it is said, so that nothing is lost with
-the process. The saved stream spares `--continue` from reading it again; it is written whenever that
-takes little of the time, and at the end. The archive is what `--recall` searches; it is made again
-from the transcript where it is missing.
+The transcript has a line of JSON for each turn. It is written as the turn is said, so that nothing
+is lost if the process ends. The saved stream lets `--continue` go on without recomputing the
+conversation. It is written at the end, and before that whenever saving takes little of the time.
+The archive is searched by `--recall`. A missing archive is rebuilt from the transcript.
 """
 
 from __future__ import annotations
@@ -21,30 +21,32 @@ if TYPE_CHECKING:
     from weir.stream import Archive, Conversation, Transcript
 
 SAVED = 8
-"""How many of the newest conversations keep a saved stream; the others are read again."""
+"""Number of the newest conversations that keep a saved stream. The others are recomputed."""
 SELDOM = 20
-"""A stream is saved if this many times the duration of the last save has gone by."""
+"""A stream is saved again after this many times the duration of its last save."""
 
 
 def folder() -> Path:
-    """The folder of kept conversations: below `XDG_STATE_HOME`, or `~/.local/state`."""
+    """Return the folder of saved conversations, in `XDG_STATE_HOME` or `~/.local/state`."""
     home = os.environ.get("XDG_STATE_HOME")
     return (Path(home) if home else Path("~/.local/state").expanduser()) / "weir" / "chats"
 
 
 def session_of(transcript: Path) -> Path:
-    """The file of the saved stream that belongs to a transcript."""
+    """Return the path of the saved stream that belongs to a transcript."""
     return transcript.with_suffix(".safetensors")
 
 
 def archive_of(transcript: Path) -> Path:
-    """The file of the archive that belongs to a transcript."""
+    """Return the path of the archive that belongs to a transcript."""
     return transcript.with_suffix(".archive")
 
 
 def open_archive(transcript: Transcript | None) -> Archive | None:
-    """Open the archive of a conversation, in memory if nothing is kept; what is missing in it is
-    taken from the transcript. None if it cannot be used, and that is said.
+    """Open the archive of a conversation.
+
+    An empty archive is filled from the transcript. If the conversation is not saved, the archive is
+    in memory. Returns None and reports why if it cannot be used.
     """
     from weir.stream import Archive, ArchiveProblem
 
@@ -57,12 +59,12 @@ def open_archive(transcript: Transcript | None) -> Archive | None:
                 archive.add(role, turn.text, start=turn.start, stop=turn.end)
         return archive
     except ArchiveProblem as error:
-        say(f"weir: {error} The conversation goes on, but recalls nothing.")
+        say(f"weir: {error} The conversation goes on, but nothing is recalled.")
         return None
 
 
 def begin(facts: dict[str, Any]) -> Transcript:
-    """Begin a transcript; one that cannot be written is kept in memory, and that is said."""
+    """Begin a transcript. If it cannot be written, report that and keep it in memory."""
     from weir.stream import Transcript
 
     try:
@@ -70,13 +72,14 @@ def begin(facts: dict[str, Any]) -> Transcript:
         name = f"{datetime.now():%Y-%m-%d-%H%M%S-%f}-{os.getpid()}.jsonl"
         return Transcript(folder() / name, facts)
     except (OSError, RuntimeError) as error:
-        say(f"this conversation is not kept: {error}")
+        say(f"this conversation is not saved: {error}")
     return Transcript(None, facts)
 
 
 def find_newest(model: str | None) -> Transcript:
-    """Open the newest conversation, with this model if one is named, that no other process has
-    open; WeirError if there is none.
+    """Open the newest conversation that no other process has open.
+
+    If a model is named, only conversations with it count. Raises WeirError if there is none.
     """
     from weir.stream import Transcript
 
@@ -89,18 +92,18 @@ def find_newest(model: str | None) -> Transcript:
             continue
         if found.turns and model in (None, found.facts.get("model")):
             if refused:
-                say(f"{refused}; this is an older one")
+                say(f"{refused}; continuing an older one instead")
             return found
         found.close()
     of = "" if model is None else f" with {model}"
     why = f" ({refused})" if refused else ""
     raise WeirError(
-        f"there is no conversation{of} to continue in {folder()}{why}; weir chat begins one"
+        f"no conversation{of} to continue in {folder()}{why}. Start one with weir chat."
     )
 
 
 class Keeper:
-    """Saves the stream of a conversation; `saved` tokens of it are saved already, -1 for none."""
+    """Saves the stream of a conversation; `saved` of its tokens are saved already (-1: none)."""
 
     def __init__(self, conversation: Conversation, saved: int = -1) -> None:
         self.conversation = conversation
@@ -108,7 +111,7 @@ class Keeper:
         self._pause, self._last = 0.0, time.monotonic()
 
     def save(self, *, last: bool = False) -> None:
-        """Save the stream if it has gone on, now and then, and at the end in any case."""
+        """Save the stream if it has grown: always at the end, and otherwise only now and then."""
         stream, transcript = self.conversation.stream, self.conversation.transcript
         path = None if transcript is None else transcript.path
         began = time.monotonic()
@@ -121,7 +124,10 @@ class Keeper:
             _clear(path.parent)
         except (WeirError, OSError, KeyboardInterrupt) as error:
             why = str(error) or "interrupted"
-            say(f"weir: {why}; the transcript {path} is whole, and --continue reads it again")
+            say(
+                f"weir: {why}; the transcript {path} is complete, and --continue recomputes the "
+                "conversation from it"
+            )
         self._saved_at, self._last = stream.seen, time.monotonic()
         self._pause = SELDOM * (self._last - began)
 

@@ -1,7 +1,7 @@
-"""`weir-lm-eval`: the command line of lm-evaluation-harness with weir among its models.
+"""`weir-lm-eval`: the command line of lm-evaluation-harness, with weir as one of its models.
 
-Releases of the harness that look for plug-ins find weir by themselves. For others, this command
-registers weir first; everything else is the harness's own.
+Releases of the harness that look for plug-ins find weir automatically. For others, this command
+registers weir first. Everything else is up to the harness.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Options shared by every command that loads a model.
+"""Options of every command that loads a model.
 
-The decorator `loads_model` adds them to a command, which gets the given ones in one dictionary, as
-arguments of `weir.load`.
+The decorator `loads_model` adds the options to a command. The command gets the options that were
+typed in one dictionary, as arguments of `weir.load`.
 """
 
 from __future__ import annotations
@@ -25,21 +25,25 @@ OPTIONS: dict[str, Any] = {
         str | None,
         Option(
             help="Dtype of weights, keys and values: auto, float32, bfloat16, float16 or float64. "
-            "For a .gguf file, a dtype dequantizes the weights [default: auto]"
+            "For a .gguf file, naming a dtype dequantizes the weights [default: auto]"
         ),
     ],
     "device": Annotated[
-        str | None, Option(help="Device of the model: cpu, cuda:1 [default: a GPU if there is one]")
+        str | None,
+        Option(help="Device of the model, such as cpu or cuda:1 [default: a GPU if there is one]"),
     ],
     "device_map": Annotated[
-        str | None, Option(help="Instead of --device: auto spreads the model; needs accelerate.")
+        str | None,
+        Option(
+            help="Instead of --device; auto spreads the model over devices, and needs accelerate."
+        ),
     ],
     "weights": Annotated[
         str | None,
         Option(
-            help="q8_0, q4_0 or q4_1: quantize linear layers; gguf: keep a GGUF file's blocks; "
-            "int8 or int4: by torchao [default: as saved, and gguf for a .gguf file on a CPU whose "
-            "kernels multiply blocks]"
+            help="Format of the weights. q8_0, q4_0 or q4_1: quantize linear layers. gguf: keep a "
+            "GGUF file's blocks. int8 or int4: quantize with torchao. [default: as saved; "
+            "gguf for a .gguf file on a CPU whose kernels multiply blocks]"
         ),
     ],
     "revision": Annotated[str | None, Option(help="Branch, tag or commit of a Hub id.")],
@@ -47,16 +51,16 @@ OPTIONS: dict[str, Any] = {
         bool, Option("--trust-remote-code", help="Run Python code that comes with the model.")
     ],
 }
-"""Options by the parameter names of `weir.load`."""
+"""The options, by the name of the parameter of `weir.load`."""
 
 Loading = dict[str, Any]
 """Given arguments of `weir.load`."""
 
 
 def loads_model(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add `OPTIONS` of these names, or all, to a command, after its own.
+    """Add the options with these names, or all `OPTIONS`, to a command after its other options.
 
-    The command's parameter `loading` gets those that were given.
+    The command's parameter `loading` gets the ones that were typed.
     """
     wanted = {name: OPTIONS[name] for name in names or OPTIONS}
 
@@ -89,7 +93,7 @@ def loads_model(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any
 def load_model(
     name: str, loading: Loading | None = None, *, encoders: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Call `weir.load` and show progress meanwhile; with `encoders`, those are accepted too."""
+    """Call `weir.load` and show progress. With `encoders`, encoders are accepted too."""
     loading = loading or {}
     with waiting(f"loading {name}"):
         from transformers.utils.logging import disable_progress_bar
@@ -99,14 +103,17 @@ def load_model(
         read: Callable[..., tuple[PreTrainedModel, PreTrainedTokenizerBase]] = load
         if encoders and is_encoder(name, **from_where(loading)):
             if "weights" in loading:
-                raise WeirError("--weights is for models that stream, and this one is an encoder")
+                raise WeirError(
+                    f"--weights is only for models that generate text, and {name} is an encoder. "
+                    "Leave out --weights."
+                )
             read = load_encoder
-        # A GGUF file is loaded with a bar, which a terminal cannot show below this line.
+        # Loading a GGUF file shows a progress bar, which a terminal cannot show below this line.
         barred = is_gguf(name) and messages().is_interactive
         if (local := is_local(name)) and not barred:
             disable_progress_bar()
             loaded = read(name, **loading)
-    if not local and messages().is_terminal:  # the Hub shows bars of its own
+    if not local and messages().is_terminal:  # the Hub shows its own bars
         say(f"fetching {name} from the Hugging Face Hub")
     if barred or not local:
         loaded = read(name, **loading)

@@ -20,29 +20,38 @@ class Positions(StrEnum):
 
 
 PositionsName = Annotated[
-    Positions, Option(help="Positions counted inside the cache, or in the stream.")
+    Positions,
+    Option(help="Positions of tokens: counted in the cache (rolling) or in the stream (original)."),
 ]
 ModelName = Annotated[
     str, Option("--model", help="nano, smollm2, a folder, a .gguf file, or a Hub id.")
 ]
 TextPath = Annotated[
-    Path, Option("--text", help="The text: UTF-8, plain or .xz; - for standard input.")
+    Path, Option("--text", help="The text file: UTF-8, plain or .xz; - for standard input.")
 ]
 PolicyText = Annotated[str, Option(help="A pipe or a named policy; see `weir policies`.")]
 Budget = Annotated[
     int | None,
-    Option("--budget", min=1, help="Slots that the policy keeps, as in --policy h2o --budget 512."),
+    Option(
+        "--budget",
+        min=1,
+        help="Number of slots that the policy keeps, as in --policy h2o --budget 512.",
+    ),
 ]
 Chunk = Annotated[
-    int, Option(min=1, help="New tokens read before the policy decides again what to keep.")
+    int,
+    Option(
+        min=1,
+        help="Number of new tokens to read before the policy chooses again which tokens to keep.",
+    ),
 ]
 PolicyChunk = Annotated[
     int | None,
     Option(
         "--chunk",
         min=1,
-        help="New tokens read before the policy decides again what to keep [default: 64, or what a "
-        "policy file was measured with]",
+        help="Number of new tokens to read before the policy chooses again which tokens to keep "
+        "[default: 64, or what a policy file was measured with]",
     ),
 ]
 Seed = Annotated[int, Option(min=0, help="Seed of all random draws.")]
@@ -50,26 +59,26 @@ SlotsName = Annotated[
     str | None,
     Option(
         "--slots",
-        help="Storage of the middle slots: exact, int8, int4, k8v4 or fp8 [default: as the policy "
-        "says]",
+        help="Format of the middle slots: exact, int8, int4, k8v4 or fp8 [default: set by the "
+        "policy]",
     ),
 ]
 Compile = Annotated[
     bool,
     Option(
         "--compile",
-        help="Run decode steps by an engine: native on a CPU, torch.compile on a GPU.",
+        help="Run decode steps faster: natively on a CPU, under torch.compile on a GPU.",
     ),
 ]
 AsJson = Annotated[bool, Option("--json", help="Print one JSON object and nothing else.")]
 DEFAULT = "weir"
-"""The default policy; repeated here, since importing its definition would import PyTorch."""
+"""The default policy. It is repeated here because importing its definition would import PyTorch."""
 CHUNK = 64
 """The default chunk, repeated for the same reason."""
 
 
 def with_given_budget(policy: str, budget: int | None) -> str:
-    """Return a policy with the slots of `--budget`; WeirError if it takes none, or has some."""
+    """Return a policy with `--budget` slots. Refuse a policy that has a budget or takes none."""
     if budget is None:
         return policy
     from weir.evals.notation import with_budget
@@ -78,11 +87,13 @@ def with_given_budget(policy: str, budget: int | None) -> str:
 
 
 def one_model(argument: str | None, option: str | None) -> str:
-    """Return the model of a command that takes it as an argument or as `--model`, not both."""
+    """Return the model of a command that takes it as an argument or as `--model`, but not both."""
     if argument is not None and option is not None:
-        raise BadParameter(f"two models are named, {argument} and --model {option}; name one")
+        raise BadParameter(f"two models are named: {argument} and --model {option}. Name only one.")
     if (found := argument or option) is None:
-        raise BadParameter("Missing argument 'MODEL': nano, a folder, or a Hub id")
+        raise BadParameter(
+            "Missing argument 'MODEL': name nano, a folder, a .gguf file or a Hub id"
+        )
     return found
 
 
@@ -93,19 +104,19 @@ def was_given(context: Context, name: str) -> bool:
 
 
 def say_unused(context: Context, names: Iterable[str], why: str) -> None:
-    """Report those of some options that were typed but have no effect; `why` ends the sentence."""
+    """Report which of some options were typed but have no effect. `why` ends the sentence."""
     typed = [f"--{name.replace('_', '-')}" for name in names if was_given(context, name)]
     if typed:
         *first, last = typed
         listed = f"{', '.join(first)} and {last}" if first else last
-        say(f"{listed} {'change' if first else 'changes'} nothing here: {why}")
+        say(f"{listed} {'have' if first else 'has'} no effect: {why}")
 
 
 def numbers(option: str, text: str, least: int = 0) -> list[int]:
-    """Parse comma-separated whole numbers from `least` on, the value of an option."""
+    """Parse the value of an option: comma-separated whole numbers, each at least `least`."""
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not all(word.isdecimal() and int(word) >= least for word in words):
         raise BadParameter(
-            f"{option} takes whole numbers from {least} on with commas between them, not {text!r}"
+            f"{option} must be whole numbers of at least {least}, separated by commas, got {text!r}"
         )
     return [int(word) for word in words]

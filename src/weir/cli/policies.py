@@ -16,47 +16,47 @@ from weir.cli.options import AsJson
 from weir.errors import suggest
 
 SHARED = {
-    "budget": "slots of each KV head, in each layer.",
-    "sinks": "first tokens of the stream that stay.",
+    "budget": "number of slots of each KV head in each layer.",
+    "sinks": "number of first tokens of the stream that are always kept.",
 }
-"""Descriptions of parameters that mean the same in every policy, unless it says more itself."""
+"""Descriptions of parameters that mean the same in every policy, unless a policy has its own."""
 POLICIES: dict[str, dict[str, str]] = {
     "Plain": {
         "dense": "everything, exactly; memory grows with the stream",
-        "window": "the newest tokens; most models fail once the first is gone",
-        "recompute": "the oracle of comparisons: reads its window anew, slowly",
+        "window": "the newest tokens; most models fail once the first token is gone",
+        "recompute": "a reference for comparisons: recomputes its window at every step, slowly",
     },
     "The five papers": {
-        "streaming_llm": "reading on without end, at the least cost",
-        "reservoir": "reading on, with a fair sample of all that came between",
-        "subgen": "SubGen's Algorithm 1 to the letter",
-        "kcenter": "names and numbers told long ago; what SubGen's tests ran",
-        "balancekv": "attention over all of a long prompt, estimated",
-        "uniform": "the baseline of balancekv: a plain sample",
-        "buzz": "much-read tokens from every stretch of the stream",
+        "streaming_llm": "endless reading at the lowest cost",
+        "reservoir": "endless reading with a fair sample of everything in between",
+        "subgen": "SubGen's Algorithm 1, as published",
+        "kcenter": "names and numbers from long ago; the variant in SubGen's experiments",
+        "balancekv": "an estimate of attention over all of a long prompt",
+        "uniform": "the baseline of balancekv: a uniform sample",
+        "buzz": "tokens that got much attention, from every part of the stream",
     },
     "The field": {
         "h2o": "tokens that were read the most so far",
         "snapkv": "a long prompt and one answer: what its end looks at",
         "kvzip": "one long text read whole: what the model needs to repeat it",
         "pyramidkv": "as snapkv, with more slots in the lower layers",
-        "defensivekv": "tokens that any query needed, not only the average one",
-        "reskv": "hearing an average of what was evicted",
-        "attention_matching": "slots weighed for what was evicted (experimental)",
-        "certified": "being told how far off what was dropped leaves it",
-        "tova": "what the last token looks at; next to no bookkeeping",
-        "keydiff": "unusual keys; needs no attention at all",
-        "keyformer": "much-read tokens, with noise against bad luck",
-        "lacache": "a ladder: other old tokens in each layer",
+        "defensivekv": "tokens that any query needed, not only the average query",
+        "reskv": "an average of the evicted tokens in every answer",
+        "attention_matching": "slots reweighted to make up for evicted tokens (experimental)",
+        "certified": "a bound on the error that eviction causes",
+        "tova": "tokens that the last token attends to; almost no bookkeeping",
+        "keydiff": "tokens with unusual keys; needs no attention scores",
+        "keyformer": "tokens that got much attention, with noise for variety",
+        "lacache": "a ladder: each layer keeps other old tokens",
     },
     "weir's own": {
-        "weir": "reading on, and finding what came a while ago; the default",
-        "centers": "single names and numbers, told to a small model long ago",
+        "weir": "endless reading, with recall of things from a while ago; the default",
+        "centers": "single names and numbers from long ago, for small models",
     },
     "Around another policy": {
-        "quantized": "twice the tokens in the same bytes",
+        "quantized": "twice as many tokens in the same bytes",
         "pyramid": "more slots in the lower layers",
-        "pinned": "a conversation's beginning, never evicted",
+        "pinned": "the beginning of a conversation, never evicted",
     },
 }
 """Uses of weir's named policies, in the groups and the order of the list."""
@@ -67,7 +67,7 @@ _PARAMETER = re.compile(r" {4}(\w+(?:, \w+)*): (.+)")
 
 @dataclass(frozen=True)
 class Entry:
-    """A list entry: a named policy or a pool, which has no paper and no default pipe.
+    """An entry of the list: a named policy, or a pool (which has no paper and no default pipe).
 
     Attributes:
         parameters: parameters with their defaults, as they are written in a policy.
@@ -87,14 +87,17 @@ class Entry:
 def policies(
     names: Annotated[list[str] | None, Argument(metavar="NAME")] = None, as_json: AsJson = False
 ) -> None:
-    """List the named policies and the pools that make up a pipe, or describe those named."""
+    """List the named policies and the pools that policies are made of, or describe the ones you
+    name.
+    """
     named, pools = list_entries()
     known = {entry.name for entry in (*named, *pools)}
     for name in names or ():
         if name not in known:
             like = suggest(name.partition("(")[0].strip().lower(), known)
             raise BadParameter(
-                f"no policy and no pool is called {name!r}{like or '; `weir policies` lists them'}"
+                "there is no policy or pool called "
+                f"{name!r}{like or '; `weir policies` lists them all'}"
             )
     if names or as_json:
         wanted = names or known
@@ -123,7 +126,7 @@ def policies(
 
 
 def list_entries() -> tuple[list[Entry], list[Entry]]:
-    """Return the named policies and the pools, weir's own before those of plugins."""
+    """Return the named policies and the pools. Those of weir come before those of plugins."""
     from weir.policies import NAMED, load_plugins
     from weir.pools import POOLS
 
@@ -145,7 +148,7 @@ def _describe(name: str, make: Any, paper: str | None = None, pipe: str | None =
 
 
 def _read_parameters(doc: str) -> dict[str, str]:
-    """Read a docstring's entries about parameters, in its `Args` or `Attributes`."""
+    """Read the entries about parameters from a docstring, in its `Args` or `Attributes`."""
     found: dict[str, str] = {}
     names: list[str] = []
     inside = False
@@ -161,12 +164,14 @@ def _read_parameters(doc: str) -> dict[str, str]:
 
 
 def explain(entry: Entry, pools: Iterable[Entry]) -> dict[str, str]:
-    """Return sentences about an entry's parameters; a policy without some uses its pools'."""
+    """Return the descriptions of an entry's parameters. A policy without its own uses those of its
+    pools.
+    """
     words = set(re.findall(r"\w+", entry.pipe or ""))
     known: dict[str, str] = {}
     for pool in pools:
         known |= pool.explains if pool.name in words else {}
-    # A policy's budget is that of all its pools, a pool's its own.
+    # A policy's budget counts the slots of all its pools; a pool's counts only its own.
     known |= {} if entry.paper is None else SHARED
     known |= entry.explains
     names = [word.partition("=")[0] for word in entry.parameters.split(", ")]
@@ -177,17 +182,19 @@ def explain(entry: Entry, pools: Iterable[Entry]) -> dict[str, str]:
 
 
 def _print_list(named: Sequence[Entry], pools: Sequence[Entry]) -> None:
-    """Print a line for each entry: its name and what it is good for."""
+    """Print a line for each entry: its name and its use."""
     known = {name for group in POLICIES.values() for name in group}
     others = {entry.name: entry.about for entry in named if entry.name not in known}
     width = max(len(entry.name) for entry in (*named, *pools))
     for title, group in {**POLICIES, **({"Others": others} if others else {})}.items():
         _print_grid(title, group, width)
     _print_grid(
-        "Pools, of which a pipe is made", {pool.name: _shorten(pool.about) for pool in pools}, width
+        "Pools, the parts of a pipe", {pool.name: _shorten(pool.about) for pool in pools}, width
     )
-    output().print("A pipe is pools with | between them: sink(4) | recent(252)", markup=False)
-    output().print("Parameters, pipe and paper of one: weir policies NAME", markup=False)
+    output().print(", separately for each KV head", markup=False)
+    output().print(
+        "For the parameters, pipe and paper of a policy: weir policies NAME", markup=False
+    )
 
 
 def _shorten(about: str) -> str:

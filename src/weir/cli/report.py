@@ -1,4 +1,4 @@
-"""`weir report`: the results of `weir eval` as a page with tables and plots."""
+"""`weir report`: write the results of `weir eval` as a page with tables and plots."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from weir.cli.options import AsJson
 
 @command()
 def report(
-    results: Annotated[list[Path], Argument(help="One or more results files of `weir eval`.")],
+    results: Annotated[
+        list[Path], Argument(help="One or more results files written by `weir eval`.")
+    ],
     out: Annotated[Path, Option(help="Folder for report.html, report.md and pictures.")] = Path(
         "report"
     ),

@@ -1,10 +1,14 @@
-"""Signals and garbage collection around a command. Imports almost nothing, and knows no command.
+"""Signals and garbage collection around a command.
 
-After Ctrl-C or SIGTERM a command can report what it has done so far; after SIGTERM, which a
-scheduler, a container or `kill` sends, the exit code is 143. A terminal that is closed sends
-SIGHUP, which counts as SIGTERM. The garbage collector runs rarely while libraries are imported:
-they create a million objects, and scanning them again and again would take a sixth of the time
-until `weir chat` answers. Threads of OpenMP wait in a loop for a short time only.
+After Ctrl-C or SIGTERM, a command can report what it has done so far. After SIGTERM, which a
+scheduler, a container or `kill` sends, the exit code is 143. A closed terminal sends SIGHUP, which
+counts as SIGTERM.
+
+The garbage collector runs rarely while libraries are imported: they create a million objects, and
+scanning them repeatedly would take a sixth of the time until `weir chat` answers. Threads of OpenMP
+wait in a loop for a short time only.
+
+This file imports almost nothing, and no command.
 """
 
 from __future__ import annotations
@@ -18,20 +22,24 @@ from types import FrameType
 
 INTERRUPTED = 130
 TERMINATED = 128 + signal.SIGTERM
-"""Exit codes, as shells have them."""
+"""Exit codes, as shells use them."""
 SELDOM = 50_000
-"""New objects between two collections while libraries are imported; usually some hundreds."""
+"""New objects between two collections while libraries are imported; Python's default is some
+hundreds.
+"""
 SPINS = "2000"
-"""Rounds that a thread of OpenMP waits in a loop before it sleeps, some 30 microseconds. GNU's
-OpenMP waits for 300,000: beside another busy process, threads then wait for one that does not run.
+"""Rounds that a thread of OpenMP waits in a loop before it sleeps, about 30 microseconds.
+
+GNU's OpenMP waits for 300,000 rounds. Next to another busy process, threads then wait for a thread
+that does not run.
 """
 _USUAL = gc.get_threshold()
 
 
 def wait_briefly() -> None:
-    """Let threads of PyTorch that wait for each other sleep soon, unless the user has chosen.
+    """Let threads of PyTorch that wait for each other sleep soon, unless the user has set this.
 
-    It has an effect before PyTorch is imported.
+    This has an effect only before PyTorch is imported.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
@@ -39,7 +47,9 @@ def wait_briefly() -> None:
 
 @contextmanager
 def collect_seldom() -> Iterator[None]:
-    """Collect garbage rarely in this block, or until one of the next two functions is called."""
+    """Collect garbage rarely in this block, or until `freeze_imports` or `collect_as_usual` is
+    called.
+    """
     before, frozen = gc.get_threshold(), gc.get_freeze_count()
     gc.set_threshold(SELDOM, *before[1:])
     try:
@@ -61,12 +71,12 @@ def freeze_imports() -> None:
 
 
 def collect_as_usual() -> None:
-    """Collect garbage as any program does from here on; for commands that measure time."""
+    """Collect garbage at Python's usual rate from here on, for commands that measure time."""
     gc.set_threshold(*_USUAL)
 
 
 def _ending() -> list[signal.Signals]:
-    """The signals that end a command: SIGTERM, and SIGHUP unless `nohup` has it ignored."""
+    """Return the signals that end a command: SIGTERM, and SIGHUP unless `nohup` ignores it."""
     hang_up = getattr(signal, "SIGHUP", None)  # Windows has none
     if hang_up is None or signal.getsignal(hang_up) is signal.SIG_IGN:
         return [signal.SIGTERM]
@@ -99,7 +109,7 @@ class Interrupt:
     """Counter of Ctrl-C presses that notes the first few and raises on the next one.
 
     Attributes:
-        terminated: whether one of them was SIGTERM.
+        terminated: whether one of the signals was SIGTERM.
     """
 
     def __init__(self, noted: float) -> None:
@@ -117,7 +127,7 @@ class Interrupt:
 
     @property
     def word(self) -> str:
-        """The word for what happened, for messages."""
+        """The word for the event in messages: "terminated" or "interrupted"."""
         return "terminated" if self.terminated else "interrupted"
 
     def press(self, number: int, frame: FrameType | None) -> None:
@@ -125,13 +135,14 @@ class Interrupt:
         self._pressed += 1
         self.terminated = self.terminated or number != signal.SIGINT
         if self._pressed > self._noted:
-            # Restored here too: the exception may hit a `noting` block before its `try` works.
+            # Restored here too, because the exception may reach a `noting` block before its `try`
+            # begins.
             self._noted = self._outside
             raise KeyboardInterrupt if number == signal.SIGINT else Terminated
 
     @contextmanager
     def noting(self, presses: float) -> Iterator[None]:
-        """Note this many presses in the block without raising, presses just before it included."""
+        """Note this many presses in the block without raising, including presses just before it."""
         try:
             self._noted = presses  # before the check, so that no press falls between the two
             if self._pressed > presses:
@@ -144,11 +155,11 @@ class Interrupt:
 
 @contextmanager
 def interruptible(noted: float = 1, *, sigterm: bool = True) -> Iterator[Interrupt]:
-    """Note Ctrl-C in this block instead of raising, so that no forward is left halfway.
+    """Note Ctrl-C in this block instead of raising, so that no forward pass is left half done.
 
     Args:
-        noted: presses that are only noted; the one after them raises.
-        sigterm: SIGTERM counts as a press; otherwise it ends the command where it is.
+        noted: number of presses that are only noted; the one after them raises.
+        sigterm: count SIGTERM as a press; otherwise it ends the command at once.
     """
     interrupt = Interrupt(noted)
     numbers = [signal.SIGINT, *(_ending() if sigterm else [])]

@@ -1,4 +1,4 @@
-"""`weir serve`: endless sessions for many clients, over OpenAI's HTTP API."""
+"""`weir serve`: serve endless sessions to many clients, over OpenAI's HTTP API."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from weir.serve import Engine, EngineClient
 
 AUTO = "auto"
-"""Of --pin: as memory allows."""
+"""Value of --pin that lets the free memory decide."""
 
 
 @command()
@@ -30,33 +30,33 @@ def serve(
         str | None,
         Argument(
             metavar="MODEL",
-            help="nano, smollm2, a folder, a .gguf file, or a Hub id; or --model.",
+            help="nano, smollm2, a folder, a .gguf file, or a Hub id; --model does the same.",
         ),
     ] = None,
-    model_name: Annotated[str | None, Option("--model", help="Instead of MODEL.")] = None,
+    model_name: Annotated[str | None, Option("--model", help="The same as MODEL.")] = None,
     policy: Annotated[
         str | None,
         Option(
-            help="A pipe or a named policy; see `weir policies` [default: weir.toml beside the "
+            help="A pipe or a named policy; see `weir policies` [default: weir.toml next to the "
             f"model, or else {options.DEFAULT}]"
         ),
     ] = None,
     budget: options.Budget = None,
     slots: options.SlotsName = None,
     chunk: options.PolicyChunk = None,
-    rows: Annotated[int, Option(min=1, help="Turns answered at the same time.")] = 8,
+    rows: Annotated[int, Option(min=1, help="Number of turns answered at the same time.")] = 8,
     pin: Annotated[
         str | None,
         Option(
-            help="Tokens of a system message and tools that stay in the cache for good, each in a "
-            "slot of its own in every row; auto for as many as half of the free memory has room "
-            "for, 0 for none [default: a quarter of the policy's slots]",
+            help="Number of tokens of a system message and tools that are never evicted. Each "
+            "takes a separate slot in every row. auto: as many as fit in half of the free "
+            "memory; 0: none [default: a quarter of the policy's slots]",
         ),
     ] = None,
     pin_slots: Annotated[
         str | None,
         Option(
-            help="Storage of the slots of --pin: exact, same (as the policy's quantized slots, or "
+            help="Format of the slots of --pin: exact, same (the policy's quantized slots, or "
             "int8), int8, int4, k8v4 or fp8 [default: exact, and same with --pin auto]"
         ),
     ] = None,
@@ -64,7 +64,7 @@ def serve(
         bool,
         Option(
             "--deterministic",
-            help="Decode each row by itself, so that answers do not depend on other rows.",
+            help="Decode each row alone, so that an answer does not depend on other rows.",
         ),
     ] = False,
     compiled: Annotated[
@@ -75,42 +75,43 @@ def serve(
         int | None,
         Option(
             min=1,
-            help="Ends of turns kept in memory; by default as many as fit, or 256. With --disk: "
-            "turns that go on in memory while the disk is full, and newest ones it may not drop.",
+            help="Number of turns whose state is kept in memory [default: as many as fit, at most "
+            "256]. With --disk: number of turns that go on in memory while the disk is full, "
+            "and of the newest turns that are never removed from the disk.",
         ),
     ] = None,
     data: Annotated[
         str | None,
         Option(
-            help="A folder to keep ends of turns in, instead of memory; with --cluster also an "
-            "fsspec address such as s3://bucket/folder."
+            help="Folder for the states of turns, instead of memory. With --cluster also an fsspec "
+            "address such as s3://bucket/folder."
         ),
     ] = None,
     disk: Annotated[
-        str | None, Option(help="With --data: most bytes to keep there, such as 200GB.")
+        str | None, Option(help="With --data: the most bytes to use there, such as 200GB.")
     ] = None,
     host: Annotated[str, Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[
         int, Option(min=0, max=65535, help="Port to listen on; 0 for any free one.")
     ] = 8000,
     keys: Annotated[
-        Path | None, Option(help="A file with the SHA-256 of each accepted key.")
+        Path | None, Option(help="A file with the SHA-256 hash of each accepted API key.")
     ] = None,
     name: Annotated[
-        str | None, Option(help="The model's name for clients; by default MODEL.")
+        str | None, Option(help="The name of the model for clients [default: MODEL]")
     ] = None,
     alias: Annotated[
         list[str] | None,
         Option(
-            help="A further name of the model, for clients that insist on one; can be repeated. "
-            "'*' accepts every name."
+            help="Another name of the model, for clients that insist on one; can be repeated. '*' "
+            "accepts every name."
         ),
     ] = None,
     allow_host: Annotated[
         list[str] | None,
         Option(
-            help="A further name of this machine, such as host.docker.internal, that requests may "
-            "be sent to; can be repeated. With --keys every name is accepted."
+            help="Another name of this machine that requests may be sent to, such as "
+            "host.docker.internal; can be repeated. With --keys every name is accepted."
         ),
     ] = None,
     allow_origin: Annotated[
@@ -124,42 +125,44 @@ def serve(
         bool,
         Option(
             "--note-changes",
-            help="If the system message of a conversation changes a little, as with a clock in it, "
-            "continue the conversation with a note that says how, instead of reading it again.",
+            help="If the system message of a conversation changes slightly, for example because it "
+            "contains the time, continue the conversation with a note about the change "
+            "instead of reading it again.",
         ),
     ] = False,
     archive: Annotated[
         str | None,
         Option(
-            help="Keep the text of conversations, in at most so many bytes, such as 10GB, so that "
-            "what has left the cache is found again; in --data, or in memory."
+            help="Keep the text of conversations in at most this many bytes, such as 10GB, so that "
+            "text can be found again after it has left the cache. It is stored in --data, or "
+            "in memory."
         ),
     ] = None,
     recall: Annotated[
         int | None,
         Option(
             min=0,
-            help="With --archive: most tokens of earlier text that are put before a message which "
+            help="With --archive: the most tokens of forgotten text to put before a message that "
             "asks for it; 0 for none, unless a request asks [default: 256]",
         ),
     ] = None,
     max_prompt: Annotated[
-        int, Option(min=1, help="Most tokens that one request may feed.")
+        int, Option(min=1, help="The most tokens that one request may send.")
     ] = 1_000_000,
-    max_answer: Annotated[int, Option(min=1, help="Most tokens of an answer.")] = 65_536,
-    queue: Annotated[int, Option(min=1, help="Most turns that wait for a row.")] = 64,
+    max_answer: Annotated[int, Option(min=1, help="The most tokens of an answer.")] = 65_536,
+    queue: Annotated[int, Option(min=1, help="The most turns that wait for a row.")] = 64,
     drain: Annotated[
-        float, Option(min=1, help="Seconds for answers to finish after SIGTERM.")
+        float, Option(min=1, help="Seconds after SIGTERM in which answers may finish.")
     ] = 30.0,
     cluster: Annotated[
         str | None,
-        Option(help="Serve from replicas on Ray: local, or host:port of a cluster's head."),
+        Option(help="Serve from replicas on Ray: local, or host:port of a cluster's head node."),
     ] = None,
     replicas: Annotated[int, Option(min=1, help="With --cluster: number of replicas.")] = 2,
     *,
     loading: Loading,
 ) -> None:
-    """Serve a model whose conversations have no end, in memory that is fixed at the start.
+    """Serve endless conversations with a model, in an amount of memory that is fixed at the start.
 
     Clients of OpenAI's API need only the address. Without --keys, only this machine is served.
     """
@@ -185,22 +188,33 @@ def serve(
     if budget is not None:
         policy = options.with_given_budget(policy or options.DEFAULT, budget)
     if cluster is None:
-        options.say_unused(context, ("replicas",), "it is for --cluster")
+        options.say_unused(context, ("replicas",), "it needs --cluster")
     if disk is not None and data is None:
-        raise WeirError("--disk is for --data: name the folder that may grow so large")
+        raise WeirError(
+            "--disk limits the folder of --data, and no --data is given. Add --data FOLDER."
+        )
     if cluster is not None and disk is not None:
-        raise WeirError("--disk is for one server; of a cluster's sessions the newest turns stay")
+        raise WeirError(
+            "--disk is for a single server, and --cluster is given. Leave out one of them."
+        )
     if cluster is not None and data is None:
-        raise WeirError("--cluster needs --data: a folder or an address that all replicas share")
+        raise WeirError(
+            "--cluster needs a place that all replicas share. Add --data with a folder or an "
+            "address."
+        )
     if cluster is not None and compiled:
-        raise WeirError("--compile is for one server; leave it out with --cluster")
+        raise WeirError(
+            "--compile is for a single server, and --cluster is given. Leave out one of them."
+        )
     if keep is not None and data is not None and cluster is None and disk is None:
         raise WeirError(
-            "--keep is for memory, and with --data turns are there only while the disk is full: "
-            "that needs --disk, which lets old turns go"
+            "--keep has no use with --data alone: turns are in memory only while the disk is "
+            "full. Leave out --keep, or add --disk, which limits the disk and removes old turns."
         )
     if archive is not None and cluster is not None:
-        raise WeirError("--archive is for one server; leave it out with --cluster")
+        raise WeirError(
+            "--archive is for a single server, and --cluster is given. Leave out one of them."
+        )
     if recall is not None and archive is None:
         raise WeirError(
             "--recall needs --archive, which keeps what can be recalled. Use --archive 10GB."
@@ -214,17 +228,19 @@ def serve(
     plain = with_slots(named, slots)
     chunk = resolve_chunk(plain, chunk)
     form = pin_slots or (SAME if pin == AUTO else EXACT)
-    # What memory decides is known once the worker has been copied.
+    # The sizes that depend on memory are known only after the worker process has been copied.
     wanted = with_pin(plain, None if pin == AUTO else _read_pin(pin), form)
     limits = Limits(prompt=max_prompt, answer=max_answer, queue=queue, drain=drain)
     accepted = Keys() if keys is None else Keys.read(keys)
     hosts, origins, aliases = allow_host or [], allow_origin or [], alias or []
     Access(hosts, origins, has_keys=bool(accepted))  # refuses wrong hosts and origins
     if accepted:
-        options.say_unused(context, ("allow_host",), "with keys, every host name is accepted")
-    # Copied before there are sockets, threads or a device.
+        options.say_unused(context, ("allow_host",), "with --keys, every host name is accepted")
+    # The worker is copied before there are sockets, threads or a device.
     worker = WorkerProcess(fork=True) if cluster is None else None
-    bound = bind(host, port, accepted)  # before loading, which would be in vain if this fails
+    bound = bind(
+        host, port, accepted
+    )  # bind before loading, so that a port in use is reported at once
     with contextlib.ExitStack() as ending:
         ending.callback(bound.close)
         if worker is not None:
@@ -235,26 +251,25 @@ def serve(
             wanted = with_pin(plain, choose_pin(model_name, plain, format=form, **how), form)
         say_pinned(wanted)
         if beside is not None and beside.origin is not None:
-            say(f"the policy is that of {beside.origin.file}, which lies with the model")
+            say(f"using the policy file {beside.origin.file} next to the model")
         say_set_aside(model_name, policy, slots, loading.get("revision"))
         memory = estimate_memory(
             model_name, wanted, chunk=chunk, rows=rows, kept=kept, loading=loading
         )
         if most is not None and most < memory.row:
             raise WeirError(
-                f"the end of a turn takes {size(memory.row)}, and --disk leaves {size(most)} "
-                "for all"
+                f"--disk {size(most)} is too small: the state of one turn takes "
+                f"{size(memory.row)}. Use a larger --disk."
             )
-        ends = f"ends of {memory.kept} turns {size(memory.kept * memory.row)}; "
+        ends = f"the states of {memory.kept} turns take {size(memory.kept * memory.row)}; "
         say(
             f"{model_name} under {wanted.brief}: weights {size(memory.weights)}, {rows} rows of "
-            f"{size(memory.row)}; {ends if memory.kept else ''}"
-            f"{memory.prefixes} states of prompts {size(memory.prefixes * memory.row)}; "
-            f"{size(memory.total)} in all, "
-            f"at most {size(limits.memory)} more for requests under way, and "
-            f"{size(limits.parcel)} for a session that is exported or imported"
+            f"{size(memory.row)}; {ends if memory.kept else ''}{memory.prefixes} states of "
+            f"prompts take {size(memory.prefixes * memory.row)}; {size(memory.total)} in all. "
+            f"Requests in progress take at most {size(limits.memory)} more, and the export or "
+            f"import of a session {size(limits.parcel)}"
         )
-        known = f"{len(accepted)} keys" if accepted else "no keys: for this machine only"
+        known = f"{len(accepted)} keys" if accepted else "no keys: only this machine is served"
         if cluster is not None and data is not None:
             from weir.serve.cluster import running
             from weir.serve.cluster.replica import Settings
@@ -280,7 +295,8 @@ def serve(
                 with waiting(f"{replicas} replicas on {cluster}"):
                     started = running.Replicas(settings, replicas)
                 say(
-                    f"{replicas} replicas of that; ends of turns in {data}, {size(memory.row)} each"
+                    f"{replicas} replicas of this; states of turns are in {data}, "
+                    f"{size(memory.row)} each"
                 )
                 say(f"{_url(*bound.getsockname()[:2])} ({known})")
                 started.serve(bound, limits)
@@ -291,7 +307,7 @@ def serve(
         if data is not None:
             place = DiskTurns(Path(data), StoreFormat.of(model, wanted, chunk), most)
             room_there = "" if most is None else f", at most {size(most)}"
-            say(f"ends of turns in {data}, {size(memory.row)} each{room_there}")
+            say(f"states of turns are in {data}, {size(memory.row)} each{room_there}")
         store = ending.enter_context(SessionStore(place, keep=memory.kept))
         if place is not None:
             prefixes = PrefixFolder(Path(data or "") / "prefixes", place.store_format)
@@ -303,12 +319,15 @@ def serve(
             say(
                 f"weir: {opened.problem}; nothing is recalled"
                 if opened.problem
-                else f"text of conversations in {where}, at most {size(archived)}; up to "
-                f"{tokens} tokens of it are recalled in a turn"
+                else (
+                    f"the text of conversations is in {where}, at most {size(archived)}; up to "
+                    f"{tokens} tokens of it are recalled in a turn"
+                )
             )
         book = ResponseStore(None if data is None else Path(data) / "book.db", limits.texts)
         ending.callback(book.close)
-        # The first native step is compared with the model's own, whose rounding the answer has.
+        # The first native step is compared with the model's own step, whose rounding the answer
+        # has.
         prepare_model(model, native=not deterministic, wait=True)
         engine = Engine(
             model,
@@ -321,7 +340,7 @@ def serve(
             deterministic=deterministic,
             prefix_place=prefixes,
         )
-        with waiting("reading a first text; kernels are compiled for this machine, once"):
+        with waiting("reading a first text; kernels are compiled for this machine once"):
             engine.warm_up()
         if compiled:
             compile_or_say(engine)
@@ -347,19 +366,19 @@ def serve(
 
 
 def say_pinned(policy: Policy) -> None:
-    """Report how long a system message and tools may be to stay in the cache."""
+    """Report how many tokens of a system message and tools stay in the cache."""
     from weir.policies import pinned_slots
 
     found = [pinned_slots(pipe.pools) for pipe in policy.pipes]
     if pinned := min((slots for slots in found if slots is not None), default=0):
         say(
-            f"system message and tools: the first {pinned:,} tokens stay in the cache for good "
-            "(--pin); agents have 10,000 to 20,000"
+            f"the first {pinned:,} tokens of the system message and tools are never evicted (see "
+            "--pin). Coding agents send 10,000 to 20,000."
         )
 
 
 def _read_pin(pin: str | None) -> int | None:
-    """Read a number of pinned tokens."""
+    """Read the value of --pin: a number of tokens, or None if it is not given."""
     if pin is None:
         return None
     if not (pin.isascii() and pin.isdecimal() and len(pin) < 10):
@@ -371,34 +390,37 @@ def _read_pin(pin: str | None) -> int | None:
 
 
 def say_sampling(client: EngineClient) -> None:
-    """Report how answers are sampled by default, if the model's files say so."""
+    """Report the default sampling settings, if the model's files set any."""
     usual, unused = client.defaults, client.unused_defaults
     shown = [f"{name} {value:g}" for name, value in vars(usual.sampling).items() if value]
     if usual.repetition != 1:
         shown.append(f"repetition_penalty {usual.repetition:g}")
     if shown != ["temperature 1"]:
         say(
-            f"requests that do not say otherwise are sampled with {', '.join(shown)}, as the "
-            "model's generation configuration says"
+            f"by default, answers are sampled with {', '.join(shown)}, from the model's "
+            "generation configuration"
         )
     if unused:
-        say(f"not used of the model's generation configuration: {', '.join(unused)}")
+        say(
+            "these settings of the model's generation configuration are not used: "
+            f"{', '.join(unused)}"
+        )
 
 
 def compile_or_say(engine: Engine) -> None:
-    """Let an engine's steps be compiled, or report why they run uncompiled."""
+    """Compile an engine's decode steps, or report why they run uncompiled."""
     from weir.serve import compile_engine, sizes_of
 
     try:
         compiles = compile_engine(engine)
     except WeirError as error:
-        say(f"{error}; steps go the usual way")
+        say(f"{error}; decode steps run uncompiled")
         return
     if compiles:
         sizes = ", ".join(map(str, sizes_of(engine)))
-        say(f"decode steps are compiled while the server answers, for {sizes} rows at a time")
+        say(f"decode steps are being compiled while the server answers, for {sizes} rows at a time")
     elif engine.model.device.type == "cpu":
-        say("--compile is for a GPU; on a CPU decode steps are native, or the model's own")
+        say("--compile is for a GPU. On a CPU, decode steps are native or run in PyTorch.")
 
 
 def _url(address: str, port: int) -> str:

@@ -1,4 +1,4 @@
-"""`weir size`: the memory of a model and its streams, without loading the model."""
+"""`weir size`: compute the memory of a model and its streams, without loading the model."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ def size(
         str | None,
         Argument(
             metavar="MODEL",
-            help="nano, smollm2, a folder, a .gguf file, a config.json, a Hub id; or --model.",
+            help="nano, smollm2, a folder, a .gguf file, a config.json, or a Hub id; --model does "
+            "the same.",
         ),
     ] = None,
-    model_name: Annotated[str | None, Option("--model", help="Instead of MODEL.")] = None,
+    model_name: Annotated[str | None, Option("--model", help="The same as MODEL.")] = None,
     policy: Annotated[
         str | None,
         Option(
-            help="A pipe or a named policy; see `weir policies` [default: the weir.toml in the "
+            help="A pipe or a named policy; see `weir policies` [default: weir.toml in the "
             f"model's folder, or else {options.DEFAULT}]"
         ),
     ] = None,
@@ -45,17 +46,17 @@ def size(
     chunk: options.PolicyChunk = None,
     positions: options.PositionsName = options.Positions.rolling,
     pin: Annotated[
-        int, Option(min=0, help="Slots for a conversation's beginning, as in `weir serve`.")
+        int, Option(min=0, help="Slots for the beginning of a conversation, as in `weir serve`.")
     ] = 0,
     pin_slots: Annotated[
-        str, Option(help="Storage of the slots of --pin, as in `weir serve`.")
+        str, Option(help="Format of the slots of --pin, as in `weir serve`.")
     ] = "exact",
     rows: Annotated[
         int | None,
         Option(
             min=1,
-            help="Also count what `weir serve --rows` holds: rows, ends of turns (those that it "
-            "keeps by default), and states of prompts.",
+            help="Also count the memory of `weir serve --rows`: rows, states of turns (as many as "
+            "it keeps by default), and states of prompts.",
         ),
     ] = None,
     memory: Annotated[str | None, Option(help="Memory to fill with streams: 80GB, 24 GiB.")] = None,
@@ -66,10 +67,10 @@ def size(
     *,
     loading: Loading,
 ) -> None:
-    """Say how many bytes a stream and the weights take, and how many streams fit.
+    """Show how many bytes a stream and the weights take, and how many streams fit.
 
     Only the model's configuration is read, unless the policy depends on the weights, as the default
-    does: then they are loaded if they are on this machine.
+    policy does. In that case the weights are loaded if they are on this machine.
     """
     from weir.cache import (
         depends_on_weights,
@@ -101,8 +102,8 @@ def size(
     if isinstance(wanted, Pipe) and wanted.slots is None:
         if tokens is None:
             raise WeirError(
-                f"{wanted} has no limit: say how long a stream is, as in --tokens 8192, or take a "
-                "policy with a budget"
+                f"{wanted} has no limit, so its size depends on the length of the stream. Give a "
+                "length, as in --tokens 8192, or use a policy with a budget."
             )
         name = f"{wanted} at {tokens:,} tokens"
         if wanted.keeps_all:
@@ -112,7 +113,9 @@ def size(
             wanted = Pipe(tuple(pools), name, wanted.formats)
     else:
         options.say_unused(
-            context, ("tokens",), f"{wanted.brief} is of one size however long a stream is"
+            context,
+            ("tokens",),
+            f"the size of {wanted.brief} does not depend on the length of the stream",
         )
     chunk = resolve_chunk(wanted, chunk)
     most: int | None = None
@@ -153,16 +156,17 @@ def size(
         _show(facts | {"policy": wanted.brief, "dense": length is not None, "unknown": why})
     if room is not None and not streams:
         raise WeirError(
-            f"{memory} holds no stream: the weights take {for_people(found.weights)} and a stream "
-            f"{for_people(found.stream)}"
+            f"{memory} is too small for a stream: the weights take {for_people(found.weights)} "
+            f"and a stream takes {for_people(found.stream)}. Use more --memory or a smaller "
+            "policy."
         )
 
 
 def _load_if_here(name: str, loading: Loading) -> tuple[PreTrainedModel | None, str]:
-    """Load a model whose weights are on this machine.
+    """Load a model if its weights are on this machine.
 
-    Returns None, and what is the case with the weights, if they are not here or do not fit.
-    Weights that cannot be read are an error.
+    If they are not here or do not fit, returns None and the reason. Weights that cannot be read are
+    an error.
     """
     from weir.errors import TooLargeError
     from weir.loading import has_weights
@@ -172,11 +176,11 @@ def _load_if_here(name: str, loading: Loading) -> tuple[PreTrainedModel | None, 
     try:
         return load_model(name, loading)[0], ""
     except TooLargeError:
-        return None, "do not fit in this machine's memory"
+        return None, "do not fit in the memory of this machine"
 
 
 def _count_server(rows: int, weights: int, stream: int) -> dict[str, Any]:
-    """Count what a server with so many rows holds."""
+    """Count the memory of a server with this many rows."""
     from weir.serve import MemoryEstimate
     from weir.serve.sessions.store import DEFAULT_KEPT
 
@@ -193,7 +197,7 @@ def _count_server(rows: int, weights: int, stream: int) -> dict[str, Any]:
 
 
 def _in_8_bits(policy: Policy) -> Policy:
-    """Return a policy with slots of 8 bits where it leaves their format to the weights."""
+    """Return a policy with 8-bit slots, if the policy leaves their format to the weights."""
     from weir.errors import WeirError
     from weir.policies import PolicyWrapper, with_slots
 
@@ -201,7 +205,7 @@ def _in_8_bits(policy: Policy) -> Policy:
         return policy.around(_in_8_bits(policy.policy))
     try:
         return with_slots(policy, "int8")
-    except WeirError:  # it says the format itself
+    except WeirError:  # the policy sets the format
         return policy
 
 
@@ -210,13 +214,13 @@ def _show(facts: dict[str, Any]) -> None:
     count = f"{slots[0]:,}" if len(set(slots)) == 1 else f"{min(slots):,} to {max(slots):,}"
     step = facts["step_bytes"]
     policy = facts["policy"]
-    if not policy.endswith(" slots"):  # the brief form of a long list ends so
+    if not policy.endswith(" slots"):  # the brief form of a long list already gives the slots
         policy += f", {count} slots a layer"
     stream, most = (for_people(facts[key]) for key in ("stream_bytes", "stream_bytes_at_most"))
     if facts["stream_bytes_at_most"] > facts["stream_bytes"]:
         stream += (
-            f" with slots of 4 bits, or {most} with slots of 8 bits: the model's weights decide, "
-            f"and they {facts['unknown']}"
+            f" with 4-bit slots, or {most} with 8-bit slots: the default policy chooses by the "
+            f"weights, which {facts['unknown']}"
         )
     if not facts["dense"]:
         policy += f" and {in_words(facts['chunk'], 'new token')}"
@@ -228,8 +232,8 @@ def _show(facts: dict[str, Any]) -> None:
         ("a stream", stream),
         (
             "a step",
-            f"{both} read: weights {for_people(step['weights'])}, and each stream "
-            f"{for_people(step['each_stream'])}",
+            f"reads {both}: {for_people(step['weights'])} of weights, and "
+            f"{for_people(step['each_stream'])} for each stream",
         ),
     ]
     sink = facts["sink"]
@@ -238,12 +242,12 @@ def _show(facts: dict[str, Any]) -> None:
     elif sink["kind"] == "learnable":
         tokens = sink["slots"]
         learned = "a learned token" if tokens == 1 else f"{tokens} learned tokens"
-        lines.insert(1, ("sink", f"{learned} in front of every text, so sink({tokens}) is enough"))
+        lines.insert(1, ("sink", f"{learned} before every text, so sink({tokens}) is enough"))
     if (server := facts.get("server")) is not None:
         lines.append(
             (
                 "server",
-                f"{in_words(server['rows'], 'row')} {for_people(server['rows_bytes'])}, ends of "
+                f"{in_words(server['rows'], 'row')} {for_people(server['rows_bytes'])}, states of "
                 f"{server['turns']} turns {for_people(server['turns_bytes'])}, "
                 f"{server['prompt_states']} states of prompts "
                 f"{for_people(server['prompt_states_bytes'])}; with the weights "
@@ -252,12 +256,12 @@ def _show(facts: dict[str, Any]) -> None:
         )
     if facts["streams"] is not None:
         room = for_people(facts["memory_bytes"])
-        lines.append(("streams", f"{facts['streams']:,} fit into {room} beside the weights"))
+        lines.append(("streams", f"{facts['streams']:,} fit in {room} next to the weights"))
     if facts["tokens_per_s"] is not None:
         paces = facts["tokens_per_s"]
-        text = f"{paces['one']:,.0f} tokens/s of one stream at most"
+        text = f"at most {paces['one']:,.0f} tokens/s for one stream"
         if "all" in paces:
-            text += f", {paces['all']:,.0f} of all {facts['streams']:,} together"
+            text += f", {paces['all']:,.0f} for all {facts['streams']:,} together"
         lines.append(("pace", f"{text}, at {for_people(facts['bandwidth_bytes_per_s'])}/s"))
     for name, text in lines:
         print_line(f"{name:<9} {text}")

@@ -1,4 +1,4 @@
-"""`weir stream`: streaming perplexity of a text."""
+"""`weir stream`: measure the streaming perplexity of a text."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def stream(
     policy: options.PolicyText = options.DEFAULT,
     budget: options.Budget = None,
     slots: options.SlotsName = None,
-    tokens: Annotated[int | None, Option(min=2, help="Most tokens to read.")] = None,
+    tokens: Annotated[int | None, Option(min=2, help="The most tokens to read.")] = None,
     chunk: options.PolicyChunk = None,
     block: Annotated[int, Option(min=1, help="Tokens per block of the table.")] = 1000,
     start: Annotated[
-        str | None, Option(help="Text to put in front, instead of the tokenizer's start token.")
+        str | None, Option(help="Text to put first, instead of the tokenizer's start token.")
     ] = None,
     positions: options.PositionsName = options.Positions.rolling,
     seed: options.Seed = 0,
@@ -53,10 +53,11 @@ def stream(
 ) -> int:
     """Read a text once, in constant memory, and report its perplexity.
 
-    A call reads many tokens; with --compile it reads one, in a decode step, as when generating.
+    Each forward pass reads many tokens. With --compile, it reads one token in a decode step, as in
+    generation.
 
-    Ctrl-C ends the reading and reports what was read; so does SIGTERM, with exit code 143. So does
-    a perplexity that is no finite number, with exit code 1.
+    Ctrl-C stops and reports the tokens read so far; so does SIGTERM, with exit code 143. A
+    perplexity that is not a finite number also stops the reading, with exit code 1.
     """
     from weir.evals.perplexity import read
     from weir.policies import Layered, Recompute, parse_policy, resolve_chunk, with_slots
@@ -66,7 +67,9 @@ def stream(
     chunk = resolve_chunk(wanted, chunk)
     if isinstance(wanted, Recompute):
         unused = ("chunk", "positions", "seed")
-        options.say_unused(context, unused, "recompute reads its window anew and draws nothing")
+        options.say_unused(
+            context, unused, "recompute recomputes its window and draws no random numbers"
+        )
     words = read_text(text)
     model, tokenizer = load_model(model_name, loading)
     if compiled:
@@ -75,7 +78,7 @@ def stream(
     with waiting(f"tokenizing {source}"):
         ids = encode(tokenizer, words, tokens, start)
     if tokens is not None and len(ids) < tokens:
-        say(f"{source} has {len(ids):,} tokens, not {tokens:,}; all of them are read")
+        say(f"{source} has only {len(ids):,} tokens, not {tokens:,}; all of them are read")
     if positions.value == "rolling":
         say_window(model, wanted, chunk)
     reader = Stream(model, wanted, chunk=chunk, seed=seed, positions=positions.value)
@@ -112,7 +115,7 @@ def stream(
 
 
 def _block_line(reading: PerplexityMeter, number: int) -> str:
-    """A line about a complete block, for where no progress bar can be drawn."""
+    """Return a line about a complete block, for output without a progress bar."""
     first, end = number * reading.block, (number + 1) * reading.block
     return (
         f"tokens {first + 1:,} to {min(end, reading.tokens):,}: perplexity "
@@ -122,7 +125,7 @@ def _block_line(reading: PerplexityMeter, number: int) -> str:
 
 
 def _print(model_name: str, policy: str, reading: PerplexityMeter, ended: str | None) -> None:
-    """Print a table of the blocks and a summary; `ended` says why the reading stopped early."""
+    """Print a table of the blocks and a summary. `ended` says why the reading stopped early."""
     from rich.table import Table
 
     table = Table()
@@ -145,8 +148,8 @@ def _print(model_name: str, policy: str, reading: PerplexityMeter, ended: str | 
         f"{reading.tokens_per_s:,.0f} tokens/s",
     ]
     if reading.slowdown is not None:
-        lines.append(f"time per token, last thousand over second thousand: {reading.slowdown:.3f}")
+        lines.append(f"time per token, last thousand / second thousand: {reading.slowdown:.3f}")
     if reading.memory_growth is not None:
-        lines.append(f"process memory since token 5,000: +{size(reading.memory_growth)}")
+        lines.append(f"growth of process memory since token 5,000: {size(reading.memory_growth)}")
     for line in lines:
         print_line(line)

@@ -1,4 +1,4 @@
-"""`weir train`: train a small model on text, with a chosen sink; nano's recipe by default."""
+"""`weir train`: train a small model on text, with a chosen sink. The default is nano's recipe."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 def train(
     out: Annotated[Path, Option(help="Folder for the model; an interrupted run there continues.")],
     text: Annotated[
-        Path, Option(help="Books: UTF-8, plain or .xz, with a NUL byte on a line between two.")
+        Path,
+        Option(help="The books: UTF-8, plain or .xz. Separate books by a line with a NUL byte."),
     ],
     preset: Annotated[
         str, Option(help="nano, small (two cores), medium or large (160 million; a GPU).")
@@ -31,13 +32,17 @@ def train(
         str | None, Option(help="none, zero, learnable, learnable:N, or taught (nano's).")
     ] = None,
     tokens: Annotated[
-        int | None, Option(min=1, help="Tokens to train on; by default as many as suit the text.")
+        int | None,
+        Option(
+            min=1, help="Number of tokens to train on [default: chosen by the length of the text]"
+        ),
     ] = None,
     vocabulary: Annotated[
         int | None, Option(min=300, max=65_000, help="Size of the tokenizer's vocabulary.")
     ] = None,
     exercises: Annotated[
-        str, Option(help="Recall exercises: on, off, or auto (if the text has the words).")
+        str,
+        Option(help="Train on recall exercises too: on, off, or auto (if the text has the words)."),
     ] = "auto",
     shape: Annotated[str | None, Option(help="llama, qwen3 (QK norm), or alibi (an MPT).")] = None,
     width: Annotated[int | None, Option(min=8, help="Size of the hidden states.")] = None,
@@ -56,7 +61,7 @@ def train(
     compiled: Annotated[bool, Option(help="Compile the model; faster after a minute.")] = True,
     as_json: AsJson = False,
 ) -> None:
-    """Train a small model on books, of the shape and with the attention sink of your choice.
+    """Train a small model on books, with a shape and attention sink of your choice.
 
     An interrupted run continues from its last checkpoint. On several GPUs: `accelerate launch
     --no_python weir train ...`.
@@ -93,12 +98,12 @@ def preset_of(name: str) -> Preset:
     from weir.train import PRESETS
 
     if name not in PRESETS:
-        raise WeirError(f"a preset is {', '.join(PRESETS)}, not {name!r}")
+        raise WeirError(f"unknown preset {name!r}. Use one of {', '.join(PRESETS)}.")
     return PRESETS[name]
 
 
 def _recipe(chosen: Preset, exercises: str, given: dict[str, Any]) -> TrainingRecipe:
-    """Return the preset's recipe with the given values, and values that follow from them."""
+    """Return the preset's recipe with the given values and the values that follow from them."""
     from weir.train import ROOM
 
     recipe = chosen.recipe
@@ -107,14 +112,17 @@ def _recipe(chosen: Preset, exercises: str, given: dict[str, Any]) -> TrainingRe
     if "heads" in changes or alibi:
         changes.setdefault("kv_heads", changes.get("heads", recipe.heads))
     if alibi and recipe.kind.taught and "sink" not in changes:
-        say("training with a learnable sink: none can be taught to an ALiBi model")
+        say("using a learnable sink: a sink cannot be taught to an ALiBi model")
         changes["sink"] = "learnable"
     if "width" in changes:
         changes["inner"] = max(8, recipe.inner * changes["width"] // recipe.width)
     rows, length = (changes.get(name, getattr(recipe, name)) for name in ("rows", "length"))
     practiced = exercises == "on" or (recipe.exercise_rows > 0 and exercises == "auto")
     if practiced and exercises == "auto" and (length < ROOM or rows < 2):
-        say(f"training on the text alone: exercises take samples of {ROOM} tokens, and 2 rows")
+        say(
+            f"training on the text alone: exercises need samples of at least {ROOM} tokens, and 2 "
+            "rows"
+        )
         practiced = False
     return replace(recipe, **changes, exercise_rows=max(1, rows * 5 // 16) if practiced else 0)
 
@@ -147,5 +155,5 @@ def carry_out(preset: Preset, text: Path, out: Path, **options: Any) -> dict[str
             options |= {"vocabulary": preset.vocabulary, "on_step": show, "on_note": tell}
             return run(preset.recipe, text, out, **options)
         except (KeyboardInterrupt, Terminated):
-            tell("the same command goes on from the last checkpoint, if there is one yet")
+            tell("run the same command again to continue from the last checkpoint, if there is one")
             raise

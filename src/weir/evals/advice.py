@@ -195,16 +195,16 @@ def _candidates(
     """The policies of `CANDIDATES` that fit, with their budgets."""
     if window is not None and window - chunk < SMALLEST:
         raise WeirError(
-            f"a chunk of {chunk} and a budget of {SMALLEST}, the smallest that is tried, are more "
-            f"than the model's window of {window}; take a smaller chunk"
+            f"a chunk of {chunk} and a budget of {SMALLEST}, the smallest that is tried, exceed "
+            f"the model's window of {window}. Use a smaller chunk."
         )
     every, _ = _fitting(model, CANDIDATES, memory, None, chunk)
     fits = {policy: budget for policy, budget in every.items() if budget >= SMALLEST}
     if not fits:
         takes = size_of(model, f"window(budget={SMALLEST})", chunk=chunk).stream
         raise WeirError(
-            f"{memory:,} bytes are too few for the budgets that are tried, of {SMALLEST} slots or "
-            f"more: window(budget={SMALLEST}) takes {takes:,}. A smaller cache may fit, with "
-            "policies and a chunk of your own"
+            f"{memory:,} bytes are too few for the budgets that are tried, of at least {SMALLEST} "
+            f"slots: window(budget={SMALLEST}) takes {takes:,}. A smaller cache may fit with "
+            "other policies or another chunk."
         )
     return fits

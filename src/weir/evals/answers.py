@@ -80,8 +80,8 @@ def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse a tokenizer without a chat template with a `WeirError`."""
     if tokenizer.chat_template is None:
         raise WeirError(
-            "this model has no chat template, which chat=true needs; write chat=false to have it "
-            "continue the prompts as they are"
+            "this model has no chat template, which chat=true needs. Use chat=false to let it "
+            "continue the prompts as text."
         )
 
 

@@ -56,13 +56,13 @@ class ErrorSetup:
     def __post_init__(self) -> None:
         if self.tokens < 4 and not self.queries:
             raise WeirError(
-                f"{self.tokens} tokens are too few: the last quarter of them is asked about those "
-                "before; take a longer text"
+                f"{self.tokens} tokens are too few: the last quarter of them is compared on its "
+                "attention to the earlier ones. Use a longer text."
             )
         if not 0 < self.queries < self.tokens:
             raise WeirError(
-                f"{self.tokens} tokens are too few for {self.queries} queries and something before "
-                "them; take a longer text or fewer queries"
+                f"{self.tokens} tokens are too few for {self.queries} queries and earlier tokens. "
+                "Use a longer text or fewer queries."
             )
         if not 0 <= self.exact < self.tokens - self.queries:
             raise WeirError(
@@ -180,7 +180,9 @@ def size_policies(
             missing.append(f"{name} is left out at a rate of {rate:g}: {error}")
             continue
         if isinstance(policy, Recompute):
-            raise WeirError("recompute holds no keys, so there is no attention to compare")
+            raise WeirError(
+                "recompute caches no keys, so there is no attention to compare. Use another policy."
+            )
         sized.append(SizedPolicy(name, policy, rate))
     if not sized:
         raise WeirError(missing[0] if missing else "no policy was given")
@@ -255,12 +257,12 @@ def mean_over_layers(rows: Sequence[LayerError]) -> list[dict[str, Any]]:
 def _with_rate(name: str, rate: float, setup: ErrorSetup) -> str:
     """Give a policy a budget for the exact tokens and this share of the middle."""
     if not 0 < rate < 1:
-        raise WeirError(f"a rate is a share between 0 and 1, not {rate:g}")
+        raise WeirError(f"a rate must be between 0 and 1, got {rate:g}")
     call = parse_call(name)
     if call is None or not call.takes_budget:
         raise WeirError(
-            f"a rate makes a budget, and {name} takes none: give a named policy without one, as "
-            "uniform, or leave out the rates"
+            f"--rates needs a policy that takes a budget, and {name} does not. Use a named policy "
+            "without a budget, such as uniform, or leave out the rates."
         )
     budget = setup.exact + max(1, round(rate * setup.middle))
     ends = {"sinks", "recent"}
@@ -308,7 +310,9 @@ def check_plot(path: Path) -> None:
     if path.suffix.lower() not in KINDS:
         raise WeirError(f"a plot is written as {', '.join(KINDS)}, not as {path}")
     if not path.expanduser().parent.is_dir():
-        raise WeirError(f"there is no folder {path.parent} to write the plot to")
+        raise WeirError(
+            f"the folder {path.parent} for the plot does not exist. Create it, or use another path."
+        )
 
 
 def write_plot(rows: Sequence[LayerError], path: Path) -> None:

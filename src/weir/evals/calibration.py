@@ -308,7 +308,10 @@ def check_path(path: str | Path) -> Path:
     if not is_file(path.name):
         raise WeirError(f"the name of a policy file ends with .toml, which {path.name} does not")
     if not path.parent.is_dir():
-        raise WeirError(f"there is no folder {path.parent} to write {path.name} in")
+        raise WeirError(
+            f"the folder {path.parent} for {path.name} does not exist. Create it, or use another "
+            "path."
+        )
     return path
 
 
@@ -354,9 +357,9 @@ def calibrate(
         length = length if limit is None else min(length, limit)
     if max(slots) + chunk >= length:
         raise WeirError(
-            f"{quote(str(asked))} has {max(slots)} slots and a chunk of {chunk}: of {length} "
-            "tokens, a passage of what the model reads at once, nothing would have to go, so there "
-            "is nothing to measure; take a smaller budget, or less memory"
+            f"{quote(str(asked))} has {max(slots)} slots and a chunk of {chunk}, so nothing is "
+            f"evicted from {length} tokens (a passage that the model reads at once), and there is "
+            "nothing to measure. Use a smaller budget, or less memory."
         )
     ids = read_stream(tokenizer, text, None if tokens is None else tokens + 1).ids
     if tokens is not None and tokens > len(ids):
@@ -393,7 +396,9 @@ def _plans(
 ) -> tuple[dict[int, LayerPlan], int | None]:
     """The plans of layers that follow the policy, by index; and the window, if all layers slide."""
     if isinstance(policy, Recompute):
-        raise WeirError("recompute caches nothing, so there are no slots to share out")
+        raise WeirError(
+            "recompute caches nothing, so it has no slots to distribute. Use another policy."
+        )
     if any(pipe.slots is None for pipe in policy.pipes):
         raise WeirError(f"{policy} has no limit, so there is nothing to share out")
     if is_weir(policy) and policy.called is not None and "heads" not in policy.called.given:
@@ -402,8 +407,8 @@ def _plans(
     cache.detach()
     if len(cache.plans) > len(cache):
         raise WeirError(
-            "slots are shared out between layers, and this policy has KV heads of one layer with "
-            "different slots; for weir write heads=alike"
+            "slots are distributed among layers, but this policy has different slots in the KV "
+            "heads of one layer. For weir, use heads=alike."
         )
     plans = enumerate(cache.plans)
     held = {layer: plan for layer, plan in plans if plan.spec.positions.window is None}

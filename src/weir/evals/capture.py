@@ -56,12 +56,14 @@ def capture(
     for layer in layers or ():
         if windows.get(layer) is not None:
             raise WeirError(
-                f"layer {layer} slides over a window of {windows[layer]} tokens of its own, "
-                "whatever the policy; take others"
+                f"layer {layer} has its own sliding window of {windows[layer]} tokens under any "
+                "policy. Choose other layers."
             )
     layers = layers or [n for n, window in windows.items() if window is None]
     if not layers:
-        raise WeirError("every layer of this model slides over a window of its own")
+        raise WeirError(
+            "every layer of this model has its own sliding window, so a policy changes nothing"
+        )
     return list(capture_each(model, ids, lambda inputs: inputs, layers).values())
 
 
@@ -92,9 +94,7 @@ def capture_each(
         wanted = range(count) if layers is None else layers
         for layer in wanted:
             if not 0 <= layer < count:
-                raise WeirError(
-                    f"layer {layer} does not exist; the model's layers are 0 to {count - 1}"
-                )
+                raise WeirError(f"layer {layer} does not exist; the layers are 0 to {count - 1}")
         listener.read(ids)
         return dict(sorted(heard.items()))
     finally:

@@ -378,11 +378,11 @@ def write_report(result: dict[str, Any], path: Path) -> None:
     )
     footer = (
         f"Made by <code>weir demo</code>, weir {__version__}. The figures are in "
-        "<code>result.json</code> beside this page."
+        "<code>result.json</code> next to this page."
     )
     style = "\n" + (resources.files("weir.evals") / "demo.css").read_text("utf-8")
-    heading = "A book read past the window, and what is left of it"
-    title = "weir: a book read past the window, and what is left of it"
+    heading = "A book read past the window, and what the cache still holds of it"
+    title = "weir: a book read past the window, and what the cache still holds of it"
     path.write_text(html_page(title, body, footer, heading=heading, style=style), "utf-8")
 
 

@@ -94,8 +94,8 @@ def fit_to_memory(
         sized, takes = smallest(model, policy, chunk, positions, counted)
         where = f"{policy} on {name}" if name else policy
         raise WeirError(
-            f"{memory:,} bytes are too few for {where}: {sized} takes {takes:,} bytes with a chunk "
-            f"of {chunk}; give more memory or a smaller chunk, or leave the policy out"
+            f"{memory:,} bytes are too few for {where}: {sized} takes {takes:,} bytes with a "
+            f"chunk of {chunk}. Use more memory or a smaller chunk, or leave out the policy."
         )
     if budget < FEW:
         slots = "slot" if budget == 1 else "slots"
@@ -128,9 +128,9 @@ def check_fixed(
     if takes > memory:
         where = f"{policy} on {name}" if name else policy
         raise WeirError(
-            f"{where} takes {takes:,} bytes with a chunk of {chunk}, more than the {memory:,} that "
-            "are given, and its slots are written in it; write fewer slots, name a policy that "
-            "takes a budget, give more memory, or leave the policy out"
+            f"{where} takes {takes:,} bytes with a chunk of {chunk}, more than the {memory:,} of "
+            "--memory, and its slots are fixed in its text. Write fewer slots, use a policy that "
+            "takes a budget, use more memory, or leave out the policy."
         )
 
 

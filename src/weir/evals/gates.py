@@ -60,7 +60,7 @@ def train_gates(
     passages = [part for part in ids.split(size) if len(part) == size]
     if len(passages) < 4:
         raise WeirError(
-            f"{len(ids):,} tokens are too few to train gates on: give {4 * size:,} or more"
+            f"{len(ids):,} tokens are too few to train gates on. Use at least {4 * size:,}."
         )
     sums: dict[int, list[_Sums]] = {}
     for number, passage in enumerate(passages):

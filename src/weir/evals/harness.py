@@ -145,12 +145,12 @@ class WeirLM(TemplateLM):
         super().__init__()
         if unknown:
             raise WeirError(
-                f"weir has no model argument {next(iter(unknown))!r}; it takes pretrained, policy, "
-                "chunk, seed, positions, prefill, dtype, device, device_map, revision, "
-                "trust_remote_code, batch_size and max_gen_toks"
+                f"unknown model argument {next(iter(unknown))!r}. weir accepts pretrained, "
+                "policy, chunk, seed, positions, prefill, dtype, device, device_map, revision, "
+                "trust_remote_code, batch_size and max_gen_toks."
             )
         if not str(batch_size).isdigit() or int(batch_size) < 1:
-            raise WeirError(f"batch_size must be a whole number from 1 on, not {batch_size!r}")
+            raise WeirError(f"batch_size must be a whole number of at least 1, not {batch_size!r}")
         self.policy = parse_policy(policy)
         if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
             device = None  # the harness asks for a GPU by default
@@ -166,7 +166,7 @@ class WeirLM(TemplateLM):
         elif tokenizer is not None:
             self.model, self.tokenizer = pretrained, tokenizer
         else:
-            raise WeirError("a model that is loaded already needs its tokenizer beside it")
+            raise WeirError("a model object needs its tokenizer, too. Pass tokenizer=.")
         options = {"chunk": chunk, "seed": seed, "positions": positions, "prefill": prefill}
         self.options: dict[str, Any] = options
         self.batch_size = int(batch_size)
@@ -191,7 +191,7 @@ class WeirLM(TemplateLM):
         for found in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id):
             if found is not None:
                 return int(found)
-        raise WeirError("this tokenizer has no start token to put in front of a text")
+        raise WeirError("this tokenizer has no start token to put before a text")
 
     @property
     def tokenizer_name(self) -> str:

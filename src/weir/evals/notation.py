@@ -105,7 +105,7 @@ def with_budget(policy: str, budget: int) -> str:
         return str(parse_policy(f"{QUANTIZED}({', '.join(filter(None, (inner, how.plain)))})"))
     if call is None or not call.takes_budget:
         raise WeirError(
-            f"{policy} takes no budget here: it needs a named policy that has one and was written "
-            "without, like streaming_llm"
+            f"{policy} cannot get a budget here. Use a named policy that takes a budget and is "
+            "written without one, such as streaming_llm."
         )
     return str(parse_policy(call.with_arguments(budget=budget)))

@@ -26,8 +26,8 @@ STEP = 200
 MOST_NATS = 700.0
 """Above so many nats a perplexity is infinite: few more, and no float holds it."""
 NOT_FINITE = (
-    "what the model predicts is infinite or no number; its weights are damaged, or too large for "
-    "its dtype: try --dtype float32"
+    "the model's predictions are infinite or NaN: its weights are damaged, or too large for its "
+    "dtype. Try --dtype float32."
 )
 """The reason why a figure is not finite."""
 
@@ -76,7 +76,7 @@ class PerplexityMeter:
     def check(self) -> None:
         """Refuse a perplexity that is infinite or no number (WeirError)."""
         if self.scored and not math.isfinite(self.ppl):
-            raise WeirError(f"there is no perplexity: {NOT_FINITE}")
+            raise WeirError(f"perplexity cannot be computed: {NOT_FINITE}")
 
     @property
     def tokens_per_s(self) -> float:

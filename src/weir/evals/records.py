@@ -171,14 +171,14 @@ def read_records(path: str | Path, most: int | None = None) -> list[JsonRecord]:
             JSON object; or the data set cannot be loaded.
     """
     if not str(path):
-        raise WeirError("no file is named: give the path of one, or hub:ID:SPLIT")
+        raise WeirError("no file was given. Give the path of a file, or hub:ID:SPLIT.")
     if str(path).startswith(HUB):
         rows = enumerate(rows_of(str(path), most), 1)
         found = [JsonRecord(f"{path}, row {number}", row) for number, row in rows]
     else:
         found = _from_file(path, most)
     if not found:
-        raise WeirError(f"{path} holds no records")
+        raise WeirError(f"{path} contains no records")
     return found
 
 

@@ -82,8 +82,8 @@ class Subject:
         if self.rate is not None:
             if prompt is None:
                 raise WeirError(
-                    f"a rate of {self.rate} is a share of a prompt, and this task streams without "
-                    "one; give a budget and leave out the protocol"
+                    f"a rate of {self.rate} needs a prompt, and this task streams without one. "
+                    "Give a budget, and leave out the protocol."
                 )
             policy = parse_policy(with_budget(str(policy), max(1, round(prompt * self.rate))))
         if self.keeps_answers and prompt is not None:

@@ -1,4 +1,6 @@
-"""Models by name: in the package, a folder, a GGUF file or the Hub, as saved or with fewer bits."""
+"""Load models by name: packaged, from a folder, a GGUF file or the Hub, as saved or with fewer
+bits.
+"""
 
 from weir.loading.loader import (
     default_device,

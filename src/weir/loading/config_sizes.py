@@ -1,7 +1,7 @@
-"""Sizes that a configuration declares, checked before transformers builds anything of them.
+"""Check the sizes that a configuration declares, before transformers builds anything from them.
 
-A file from elsewhere can declare two billion layers: transformers would make lists and modules of
-so many before it looks at a weight.
+A configuration from elsewhere can declare two billion layers. transformers would create lists and
+modules for all of them before it looks at a weight.
 """
 
 from __future__ import annotations
@@ -12,15 +12,19 @@ from typing import Any
 from weir.errors import WeirError, quote
 
 DEEPEST = 2000
-"""Most layers that a configuration may declare; even without weights, making one takes time."""
+"""The most layers that a configuration may declare. Creating one takes time even without
+weights.
+"""
 MOST_HEADS = 1 << 16
-"""Most attention heads of a layer, or experts."""
+"""The most attention heads of a layer, or experts."""
 LARGEST = 1 << 24
-"""Largest vocabulary, hidden size or size of a head that a configuration may declare."""
+"""The largest vocabulary, hidden size or head size that a configuration may declare."""
 MOST_PER_BYTE = 8
-"""Weights that one byte of a file may hold; formats with the fewest bits have about four."""
+"""The most weights that one byte of a file can hold. Formats with the fewest bits have about
+four.
+"""
 NESTED = 64
-"""Levels of a configuration in which sizes are looked for; a model of several parts has three."""
+"""Number of nested levels in which sizes are checked. A model of several parts has three."""
 
 _MOST = {
     **dict.fromkeys(
@@ -42,19 +46,19 @@ _MOST = {
         LARGEST,
     ),
 }
-"""The most that a number of this name may be, in any part of a configuration."""
+"""The largest allowed number with this name, in any part of a configuration."""
 _NEEDED = (
     *("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads"),
     *("vocab_size", "head_dim", "max_position_embeddings"),
 )
-"""Numbers of a decoder that must be at least 1 where it has them."""
+"""Numbers of a decoder that must be at least 1 if it has them."""
 
 
 def check_declared(name: str, declared: Any, level: int = 0) -> None:
-    """Refuse numbers that are larger than any model has, below 0 or no numbers (WeirError).
+    """Refuse numbers that are larger than in any model, negative, or not numbers.
 
     Args:
-        declared: what a config.json holds, as it stands.
+        declared: the content of a config.json.
     """
     if not isinstance(declared, Mapping) or level > NESTED:
         return
@@ -69,7 +73,7 @@ def check_declared(name: str, declared: Any, level: int = 0) -> None:
 
 
 def check_decoder(name: str, config: Any) -> None:
-    """Refuse a decoder without layers, heads or tokens (WeirError).
+    """Refuse a decoder without layers, heads or tokens.
 
     Args:
         config: a configuration of transformers.
@@ -86,7 +90,7 @@ def check_decoder(name: str, config: Any) -> None:
 
 
 def check_ids(name: str, generation: Any) -> None:
-    """Refuse ids of tokens that are no whole numbers (WeirError): they would never be generated.
+    """Refuse token ids that are not whole numbers, because they would never be generated.
 
     Args:
         generation: a generation configuration of transformers.
@@ -96,14 +100,14 @@ def check_ids(name: str, generation: Any) -> None:
         ids = value if isinstance(value, list | tuple) else [] if value is None else [value]
         if any(type(each) is not int or not -(2**31) <= each < 2**31 for each in ids):
             raise WeirError(
-                f"the generation configuration of {name} says {key} = {quote(value)}, where the id "
-                "of a token is expected; correct its generation_config.json, or take another copy "
-                "of the model"
+                f"the generation configuration of {name} has {key} = {quote(value)}, which must "
+                "be a token id. Correct its generation_config.json, or get another copy of the "
+                "model."
             )
 
 
 def check_matrices(name: str, config: Any, stored: int) -> None:
-    """Refuse matrices that are larger than all weights of the model together (WeirError).
+    """Refuse matrices that are larger than all weights of the model together.
 
     transformers would fill them with random numbers before it finds that the sizes differ.
 
@@ -119,14 +123,14 @@ def check_matrices(name: str, config: Any, stored: int) -> None:
         rows = getattr(decoder, key, None)
         if isinstance(rows, int) and rows * hidden > stored * MOST_PER_BYTE:
             raise WeirError(
-                f"the configuration of {name} says {key} = {rows} and hidden_size = {hidden}, but "
-                f"its weights have only {stored:,} bytes; take another copy of the model"
+                f"the configuration of {name} has {key} = {rows} and hidden_size = {hidden}, but "
+                f"its weights have only {stored:,} bytes. Get another copy of the model."
             )
 
 
 def _refuse(name: str, key: str, value: Any, least: int, most: int | None) -> None:
-    wanted = f"of {least:,} or more" if most is None else f"from {least:,} to {most:,}"
+    wanted = f"of at least {least:,}" if most is None else f"from {least:,} to {most:,}"
     raise WeirError(
-        f"the configuration of {name} says {key} = {quote(value)}, where a whole number {wanted} "
-        "is expected; correct its config.json, or take another copy of the model"
+        f"the configuration of {name} has {key} = {quote(value)}, which must be a whole number "
+        f"{wanted}. Correct its config.json, or get another copy of the model."
     )

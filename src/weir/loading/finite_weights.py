@@ -1,6 +1,6 @@
-"""Refuses models whose weights are not finite, which give wrong answers and no error.
+"""Refuse models with weights that are not finite, which give wrong answers without an error.
 
-A NaN in the last layers changes only the logits: a sampler takes the token with the NaN, or fails
+A NaN in the last layers changes only the logits. A sampler takes the token with the NaN, or fails
 long after the model was loaded.
 """
 
@@ -15,7 +15,9 @@ from weir.errors import WeirError
 from weir.native import BLOCK_TYPES, BlockEmbedding, BlockLinear
 
 CHUNK = 1 << 18
-"""Numbers that are looked at together: what is computed of them stays in a processor's cache."""
+"""How many numbers are checked at a time, so that intermediate results stay in a processor's
+cache.
+"""
 
 _EXPONENTS = {
     torch.float64: (torch.int64, 0x7FF0000000000000),
@@ -23,19 +25,21 @@ _EXPONENTS = {
     torch.bfloat16: (torch.int16, 0x7F80),
     torch.float16: (torch.int16, 0x7C00),
 }
-"""By dtype, whole numbers of the same size, and the exponent's bits: all of them are set in numbers
-that are not finite, and in no others."""
+"""By dtype, integers of the same size, and the bits of the exponent.
+
+All of these bits are set in numbers that are not finite, and in no others.
+"""
 
 
 def check_finite(name: str, model: nn.Module) -> None:
-    """Refuse a model with a weight that has NaN or infinity (WeirError)."""
+    """Refuse a model with a weight that contains NaN or infinity."""
     wrong = list(_find_not_finite(model))
     if not wrong:
         return
     others = f", and so do {len(wrong) - 1} other weights" if len(wrong) > 1 else ""
     raise WeirError(
         f"{name} cannot be used: its weight {wrong[0]} has numbers that are not finite (NaN or "
-        f"infinity){others}; download it again, or take another copy of the model"
+        f"infinity){others}. Download it again, or get another copy of the model."
     )
 
 
@@ -53,9 +57,9 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def _find_not_finite(model: nn.Module) -> Iterator[str]:
-    """The names of weights that are not finite."""
+    """Yield the names of weights that are not finite."""
     for key, tensor in model.named_parameters():
-        # Weights of other types, as torchao makes them, were made of ones that are checked here.
+        # Weights of other types, such as torchao's, were made from weights that are checked here.
         if type(tensor) is nn.Parameter and not is_finite(tensor):
             yield key
     for key, module in model.named_modules():
@@ -64,7 +68,9 @@ def _find_not_finite(model: nn.Module) -> Iterator[str]:
 
 
 def _numbers_of(module: BlockLinear | BlockEmbedding) -> Tensor:
-    """The numbers in blocks of weights that may be not finite: their scales, or all of 16 bits."""
+    """Return the numbers in blocks of weights that may not be finite: their scales, or all of 16
+    bits.
+    """
     form = BLOCK_TYPES[module.kind]
     if form.number:
         return module.codes.view(torch.float16 if form.number == "half" else torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Loading models by name: `nano`, a folder, a GGUF file, or a Hugging Face Hub id."""
+"""Load models by name: `nano`, a folder, a GGUF file, or a Hugging Face Hub id."""
 
 from __future__ import annotations
 
@@ -78,8 +78,10 @@ from weir.native import (
 PATIENCE = 10.0
 """Seconds to wait for the Hub's first answer about a model."""
 FLOAT32_BELOW = 1 << 30
-"""A GGUF file's model is float32 below this many parameters, and bfloat16 from there on, where no
-dtype is given."""
+"""Number of parameters below which a GGUF file's model is float32, if no dtype is given.
+
+From this number on it is bfloat16.
+"""
 
 _WITHOUT_KERNELS = {
     "_attn_implementation_internal": ("eager", "sdpa", "flex_attention", ATTENTION),
@@ -98,7 +100,7 @@ def load(
     trust_remote_code: bool = False,
     weights: str | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a causal language model, or one that sees images, and its tokenizer.
+    """Load a causal language model, or a model that sees images, and its tokenizer.
 
     Args:
         name: `"nano"` for the packaged model, a folder, a `.gguf` file, `"smollm2"` for the model
@@ -112,12 +114,12 @@ def load(
         revision: branch, tag or commit of a Hub id; a model on this machine has none.
         trust_remote_code: run the Python code that comes with the model.
         weights: "q8_0", "q4_0" or "q4_1": quantize linear layers to 8 or 4 bits, in blocks; "gguf":
-            keep the blocks of a GGUF file, also with a `dtype`; "int8" or "int4": as torchao does.
-            `dtype` then applies to the other weights, and to keys and values.
+            keep the blocks of a GGUF file, also with a `dtype`; "int8" or "int4": quantize with
+            torchao. `dtype` then applies to the other weights, and to keys and values.
 
     Raises:
-        WeirError: there is no such model, or it cannot be read; its weights cannot be quantized;
-            or both a device and a map are given.
+        WeirError: the model does not exist or cannot be read; its weights cannot be quantized; or
+            both a device and a map are given.
     """
     name = _read_name(name)
     source = _Source(name, revision, trust_remote_code)
@@ -125,7 +127,7 @@ def load(
         check_bits(weights)
         if device_map is not None:
             raise WeirError(
-                "weights= is for a model on one device; leave out device_map or weights"
+                "weights= works only for a model on one device. Leave out device_map or weights."
             )
         check_not_quantized(name, source.config())
     path = find_gguf(name)
@@ -150,21 +152,25 @@ def load_encoder(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load an encoder such as BERT, which weir can inspect but not stream, and its tokenizer.
 
-    Arguments and errors as for `load`.
+    Arguments and errors are as for `load`.
     """
     if (file := find_gguf(name)) is not None:
-        raise WeirError(f"{file} is a GGUF file, and an encoder is read from a folder or the Hub")
+        raise WeirError(
+            f"{file} is a GGUF file, and an encoder can only be loaded from a folder or the Hub"
+        )
     return _load_as(_Source(name, **where), AutoModel, "an encoder", dtype, device, device_map)
 
 
 def is_encoder(name: str, **where: Any) -> bool:
-    """Return whether a model is an encoder: one for masked tokens, not configured as a decoder."""
+    """Return whether a model is an encoder: trained on masked tokens, and not configured as a
+    decoder.
+    """
     return is_encoder_config(_Source(name, **where).config())
 
 
 @dataclass(frozen=True)
 class _Source:
-    """Source of a model's files, and whether code among them may run."""
+    """The source of a model's files, and whether code among them may run."""
 
     name: str
     revision: str | None = None
@@ -176,12 +182,12 @@ class _Source:
         if is_local(self.name) or Path(self.name).expanduser().is_file():
             raise WeirError(
                 f"{self.name} is on this machine, and only models on the Hub have revisions, got "
-                f"revision {quote(self.revision)}; leave out the revision, or give the model's id "
-                "on the Hub"
+                f"revision {quote(self.revision)}. Leave out the revision, or use the model's id "
+                "on the Hub."
             )
 
     def read(self, kind: Any, beginning: str, place: str, **more: Any) -> Any:
-        """Load the files at a place with one of transformers' Auto classes; errors start with
+        """Load the files at a place with one of transformers' Auto classes. Errors start with
         `beginning`.
         """
         if self._is_cut_off:
@@ -200,18 +206,19 @@ class _Source:
         if isinstance(found, PreTrainedConfig) and not self.trust_remote_code:
             for named in dict.fromkeys(drop_kernels(found)):
                 warnings.warn(
-                    f"weir: the configuration of {self.name} asks for the kernel {named}, which is "
-                    "code from elsewhere and runs only with trust_remote_code=True, or "
-                    "--trust-remote-code; the model computes without it",
+                    f"weir: the configuration of {self.name} asks for the kernel {named}, which "
+                    "is code from elsewhere. The model runs without it. To use it, pass "
+                    "trust_remote_code=True, or --trust-remote-code.",
                     stacklevel=2,
                 )
         return found
 
     @cached_property
     def _is_cut_off(self) -> bool:
-        """Whether the Hub cannot be reached, but the model's files were fetched before.
+        """Return whether the Hub cannot be reached, but the model's files were fetched before.
 
-        WeirError if they were not. Otherwise transformers would try for half a minute a file.
+        Raises WeirError if they were not. Otherwise transformers would try each file for half a
+        minute.
         """
         if is_local(self.name) or os.path.lexists(Path(self.name).expanduser()):
             return False
@@ -219,14 +226,14 @@ class _Source:
         try:
             HfApi().model_info(place, revision=self.revision, timeout=PATIENCE)
         except (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled):
-            return False  # transformers says at once what is wrong
+            return False  # transformers reports the problem at once
         except Exception as error:
             if isinstance(
                 try_to_load_from_cache(place, "config.json", revision=self.revision), str
             ):
                 return True
             why = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-            raise WeirError(f"{beginning}, which cannot be reached ({why})") from None
+            raise WeirError(f"{beginning}, because the Hub cannot be reached ({why})") from None
         return False
 
     def config(self) -> Any:
@@ -239,8 +246,8 @@ class _Source:
         except WeirError:
             if Path(place).is_dir() and (lack := _lack_of_model(Path(place))) is not None:
                 raise WeirError(
-                    f"the folder {self.name} holds no model: {lack}; give a folder that "
-                    "save_pretrained wrote, a .gguf file, or an id on the Hub"
+                    f"the folder {self.name} does not contain a model: {lack}. Use a folder that "
+                    "save_pretrained wrote, a .gguf file, or an id on the Hub."
                 ) from None
             raise
 
@@ -253,7 +260,7 @@ def _load_as(
     device: str | torch.device | None,
     device_map: str | dict[str, Any] | None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model as `kind`, one of transformers' Auto classes, called `what` in errors."""
+    """Load a model as `kind`, one of transformers' Auto classes. Errors call it `what`."""
     name = source.name
     _check_one_device(device, device_map)
     device = device or default_device()
@@ -267,12 +274,11 @@ def _load_as(
     )
     if len(tokenizer) <= len(set(tokenizer.all_special_ids)):
         # Without files, transformers makes an empty tokenizer for GPT-2 and others.
-        raise WeirError(f"{name} has no tokenizer files: save them beside the model")
+        raise WeirError(f"{name} has no tokenizer files. Save them next to the model.")
     if not isinstance(tokenizer.model_max_length, int | float):
         raise WeirError(
-            f"the tokenizer of {name} says model_max_length = "
-            f"{quote(tokenizer.model_max_length)}, where a number is expected; correct its "
-            "tokenizer_config.json"
+            f"the tokenizer of {name} has model_max_length = {quote(tokenizer.model_max_length)}, "
+            "which must be a number. Correct its tokenizer_config.json."
         )
     begin_with_sink(tokenizer, sink_of(config))
     _check_generation_config(name, place)
@@ -307,10 +313,10 @@ def _load_gguf(
     device_map: str | dict[str, Any] | None,
     weights: str | None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model from a GGUF file; arguments as for `load`.
+    """Load a model from a GGUF file. Arguments are as for `load`.
 
-    Its weights stay in the file's blocks if that is asked for, or by default where a kernel
-    multiplies them. Otherwise they are dequantized.
+    Its weights stay in the file's blocks if that is requested, or by default if a kernel multiplies
+    them. Otherwise they are dequantized.
     """
     name = source.name
     _check_one_device(device, device_map)
@@ -343,9 +349,9 @@ def _load_gguf(
         if weights == AS_STORED and not stored:
             kinds = sorted({each.kind for each in fillings.values() if each.kind})
             raise WeirError(
-                f"{path} stores no weight of a linear layer in blocks that weir multiplies (its "
-                f"types are {', '.join(kinds)}); leave out weights=, or take "
-                f"{', '.join(BLOCK_FORMATS)}"
+                f"{path} has no weight of a linear layer in blocks that weir multiplies (its "
+                f"types are {', '.join(kinds)}). Leave out weights=, or use "
+                f"{', '.join(BLOCK_FORMATS)}."
             )
     if wanted_device.type == "cpu":
         _check_memory(
@@ -373,7 +379,7 @@ def _load_gguf(
     if device_map is not None:
         with report_as(f"the model cannot be spread by the device map {device_map!r}"):
             model = _spread(model, device_map)
-    model.name_or_path = str(path.absolute())  # a policy file lies beside this one
+    model.name_or_path = str(path.absolute())  # a policy file is next to this file
     return model.eval(), tokenizer
 
 
@@ -383,7 +389,7 @@ def _read_dense(
     device: torch.device,
     advance: Callable[[int], Any],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the numbers of each parameter, in the dtype that the model gives it."""
+    """Yield the numbers of each parameter, in the dtype of that parameter."""
     held = dict(_all_tensors(model))
     for name, filling in fillings.items():
         yield name, filling.read(held[name].dtype).to(device)
@@ -396,7 +402,7 @@ def _all_tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _spread(model: PreTrainedModel, device_map: str | dict[str, Any]) -> PreTrainedModel:
-    """Spread a model over devices, as transformers does it while it loads a folder."""
+    """Spread a model over devices, as transformers does while it loads a folder."""
     spread: PreTrainedModel = type(model).from_pretrained(
         None,
         config=model.config,
@@ -412,8 +418,9 @@ def _keeps_blocks(
     device: str | torch.device | None,
     device_map: object,
 ) -> bool:
-    """Return whether the weights of a GGUF file stay in blocks where nothing else is asked for:
-    on a CPU with the kernels that multiply them.
+    """Return whether the weights of a GGUF file stay in blocks by default.
+
+    They do on a CPU with the kernels that multiply them.
     """
     if dtype != "auto" or device_map is not None or str(device or default_device()) != "cpu":
         return False
@@ -423,7 +430,7 @@ def _keeps_blocks(
 def _gguf_dtype(
     name: str, dtype: str | torch.dtype, device: str | torch.device, parameters: int
 ) -> torch.dtype:
-    """Return the dtype of a GGUF file's model; "auto" depends on how many parameters it has."""
+    """Return the dtype of a GGUF file's model. "auto" depends on its number of parameters."""
     wanted = _dtype(name, dtype, device)
     if wanted == "auto":
         wanted = torch.float32 if parameters < FLOAT32_BELOW else torch.bfloat16
@@ -440,10 +447,10 @@ def skeleton(
     weights: str | None = None,
     **where: Any,
 ) -> PreTrainedModel:
-    """Make a causal language model without weights: shapes only, on the device `meta`.
+    """Make a causal language model without weights: only shapes, on the device `meta`.
 
-    Arguments as for `load`; the name may also be a `config.json`, and no weights are needed. Raises
-    WeirError if there is no configuration, or it declares sizes that no model has.
+    Arguments are as for `load`; the name may also be a `config.json`, and no weights are needed.
+    Raises WeirError if there is no configuration, or if it declares sizes that no model has.
     """
     wanted = _dtype(name, dtype, device or default_device())
     source = _Source(name, **where)
@@ -451,9 +458,12 @@ def skeleton(
     file = find_gguf(name)
     header = None if file is None else read_header(file)
     if path.is_file() and file is None:
-        config = source.read(AutoConfig, f"{name} is no configuration of a model", str(path))
+        config = source.read(AutoConfig, f"{name} is not the configuration of a model", str(path))
     elif path.is_dir() and file is None and not (path / "config.json").is_file():
-        raise WeirError(f"the folder {name} has no config.json, which says how large a model is")
+        raise WeirError(
+            f"the folder {name} has no config.json, which contains the sizes of the model. Use a "
+            "folder that save_pretrained wrote."
+        )
     else:
         config = source.config() if header is None else config_of(header)
     attend_by_sink(config)
@@ -462,7 +472,7 @@ def skeleton(
         wanted = _gguf_dtype(name, dtype, device or default_device(), header.parameters)
     elif wanted == "auto":
         wanted = getattr(config, "dtype", None) or torch.float32
-    with report_as(f"{name} is no causal language model"), torch.device("meta"):
+    with report_as(f"{name} is not a causal language model"), torch.device("meta"):
         model: PreTrainedModel = _class_for(config, AutoModelForCausalLM).from_config(
             config, dtype=wanted, trust_remote_code=source.trust_remote_code
         )
@@ -483,23 +493,23 @@ def load_processor(
         revision, trust_remote_code: as for `load`.
 
     Raises:
-        WeirError: there is no such model, or it has no processor for images.
+        WeirError: the model does not exist, or has no processor for images.
     """
     place, where = _place(name := _read_name(name))
     found = _Source(name, revision, trust_remote_code).read(AutoProcessor, where, place)
     if not isinstance(found, ProcessorMixin) or not hasattr(found, "image_processor"):
         raise WeirError(
-            f"{name} has no processor for images, so it sees none; a model that sees images has a "
-            "processor_config.json or a preprocessor_config.json beside its weights"
+            f"{name} has no processor for images, so it cannot see images. Use a model with a "
+            "processor_config.json or a preprocessor_config.json next to its weights."
         )
     return found
 
 
 def drop_kernels(config: PreTrainedConfig) -> Iterator[str]:
-    """Drop what a configuration's parts name as attention or experts, but for PyTorch's own.
+    """Remove attention and expert kernels that a configuration names, except PyTorch's own.
 
-    transformers loads kernels from the Hub by these names, with no word of remote code. Yields
-    each.
+    transformers loads kernels from the Hub by these names, without asking for remote code. Yields
+    each name.
     """
     for key, known in _WITHOUT_KERNELS.items():
         named = getattr(config, key, None)
@@ -512,7 +522,7 @@ def drop_kernels(config: PreTrainedConfig) -> Iterator[str]:
 
 
 def _class_for(config: Any, kind: Any) -> Any:
-    """Return the Auto class to load a configuration's model with, where `kind` is wanted."""
+    """Return the Auto class to load a configuration's model with, if `kind` is requested."""
     if kind is not AutoModelForCausalLM or images_of(config) is None:
         return kind
     # transformers lists gemma3 as a causal language model, with images or without.
@@ -535,7 +545,7 @@ def is_local(name: str) -> bool:
 
 
 def has_weights(name: str) -> bool:
-    """Return whether there are weights of the model on this machine, whole or not."""
+    """Return whether weights of the model are on this machine, complete or not."""
     if name == "nano" or find_gguf(name) is not None:
         return True
     folder = Path(name).expanduser()
@@ -544,18 +554,18 @@ def has_weights(name: str) -> bool:
 
 
 def _read_name(name: object) -> str:
-    """Return a model's name, which may be a path (WeirError)."""
+    """Return a model's name, which may be a path."""
     if isinstance(name, os.PathLike):
         name = os.fspath(name)
     if not isinstance(name, str):
         raise WeirError(
-            f"a model is named by a text, as in weir.load('nano'), or a path, not {quote(name)}"
+            f"a model name must be a text, as in weir.load('nano'), or a path, got {quote(name)}"
         )
     return name
 
 
 def _place(name: str) -> tuple[str, str]:
-    """Return where transformers should look, and the start of the error if that fails."""
+    """Return where transformers looks for a model, and the beginning of the error if that fails."""
     if name == "nano":
         return str(ASSETS / "nano"), "the packaged model cannot be read"
     if (file := find_gguf(name)) is not None:
@@ -565,34 +575,42 @@ def _place(name: str) -> tuple[str, str]:
         if (package := smollm2_package()) is not None:
             return (
                 SMOLLM2_HUB,
-                f"{package} lacks its .gguf file, nor is the Hub to be had: {remedy}",
+                f"{package} lacks its .gguf file, and the Hub cannot be reached. Run {remedy}",
             )
         remedy = remedy.replace("--force-reinstall ", "")
-        return SMOLLM2_HUB, f"smollm2 is neither installed nor to be had from the Hub: {remedy}"
+        return (
+            SMOLLM2_HUB,
+            f"smollm2 is not installed, and cannot be loaded from the Hub. Run {remedy}",
+        )
     if Path(name).expanduser().is_file():
-        raise WeirError(f"{name} is a file; a model is a folder, a .gguf file, or an id on the Hub")
+        raise WeirError(
+            f"{name} is not a model file. Use a folder, a .gguf file, or an id on the Hub."
+        )
     if not name or (name.startswith((".", "/", "~")) and not is_local(name)):
-        raise WeirError(f"there is no model folder {name!r}")
+        raise WeirError(f"the model folder {name!r} does not exist")
     if is_named_gguf(Path(name)) and not is_local(name):
-        raise WeirError(f"there is no file {name!r}")
+        raise WeirError(f"the file {name!r} does not exist")
     if is_local(name):
-        return str(Path(name).expanduser()), f"the folder {name} holds no model"
+        return str(Path(name).expanduser()), f"the folder {name} does not contain a model"
     hint = suggest(name, ("nano", SMOLLM2))
     return (
         name,
-        f"there is no model {name!r}{hint}: not a folder here, and not to be had from the Hub",
+        f"model {name!r} not found{hint}: there is no such folder, and it cannot be loaded from "
+        "the Hub",
     )
 
 
 def _lack_of_model(folder: Path) -> str | None:
-    """Return why a folder does not hold a model; None if its configuration names a kind."""
+    """Return why a folder does not contain a model. None if its configuration names a model
+    type.
+    """
     path = folder / "config.json"
     if not path.is_file():
         return "it has no config.json"
     try:
         config = json.loads(path.read_text("utf-8"))
     except RecursionError:
-        return "its config.json is nested too deep"
+        return "its config.json is nested too deeply"
     except (OSError, ValueError):
         return None
     if isinstance(config, dict) and config.get("model_type"):
@@ -603,14 +621,15 @@ def _lack_of_model(folder: Path) -> str | None:
 def _check_one_device(device: object, device_map: object) -> None:
     if device is not None and device_map is not None:
         raise WeirError(
-            f"the device {str(device)!r} is for all of a model, and a device_map spreads it; give "
-            "one of them"
+            f"device {str(device)!r} puts a model on one device, and device_map spreads it over "
+            "several. Give only one of them."
         )
 
 
 def _check_generation_config(name: str, place: str) -> None:
-    """Refuse a generation_config.json that is no JSON object: transformers would do without it, and
-    answers would not end where the model ends them.
+    """Refuse a generation_config.json that is not a JSON object.
+
+    transformers would ignore it, and answers would not end where the model ends them.
     """
     path = Path(place) / "generation_config.json"
     if not path.is_file():
@@ -623,13 +642,13 @@ def _check_generation_config(name: str, place: str) -> None:
         found = None
     if not isinstance(found, dict):
         raise WeirError(
-            f"the file generation_config.json of {name} is no JSON object; remove it, or take "
-            "another copy of the model"
+            f"generation_config.json of {name} is not a JSON object. Remove it, or get another "
+            "copy of the model."
         )
 
 
 def _stored_bytes(place: str) -> int:
-    """The bytes of the files with weights in a folder; 0 without any, or for an id on the Hub."""
+    """Return the bytes of a folder's weight files. 0 if it has none, or for an id on the Hub."""
     files = (file for end in ("safetensors", "bin") for file in Path(place).glob(f"*.{end}"))
     return sum(file.stat().st_size for file in files)
 
@@ -638,7 +657,7 @@ def _check_folder(name: str, place: str, config: Any, dtype: Any) -> None:
     """Refuse a model on this machine's disk whose weights exceed the free memory."""
     stored = getattr(config, "dtype", None) or torch.float32
     if getattr(config, "quantization_config", None) is not None:
-        return  # its size in memory is another than on disk
+        return  # its size in memory differs from that on disk
     needed = sum(file.stat().st_size for file in Path(place).glob("*.safetensors"))
     if dtype != "auto":
         needed = needed // stored.itemsize * dtype.itemsize
@@ -646,41 +665,44 @@ def _check_folder(name: str, place: str, config: Any, dtype: Any) -> None:
 
 
 def _check_memory(name: str, needed: int) -> None:
-    """Refuse a model that takes more bytes than are free (TooLargeError)."""
+    """Refuse a model that takes more bytes than are free."""
     free = free_memory(torch.device("cpu"))
     if free is not None and needed > free:
         raise TooLargeError(
-            f"{name} takes {needed / 1e9:,.1f} GB of memory, where {free / 1e9:,.1f} GB are free; "
-            "take a smaller model or dtype, or spread it over several devices (device_map)"
+            f"{name} takes {needed / 1e9:,.1f} GB of memory, and {free / 1e9:,.1f} GB are free. "
+            "Use a smaller model or dtype, or spread it over several devices (device_map)."
         )
 
 
 def _check_weights(name: str, found: dict[str, Any]) -> None:
-    """Refuse a model whose missing weights transformers would fill with random numbers."""
-    # The pooler on top of an encoder is missing from some weight files, and weir does not use it.
+    """Refuse a model with missing weights, which transformers would fill with random numbers."""
+    # The pooler of an encoder is missing from some weight files, and weir does not use it.
     missing = sorted(key for key in found["missing_keys"] if not key.startswith("pooler."))
     if missing:
-        raise WeirError(f"{name} lacks {len(missing)} of its weights, {missing[0]} for one")
+        raise WeirError(
+            f"{name} lacks {len(missing)} of its weights, such as {missing[0]}. Get another copy "
+            "of the model."
+        )
     if found["mismatched_keys"]:
         wrong = sorted(str(key[0]) for key in found["mismatched_keys"])
         raise WeirError(
-            f"{name} has weights of other shapes than its config.json says: {len(wrong)} of them, "
-            f"{wrong[0]} for one"
+            f"{name} has {len(wrong)} weights with other shapes than its config.json declares, "
+            f"such as {wrong[0]}. Get another copy of the model."
         )
 
 
 def default_device() -> str:
-    """Return the device for models where none is given."""
+    """Return the device for models if none is given."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _dtype(name: str, dtype: str | torch.dtype, device: str | torch.device) -> Any:
-    """Return a dtype, or "auto" to use that of the model's files."""
+    """Return a dtype, or "auto" for the dtype of the model's files."""
     if name == "nano" and dtype == "auto":
         dtype = torch.float32 if str(device) == "cpu" else torch.bfloat16
     found = dtype if dtype == "auto" else getattr(torch, str(dtype).removeprefix("torch."), None)
     if found not in ("auto", torch.float32, torch.bfloat16, torch.float16, torch.float64):
         raise WeirError(
-            f"dtype must be 'auto', 'float32', 'bfloat16', 'float16' or 'float64', not {dtype!r}"
+            f"dtype must be 'auto', 'float32', 'bfloat16', 'float16' or 'float64', got {dtype!r}"
         )
     return found

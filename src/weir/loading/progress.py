@@ -1,4 +1,4 @@
-"""Progress of loading a model: one bar on one line."""
+"""The progress of loading a model, as one bar on one line."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from transformers.utils import logging
 
 @contextmanager
 def loading_bar(what: str, total: int) -> Iterator[Callable[[int], Any]]:
-    """Show a bar on a terminal while a file is read; nothing where transformers' bars are disabled.
+    """Show a bar on a terminal while a file is read, unless transformers' bars are disabled.
 
-    The block calls the function with the bytes that were read.
+    The block calls the yielded function with the number of bytes that were read.
     """
     with logging.tqdm(
         total=total,

@@ -1,4 +1,6 @@
-"""Descriptions of transformers models, the hooks that weir puts on them, and GGUF files."""
+"""Descriptions of transformers models, the hooks that weir puts on them, and readers of GGUF
+files.
+"""
 
 # First, before files that import names which other releases of transformers lack.
 from weir.models.versions import check_versions

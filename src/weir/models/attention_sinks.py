@@ -50,13 +50,17 @@ class ModelSink:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise WeirError(f"a model's sink is one of {', '.join(KINDS)}, not {self.kind!r}")
+            raise WeirError(
+                f"the sink of a model must be one of {', '.join(KINDS)}, got {self.kind!r}"
+            )
         if any(type(token) is not int or token < 0 for token in self.tokens):
-            raise WeirError(f"a sink's tokens are ids of 0 or more, not {list(self.tokens)}")
+            raise WeirError(
+                f"the tokens of a sink must be ids of at least 0, got {list(self.tokens)}"
+            )
         if (self.kind == "learnable") != bool(self.tokens):
             raise WeirError(
-                "a learnable sink has at least one token, and no other sink has any; this one is "
-                f"{self.kind} with the tokens {list(self.tokens)}"
+                "a learnable sink must have at least one token, and other sinks must have none, "
+                f"got {self.kind} with the tokens {list(self.tokens)}"
             )
 
     @property
@@ -164,8 +168,8 @@ def begin_with_sink(tokenizer: PreTrainedTokenizerBase, sink: ModelSink) -> None
     if backend is None or None in names:
         why = "is not a fast one" if backend is None else "does not know all of them"
         raise WeirError(
-            f"the model's sink is the tokens {list(sink.tokens)}, and its tokenizer neither puts "
-            f"them in front of a text nor can be told to, for it {why}"
+            f"the tokenizer does not put the tokens of the model's sink, {list(sink.tokens)}, "
+            f"before a text, and cannot be changed to do so, because it {why}"
         )
     backend.post_processor = processors.TemplateProcessing(
         single=[*names, "$A"],
@@ -206,7 +210,9 @@ def zero_sink_attention(
         WeirError: the model has sink logits of its own.
     """
     if kwargs.get("s_aux") is not None:
-        raise WeirError("a model with sink logits of its own, as gpt_oss, takes no Zero Sink")
+        raise WeirError(
+            "a model with its own sink logits, such as gpt_oss, cannot have a Zero Sink"
+        )
     length = query.shape[2]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     causal = bool(causal) and length > 1 and attention_mask is None

@@ -59,7 +59,7 @@ class CompiledStep:
             self._run: Any = torch.compile(function, dynamic=False, **copy.deepcopy(dict(options)))
         except Exception as error:  # of several types, one of them private
             reason = str(error).strip().splitlines()[0]
-            raise WeirError(f"torch.compile does not take these options: {reason}") from None
+            raise WeirError(f"torch.compile does not accept these options: {reason}") from None
 
     def prepare(self) -> None:
         """Do nothing: PyTorch's guards notice what is replaced."""
@@ -79,7 +79,7 @@ class CompiledStep:
             self._failed = f"the steps of this model cannot be compiled here: {_reason(error)}"
             if self._strict:
                 raise WeirError(self._failed) from error
-            say(f"{self._failed}; they go the usual way")
+            say(f"{self._failed}; they run uncompiled")
             return None
         step.largest = cache.largest
         return output

@@ -47,7 +47,7 @@ def embed(model: PreTrainedModel, given: Mapping[str, Any]) -> Tensor:
     images.check(given)
     unread = set(pictures_in(given)) - signature(model.base_model.forward).parameters.keys()
     if unread:
-        raise WeirError(f"a {type(model).__name__} takes no {', '.join(sorted(unread))}")
+        raise WeirError(f"a {type(model).__name__} does not accept {', '.join(sorted(unread))}")
     if images.axes:
         check_sizes(given)
     device = input_device(model)
@@ -71,8 +71,8 @@ def embed(model: PreTrainedModel, given: Mapping[str, Any]) -> Tensor:
                 raise complaint from None
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise WeirError(
-                f"the model cannot read these ids and images ({reason}); pass what its own "
-                'processor makes with return_tensors="pt"'
+                f"the model cannot read these ids and images ({reason}). Pass the output of its "
+                'processor, made with return_tensors="pt".'
             ) from error
         finally:
             around.remove()

@@ -1,6 +1,6 @@
-"""Gates: a linear map a layer that predicts from keys and values how much a token will be needed.
+"""Gates: a linear map per layer that predicts from keys and values how much a token will be needed.
 
-They are trained on the model at hand (`weir.evals.gates`) and kept in weir's cache folder.
+They are trained on the model (`weir.evals.gates`) and saved in weir's cache folder.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Gate:
         weight = self.weight.to(given.device)
         if weight.shape != (given.shape[2], keys.shape[1]):
             raise WeirError(
-                f"these gates are for {weight.shape[1]} heads and {weight.shape[0] - 1} numbers of "
-                f"keys and values, and this layer has {keys.shape[1]} and {given.shape[2] - 1}; "
-                "train them anew with weir calibrate --gates"
+                f"these gates are for {weight.shape[1]} heads and {weight.shape[0] - 1} numbers "
+                f"of keys and values, but this layer has {keys.shape[1]} and "
+                f"{given.shape[2] - 1}. Train them again with weir calibrate --gates."
             )
         return (given @ weight).transpose(1, 2)
 
@@ -66,8 +66,8 @@ def load_gates(decoder: nn.Module, config: Any) -> dict[int, Gate]:
         return {int(name.removeprefix(WEIGHT)): Gate(t.float()) for name, t in tensors.items()}
     except (OSError, SafetensorError, ValueError) as error:
         raise WeirError(
-            f"the gates in {path} cannot be read ({error}); delete the file and train them anew "
-            "with weir calibrate --gates"
+            f"the gates in {path} cannot be read ({error}). Delete the file, and train them again "
+            "with weir calibrate --gates."
         ) from None
 
 

@@ -79,9 +79,9 @@ class GenerateHook:
         ours = self._cache_in(kwargs) is not None
         if ours and self._missing and _has_rows(args, kwargs):
             raise WeirError(
-                f"transformers {transformers.__version__} has no {self._missing[0]}, by which weir "
-                "learns which rows of a batch have ended; generate row by row, or install an older "
-                "transformers"
+                f"transformers {transformers.__version__} has no {self._missing[0]}, which weir "
+                "needs to know which rows of a batch have ended. Generate row by row, or install "
+                "an older transformers."
             )
         # For any cache: weir passes the call on, and transformers would blame it for an old name.
         return own(*args, **with_one_name(kwargs))
@@ -95,8 +95,8 @@ class GenerateHook:
         asked = kwargs.get("cache_implementation")
         if asked is not None:
             raise WeirError(
-                f"cache_implementation={quote(asked)} asks transformers for a cache of its own, "
-                f"and {CACHE} is a StreamingCache; leave out one of them"
+                f"cache_implementation={quote(asked)} asks transformers to make a cache, but "
+                f"{CACHE} already is a StreamingCache. Leave out one of them."
             )
         config, more = own(*args, **with_one_name(kwargs))
         config.cache_implementation = None

@@ -218,7 +218,8 @@ class Attachment:
                 return own(*args, **kwargs)  # an enclosing module has begun this call
             if attachment is not self:
                 raise WeirError(
-                    "this cache was made for another model; a cache serves one model only"
+                    "this cache was made for another model, and a cache works with only one "
+                    "model. Make a new cache for this model."
                 )
             if self.facts.images is not None:
                 self.facts.images.check(given)
@@ -329,8 +330,8 @@ def _refuse(decoder: Any) -> None:
     """Refuse a decoder that runs its layers twice, or has no weights."""
     if decoder.training and getattr(decoder, "gradient_checkpointing", False):
         raise WeirError(
-            "gradient checkpointing runs layers twice, which a stream cannot; "
-            "model.gradient_checkpointing_disable() or model.eval()"
+            "gradient checkpointing runs layers twice, which does not work with a stream. Call "
+            "model.gradient_checkpointing_disable() or model.eval()."
         )
     weight = decoder.get_input_embeddings()._parameters.get("weight")
     if weight is not None and weight.is_meta:

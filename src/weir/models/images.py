@@ -70,9 +70,9 @@ class Images:
         if pictures:
             if not self.in_ids(ids).any():
                 raise WeirError(
-                    "the images of this call have no place in it: its token ids hold no image "
-                    f"token (id {self.tokens[0]}); let the model's processor make ids and pixels "
-                    "together, and pass images with their own tokens only"
+                    "the call has images, but its token ids contain no image token (id "
+                    f"{self.tokens[0]}). Let the model's processor make ids and pixels together, "
+                    "and pass images with their tokens."
                 )
         elif ids.shape[1] > 1:
             self.check_words(ids)
@@ -83,8 +83,8 @@ class Images:
             if not self.causal:
                 raise self.refusal
             raise WeirError(
-                f"the token ids hold image tokens (id {self.tokens[0]}) but no image came with "
-                "them; pass pixel_values as the model's processor makes them"
+                f"the token ids contain image tokens (id {self.tokens[0]}), but the call has no "
+                "image. Pass pixel_values from the model's processor."
             )
 
     def in_ids(self, ids: Tensor) -> Tensor:
@@ -98,7 +98,8 @@ class Images:
     def refusal(self) -> WeirError:
         """The error that says why images of this model are refused."""
         return WeirError(
-            f"the tokens of an image attend both ways in {self.kind}; weir streams its text only"
+            f"the tokens of an image attend in both directions in {self.kind}, and weir streams "
+            "only its text. Leave out images."
         )
 
 
@@ -130,9 +131,9 @@ def images_of(config: Any) -> Images | None:
 def unfitting(reason: str) -> WeirError:
     """Return the error for images that do not match their tokens, with the reason."""
     return WeirError(
-        f"the images of this call do not fit its image tokens ({reason}); pass each image with "
-        "all of its tokens, and none that was fed before; what is to be cut inside an image is fed "
-        "as embeddings"
+        f"the images of this call do not match its image tokens ({reason}). Pass each image with "
+        "all of its tokens, and no image that was fed before. To cut inside an image, feed "
+        "embeddings."
     )
 
 
@@ -170,8 +171,7 @@ def offsets(model: PreTrainedModel, given: Mapping[str, Any]) -> Tensor | None:
     ids = given.get("input_ids")
     if not isinstance(ids, Tensor) or ids.ndim != 2:
         raise WeirError(
-            f"an image of {images.kind} has its place among token ids; pass input_ids [batch, "
-            "length] with it"
+            f"images of {images.kind} need token ids. Pass input_ids [batch, length] with them."
         )
     found = torch.zeros((*ids.shape, 5), dtype=torch.int64)
     found[:, :, 3:] = 1
@@ -189,7 +189,7 @@ def offsets(model: PreTrainedModel, given: Mapping[str, Any]) -> Tensor | None:
             whole = words[start:stop] == words[start]
             if len(whole) < len(places) or not bool(whole.all()):
                 raise unfitting(
-                    f"an image has {len(places)} pieces, and fewer tokens stand together"
+                    f"an image has {len(places)} pieces, but fewer consecutive image tokens"
                 )
             found[row, start:stop] = places
             pieces = pieces[len(places) :]
@@ -226,16 +226,16 @@ def _sizes(kind: str, given: Mapping[str, Any]) -> list[list[int]]:
         noted = [t.weir_size for t in features if hasattr(t, "weir_size")]
         if len(noted) < len(features):
             raise WeirError(
-                f"nothing says how large the {kind} is: features came without their sizes; pass "
-                f"pixels with {name}, and leave prefill_chunk_size out, as weir bounds a prompt "
-                "itself"
+                f"the size of the {kind} is unknown, because its features came without sizes. "
+                f"Pass pixels with {name}, and leave out prefill_chunk_size: weir limits a prompt "
+                "without it."
             )
         return noted
     grid = isinstance(sizes, Tensor) and sizes.ndim == 2 and sizes.shape[1] == 3
     if not grid or sizes.is_floating_point():
         raise WeirError(
-            f"{name} is a tensor [images, 3], the sizes in patches that the model's processor "
-            f"makes, not {quote(sizes)}"
+            f"{name} must be a tensor [images, 3] with sizes in patches, as the model's processor "
+            f"makes it, got {quote(sizes)}"
         )
     whole: list[list[int]] = sizes.long().tolist()
     return whole
@@ -256,7 +256,7 @@ def check_sizes(given: Mapping[str, Any]) -> None:
             )
         if (patches := sum(map(math.prod, _sizes(kind, given)))) != len(pixels):
             raise WeirError(
-                f"{kind}_grid_thw tells of {patches:,} patches, and {name} has {len(pixels):,}"
+                f"{kind}_grid_thw declares {patches:,} patches, but {name} has {len(pixels):,}"
             )
 
 
@@ -287,8 +287,8 @@ def _seconds(given: Mapping[str, Any], videos: int) -> Tensor | None:
     seconds = torch.as_tensor(durations).flatten()
     if len(seconds) < videos or not bool(((seconds >= 0) & seconds.isfinite()).all()):
         raise WeirError(
-            f"second_per_grid_ts tells for each video how many seconds a piece of it lasts; there "
-            f"are {videos}, and it is {quote(durations)}"
+            f"second_per_grid_ts must give the seconds per piece for each of the {videos} videos, "
+            f"got {quote(durations)}"
         )
     return seconds
 
@@ -305,7 +305,7 @@ def _of_one(model: PreTrainedModel, kind: str, pieces: int, more: dict[str, Tens
     found[:, 3] = found[-1, 4] = int(places[0, 0, -1])
     if bool(((found < 0) | (found >= MOST_OFFSET)).any()):
         raise WeirError(
-            f"a piece of this {kind} stands {MOST_OFFSET:,} places or more behind its beginning; "
-            "its sizes or its second_per_grid_ts are wrong"
+            f"a piece of this {kind} is {MOST_OFFSET:,} or more places after its beginning. Check "
+            "its sizes and its second_per_grid_ts."
         )
     return found

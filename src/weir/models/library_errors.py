@@ -18,8 +18,8 @@ def report_as(what: str, remedy: str = "") -> Iterator[None]:
     except Exception as error:
         if "trust_remote_code" in str(error):
             raise WeirError(
-                f"{what}: it brings Python code of its own, which runs only with "
-                "trust_remote_code=True, or --trust-remote-code; read it first"
+                f"{what}: it contains Python code, which runs only with trust_remote_code=True, "
+                "or --trust-remote-code. Read the code first."
             ) from None
         reason, *rest = str(error).strip().splitlines() or [type(error).__name__]
         if reason.rstrip().endswith(":") and len(rest) == 1:  # as huggingface_hub's validation

@@ -190,22 +190,24 @@ def transformers_model(model: object) -> PreTrainedModel:
         raise WeirError(f"this model went through torch.compile; {_INSTEAD_OF_COMPILING}")
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         raise WeirError(
-            f"a {kind} deals its rows out to copies of a model, and a stream belongs to one model; "
-            "give weir the module inside it, model.module"
+            f"a {kind} distributes rows to copies of a model, but a stream belongs to one model. "
+            "Pass the inner module, model.module."
         )
     adapters = getattr(model, "peft_config", None)
     if isinstance(adapters, dict) and hasattr(model, "get_base_model"):
         if any(getattr(adapter, "is_prompt_learning", False) for adapter in adapters.values()):
             raise WeirError(
-                f"this {kind} puts learned prompts in front of its text, in a cache of its own; "
-                "weir serves adapters that change weights, such as LoRA"
+                f"this {kind} puts learned prompts before its text, in its own cache, which weir "
+                "does not support. Use an adapter that changes weights, such as LoRA."
             )
         return transformers_model(model.get_base_model())
-    raise WeirError(f"weir serves transformers models, not a {kind}; weir.load gives one")
+    raise WeirError(
+        f"weir works with transformers models, got a {kind}. weir.load returns such a model."
+    )
 
 
 _INSTEAD_OF_COMPILING = (
-    "give weir the model as it was before, and let weir.compile_steps(model) compile its steps"
+    "pass the original model, and call weir.compile_steps(model) to compile its steps"
 )
 
 
@@ -222,8 +224,8 @@ def input_device(model: PreTrainedModel) -> torch.device:
         if where is not None:
             return torch.device(where)
     raise WeirError(
-        "this model has no weights: its parameters are on the device meta; load it, or move it "
-        "with model.to_empty and load its weights"
+        "this model has no weights: its parameters are on the device meta. Load it, or call "
+        "model.to_empty and load its weights."
     )
 
 
@@ -243,9 +245,9 @@ def _refuse_numbers(modules: list[nn.Module]) -> None:
         if number != index:
             raise WeirError(
                 f"layer {index} of this model has layer_idx {number}, and a cache finds the keys "
-                "and values of a layer by that number; set layer_idx of each layer's attention to "
-                f"the place of the layer, from 0 to {len(modules) - 1}, and copy layers that are "
-                "used twice"
+                "and values of a layer by that number. Set layer_idx of each layer's attention "
+                f"to the place of the layer, from 0 to {len(modules) - 1}, and copy layers that "
+                "are used twice."
             )
 
 
@@ -254,10 +256,11 @@ def _refuse(model: PreTrainedModel, config: Any) -> None:
     types = getattr(config, "layer_types", None) or []
     if outer in BOTH_WAYS - MULTIMODAL:
         raise WeirError(
-            f"the tokens of an image attend both ways in {outer}; weir streams causal decoders only"
+            f"the tokens of an image attend in both directions in {outer}, and weir streams only "
+            "causal decoders"
         )
     if model.config.is_encoder_decoder or config.is_encoder_decoder:
-        raise WeirError(f"{kind} is an encoder-decoder; weir streams decoders only")
+        raise WeirError(f"{kind} is an encoder-decoder, and weir streams only decoders")
     if getattr(config, "kv_lora_rank", None):
         raise WeirError(
             f"{kind} uses multi-head latent attention: it caches compressed latents, not keys and "
@@ -265,32 +268,37 @@ def _refuse(model: PreTrainedModel, config: Any) -> None:
         )
     if getattr(model, "_is_stateful", False) or any("linear" in t or "mamba" in t for t in types):
         raise WeirError(
-            f"{kind} is a state-space or linear-attention model: its memory is of fixed size "
-            "already and holds no tokens that a pool could choose from"
+            f"{kind} is a state-space or linear-attention model: its memory already has a fixed "
+            "size, and holds no tokens that a pool could choose from"
         )
     if getattr(config, "use_bidirectional_attention", False):
-        raise WeirError(f"this {kind} attends both ways; weir streams causal decoders only")
+        raise WeirError(
+            f"this {kind} attends in both directions, and weir streams only causal decoders"
+        )
     if kind not in INTERFACE_FAMILIES | OWN_FAMILIES or outer not in MULTIMODAL | {kind}:
         raise WeirError(_why_unknown(model, config))
     if not hasattr(model, "get_decoder"):
-        raise WeirError(f"{type(model).__name__} has no decoder that takes token ids")
+        raise WeirError(f"{type(model).__name__} has no decoder for token ids")
 
 
 def _why_unknown(model: PreTrainedModel, config: Any) -> str:
     """Describe why weir does not serve a model of a type that it does not know."""
     kind, outer = config.model_type, model.config.model_type
     if is_encoder_config(model.config):
-        return f"{outer} is an encoder: its tokens see later ones too; weir streams decoders only"
+        return (
+            f"{outer} is an encoder, whose tokens also see later tokens, and weir streams only "
+            "decoders"
+        )
     if kind != outer and kind in INTERFACE_FAMILIES | OWN_FAMILIES:
         known = ", ".join(sorted(MULTIMODAL))
         return f"weir does not know the images of {outer}, only those of {known}"
     if any(name.rpartition(".")[2] in ABSOLUTE for name, _ in model.named_modules()):
         return (
-            f"{outer} adds a position to each token before its first layer, and a stream without "
-            "end leaves its last position behind; weir serves models with rotary positions or ALiBi"
+            f"{outer} adds a position to each token before its first layer, and an endless stream "
+            "passes its last position. Use a model with rotary positions or ALiBi."
         )
     known = ", ".join(sorted(INTERFACE_FAMILIES | OWN_FAMILIES | MULTIMODAL))
-    return f"weir does not know how {outer} attends; it serves {known}"
+    return f"weir does not know the attention of {outer}. It knows {known}."
 
 
 def is_encoder_config(config: Any) -> bool:
@@ -308,8 +316,9 @@ def _refuse_closed(kind: str, modules: list[nn.Module]) -> None:
     written_in = (sys.modules[part.__module__] for part in type(modules[0]).__mro__)
     if not any(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in written_in):
         raise WeirError(
-            f"the attention of this {kind} cannot be replaced: its code does not use transformers' "
-            f"attention interface (transformers {transformers.__version__}; a newer one may)"
+            f"the attention of this {kind} cannot be replaced, because its code does not use "
+            f"transformers' attention interface (transformers {transformers.__version__}; a newer "
+            "version may)"
         )
 
 
@@ -317,8 +326,8 @@ def _sink(config: Any) -> ModelSink:
     """Return the model's sink, after checking that its attention implements it."""
     if sink_of(config).kind == "zero" and config.model_type in OWN_FAMILIES | SUNK:
         raise WeirError(
-            f"the attention of {config.model_type} takes no Zero Sink, and the model's "
-            "configuration says that it was trained with one"
+            "the model's configuration says that it was trained with a Zero Sink, which the "
+            f"attention of {config.model_type} cannot have"
         )
     return sink_at_work(config)
 
@@ -452,5 +461,5 @@ def sight_of(model: PreTrainedModel) -> int | None:
 def out_of_range(token: int, vocabulary: int, where: str = "") -> WeirError:
     """Return the error for a token id without an embedding; `where` is put in front."""
     return WeirError(
-        f"{where}token id {token} is out of range; the model knows 0 to {vocabulary - 1}"
+        f"{where}token id {token} is out of range; the model's ids are 0 to {vocabulary - 1}"
     )

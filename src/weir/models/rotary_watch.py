@@ -63,9 +63,9 @@ class RotaryWatch:
             return
         if _hooks(module) != self._hooks:
             raise WeirError(
-                "the hooks on the rotary embedding of this model have changed since this cache was "
-                "made, and the keys that the cache holds are rotated without the change; put the "
-                "hooks back as they were, or make a new cache"
+                "the hooks on the rotary embedding of this model have changed since this cache "
+                "was made, and the keys in the cache were rotated without the change. Restore the "
+                "hooks, or make a new cache."
             )
         tensors, numbers = _read(module)
         if module is self._module and numbers == self._numbers and self._are_the_same(tensors):
@@ -74,8 +74,8 @@ class RotaryWatch:
         if not equal or not all(map(_equal, tensors, self._values)):
             raise WeirError(
                 "the rotary embedding of this model has changed since this cache was made, and "
-                "the keys that the cache holds are rotated by the old one; undo the change, or "
-                "make a new cache"
+                "the keys in the cache were rotated by the old one. Undo the change, or make a "
+                "new cache."
             )
         self._module = module
         self._take(tensors, numbers)
@@ -127,8 +127,8 @@ def _try(module: Any, rotations: Mapping[str | None, Rotary]) -> None:
         if (tables - ours).abs().max() > 2**-21 * largest * abs(rotary.scaling):
             raise WeirError(
                 f"the rotary embedding of this model, a {type(module).__name__}, computes other "
-                "cosines and sines than its frequencies say, and weir computes them from the "
-                "frequencies; change inv_freq or attention_scaling, and not the forward"
+                "cosines and sines than those of its frequencies, which weir uses. Change "
+                "inv_freq or attention_scaling instead of the forward."
             )
 
 
@@ -158,9 +158,8 @@ def _try_hooks(module: Any, rotations: Mapping[str | None, Rotary]) -> None:
     moved = None if not isinstance(found, Tensor) or found.shape != places.shape else found - places
     if moved is None or (moved != moved[0, 0]).any():
         raise WeirError(
-            "a forward pre-hook on the rotary embedding of this model changes positions, which "
-            "weir counts itself, so that the hook has no effect; remove the hook, or change "
-            "inv_freq"
+            "a forward pre-hook on the rotary embedding of this model changes positions, but weir "
+            "computes positions, so the hook has no effect. Remove the hook, or change inv_freq."
         )
 
 

@@ -37,8 +37,8 @@ def check_versions() -> None:
         # Not in weir's name: if warnings of weir were errors, weir could not be imported.
         warnings.warn_explicit(
             f"weir: transformers {transformers.__version__} is newer than {TESTED}, the newest "
-            "that this weir was tested with; weir tries it, and if something fails, "
-            f"pip install 'transformers=={TESTED}.*'",
+            "version that this weir was tested with. If something fails, run pip install "
+            f"'transformers=={TESTED}.*'",
             UserWarning,
             filename=transformers.__file__ or "transformers",
             lineno=1,

@@ -111,7 +111,7 @@ def _read_e8m0(raw: Tensor) -> Parts:
     if bool(((power < -24) | (power > 15)).any()):
         raise WeirError(
             "the file has MXFP4 blocks with scales outside 2^-24 to 2^15, which weir cannot keep "
-            "in blocks; load it with dtype= and without weights="
+            "in blocks. Load it with dtype= and without weights=."
         )
     return Parts(_nibbles(parts[..., 1:]).flatten(1), torch.exp2(power.float()).half())
 

@@ -359,8 +359,8 @@ def warn_without_kernel(model: PreTrainedModel) -> None:
     """Warn where products of blocks are slower than those of plain weights."""
     if dispatch.linear_blocks(torch.empty(1, BLOCK, device=model.device)) is None:
         warnings.warn(
-            "weights in blocks are written out for every product here, which is slow: their kernel "
-            "needs numba and a processor with AVX2; without weights= it is faster",
+            "weights in blocks are dequantized for every product here, which is slow: their "
+            "kernel needs numba and a processor with AVX2. Without weights= it is faster.",
             stacklevel=4,
         )
 

@@ -45,10 +45,10 @@ from weir.slab import AttentionParams, Step, StepSlots
 PATIENCE = 1.0
 """Seconds that the first step or report waits for the kernel: enough where numba has kept it."""
 WAITING = (
-    "compiling the decode step for this machine, which takes half a minute, once; until then "
-    "tokens come uncompiled"
+    "compiling the decode step for this machine, which takes half a minute, once; until then, "
+    "steps run uncompiled"
 )
-UNFINISHED = "the kernel is still being compiled; steps are native once it is"
+UNFINISHED = "the kernel is still being compiled; steps are native when it is ready"
 """Reason why steps are not native yet."""
 MOST_ROWS = 16
 """Rows from which on a step is many products, for which PyTorch is made."""

@@ -327,7 +327,7 @@ def read_layer(name: str, layer: Any, attention: Any) -> LayerForm:
     known = activation_of(activation)
     if known is None:
         what = _what(activation) if isinstance(activation, nn.Module) else repr(activation)
-        raise NotNative(f"the activation of {name}.mlp, {what}, is none that native steps know")
+        raise NotNative(f"native steps do not support the activation of {name}.mlp, {what}")
     more = q_norm, k_norm, factor
     form = LayerForm(q, k, v, o, gate, up, down, known, *norms, *more)
     _refuse_others(name, layer, form, activation)
@@ -402,7 +402,7 @@ def _projection(name: str, module: Any) -> Projection:
 
 def _some_of(whole: Projection, start: int, stop: int) -> Projection:
     if isinstance(whole.module, BlockLinear) and start % PANEL:
-        raise NotNative(f"{whole.name} is in blocks that lie across its parts")
+        raise NotNative(f"{whole.name} is in blocks that cross the borders of its parts")
     return whole._replace(start=start, stop=stop)
 
 

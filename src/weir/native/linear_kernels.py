@@ -96,7 +96,7 @@ def choose_products(
     """
     if not isinstance(model, nn.Module):
         raise WeirError(
-            f"weir.choose_products takes a model, not {quote(model)}; weir.load gives one"
+            f"weir.choose_products needs a model, got {quote(model)}. weir.load returns one."
         )
     for module in model.modules():
         put = vars(module).get("forward")

@@ -113,7 +113,7 @@ class StepProgram:
     ) -> None:
         make, held = dispatch.decode_step(torch.device("cpu")), step.held()
         if make is None:
-            raise NotNative("there is no kernel for steps here")
+            raise NotNative("there is no kernel for steps on this machine")
         self._watch, self._slabs, self._threads = watch, step.slots.slabs, torch.get_num_threads()
         parts = [part for layer in held for part in layer]
         self.kind = whole, tuple((part.slots.sizes, part.heads) for part in parts)

@@ -82,9 +82,9 @@ def quantize_weights(model: PreTrainedModel, weights: str) -> None:
     """
     if weights == AS_STORED:
         raise WeirError(
-            f'weights="{AS_STORED}" reads the blocks of a file while a model is loaded, and this '
-            f"model is loaded already; use weir.load(file, weights=...), or take "
-            f"{', '.join((*BLOCK_FORMATS, *BITS))}"
+            f'weights="{AS_STORED}" keeps the blocks of a file while a model is loaded, but this '
+            "model is already loaded. Use weir.load(file, weights=...), or one of "
+            f"{', '.join((*BLOCK_FORMATS, *BITS))}."
         )
     bits = _bits(model, weights)
     choose_products(model, on=False)  # remove patches that use the old weights
@@ -179,8 +179,8 @@ def _bits(model: PreTrainedModel, weights: str) -> dict[str, int]:
             continue
         if is_traceable_wrapper_subclass(module.weight):
             raise WeirError(
-                "the weights of this model are quantized or shared out already; weights= is for "
-                "those that are not"
+                "the weights of this model are already quantized or distributed. Leave out "
+                "weights=."
             )
         if weights not in BITS:
             if fits_blocks(module):
@@ -306,6 +306,6 @@ def _refuse_plain_weights(
         torchao = isinstance(part, QuantizedLinear)
         if blocks or (torchao and type(given.data) is not type(part.weight.data)):
             raise WeirError(
-                f"this model has weights of few bits, and {prefix}{name}.weight is to be loaded "
-                "with others: load the model anew, from a folder with the new weights"
+                f"this model has quantized weights, and {prefix}{name}.weight cannot be replaced "
+                "by loading. Load the model again from a folder with the new weights."
             )

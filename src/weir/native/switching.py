@@ -73,12 +73,15 @@ def compile_steps(
         return False
     spec = describe(model)
     if options and not torch_compile:
-        raise WeirError(f"torch_compile=False leaves out what {', '.join(options)} is for")
+        raise WeirError(
+            f"torch_compile=False turns torch.compile off, so {', '.join(options)} has no effect. "
+            "Leave out one of them."
+        )
     on_cpu = input_device(model).type == "cpu"
     if options and on_cpu:
         raise WeirError(
-            f"{', '.join(options)} is for torch.compile, which weir uses on a GPU; this model is "
-            "on a CPU, where steps are native or the model's own: leave the options out"
+            f"{', '.join(options)} is for torch.compile, which weir uses only on a GPU. This "
+            "model is on a CPU, where steps are native or run in PyTorch. Leave out the options."
         )
     # Weights are moved, so no other thread may be in a call, which would read their old memory.
     with forward_lock_of(spec.config):
@@ -111,12 +114,12 @@ def _choose_compiled(spec: ModelSpec, options: dict[str, Any], strict: bool) -> 
     """Let steps run under `torch.compile`; returns whether the decoder can be compiled."""
     engine = CompiledStep(options, strict)  # refuses options
     if spec.kind in OWN_FAMILIES:
-        reason = f"the attention of {spec.kind} is code of its own"
+        reason = f"{spec.kind} has its own attention code"
         choose_engine(spec.decoder, Chosen(None, reason))
         failed = f"the steps of this model cannot be compiled here: {reason}"
         if strict:
             raise WeirError(failed)
-        say(f"{failed}; they go the usual way")
+        say(f"{failed}; they run uncompiled")
         return False
     choose_engine(spec.decoder, Chosen(lambda _: engine))
     return True

@@ -1,4 +1,4 @@
-"""Policies: their classes, their grammar, and the named ones."""
+"""Policies: their classes, their text grammar, and the named policies."""
 
 from weir.policies.file import check_regular, expand_home, format_policy_file, is_file
 from weir.policies.grammar import NUMBER, Parser, parse_call, parse_policy, policy, saved_policy

@@ -1,4 +1,4 @@
-"""Policy files: TOML with a policy for each layer, as they were measured on a model."""
+"""Policy files: TOML with a policy for each layer, as measured on a model."""
 
 from __future__ import annotations
 
@@ -15,25 +15,30 @@ from weir.errors import WeirError, quote
 
 FORMAT = 1
 MOST_BYTES, MOST_LAYERS, MOST_CHARACTERS = 1_000_000, 2000, 16_384
-"""Bytes of a policy file, layers in it, and characters of the policy of one layer, which has a few
-hundred. Reading more takes long.
+"""Limits of a policy file: its bytes, its layers, and the characters of one layer's policy.
+
+A layer's policy usually has a few hundred characters. Reading more than these limits takes long.
 """
 DEEPEST = 16
-"""Parts of a dotted key that are too many: reading one takes the square of their number in time."""
+"""Number of parts in a dotted key that is refused. The time to read a key is quadratic in its
+parts.
+"""
 SUFFIX = ".toml"
 MODEL = {"kind": str, "layers": int, "width": int, "vocabulary": int, "dtype": str, "weights": str}
 """The fingerprint of a model in a file, as `models.fingerprint` makes it."""
 _PART = r"""(?:[A-Za-z0-9_-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+"""
 _DEEP = re.compile(rf"(?<![A-Za-z0-9_-]){_PART}(?:\.[ \t]*+{_PART}){{{DEEPEST - 1}}}")
-"""A key of too many parts."""
+"""A key with too many parts."""
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
-"""Kinds of paths that are no regular files, by the type in their mode; others are devices."""
+"""Kinds of paths that are not regular files, by the type in their mode. All others are devices."""
 
 
 @dataclass(frozen=True)
 class PolicyFile:
-    """The contents of a policy file: of each layer the policy as text, the fingerprint of the model
-    that they were measured on, and tokens between two folds, None if the file does not say.
+    """The contents of a policy file.
+
+    It has the policy of each layer as text, the fingerprint of the model on which they were
+    measured, and the tokens between two folds (None if the file does not say).
     """
 
     layers: tuple[str, ...]
@@ -42,7 +47,7 @@ class PolicyFile:
 
 
 def is_file(text: str) -> bool:
-    """Whether the text of a policy is the name of a policy file."""
+    """Return whether the text of a policy is the name of a policy file."""
     return text.strip().lower().endswith(SUFFIX)
 
 
@@ -51,21 +56,27 @@ def expand_home(name: str | Path) -> Path:
     try:
         return Path(name).expanduser()
     except RuntimeError:
-        raise WeirError(f"nobody knows whose home is meant by {name}") from None
+        raise WeirError(
+            f"{name} names a user that does not exist on this machine. Write the full path."
+        ) from None
 
 
 def check_regular(path: Path, what: str) -> None:
-    """Refuse a path that is no regular file: reading a pipe blocks, and some devices have no end.
+    """Refuse a path that is not a regular file. Reading a pipe blocks, and some devices never end.
 
-    A file that is missing or may not be read is not refused here; opening it will fail. `what` is
-    what it should be, as in "a policy file".
+    A missing or unreadable file is not refused here, because opening it will fail. `what` says what
+    the path should be, as in "a policy file".
     """
     try:
         mode = path.stat().st_mode
     except OSError:
         return
     if not stat.S_ISREG(mode):
-        raise WeirError(f"{path} is {_KINDS.get(stat.S_IFMT(mode), 'a device')}, and not {what}")
+        raise WeirError(
+            f"{path} is {_KINDS.get(stat.S_IFMT(mode), 'a device')}, and not "
+            f"{what}. Give the path of "
+            "a file."
+        )
 
 
 def read_policy_file(name: str) -> PolicyFile:
@@ -76,51 +87,69 @@ def read_policy_file(name: str) -> PolicyFile:
         size = path.stat().st_size
         if size > MOST_BYTES:
             raise WeirError(
-                f"{name} has {size:,} bytes, and a policy file has at most {MOST_BYTES:,}; give "
-                "one that weir calibrate wrote"
+                f"{name} has {size:,} bytes, and a policy file can have at most {MOST_BYTES:,}. "
+                "Use a file that weir calibrate wrote."
             )
-        # Editors may put a byte order mark in front, which is no TOML.
+        # Editors may put a byte order mark at the beginning, which is not valid TOML.
         text = path.read_text("utf-8-sig")
         if (deep := _DEEP.search(text)) is not None:
             raise WeirError(
-                f"{name} is no policy file, for it has the key {quote(deep[0])} of {DEEPEST} parts "
-                "or more"
+                f"{name} is not a policy file: the key {quote(deep[0])} has {DEEPEST} or more "
+                "parts. Use a file that weir calibrate wrote."
             )
         facts = tomllib.loads(text)
     except OSError as error:
         raise WeirError(f"cannot read the policy file {name}: {error.strerror}") from None
     except RecursionError:
-        raise WeirError(f"{name} is no policy file, for it is nested too deep") from None
+        raise WeirError(
+            f"{name} is not a policy file: it is nested too deeply. Use a file that weir "
+            "calibrate wrote."
+        ) from None
     except ValueError as error:
-        raise WeirError(f"{name} is no policy file, for it is no TOML: {error}") from None
+        raise WeirError(f"{name} is not a policy file: it is not valid TOML: {error}") from None
     if "format" not in facts or "layers" not in facts:
-        raise WeirError(f"{name} is TOML, but no policy file; weir calibrate writes those")
+        raise WeirError(
+            f'{name} is TOML, but not a policy file: it needs "format" and "layers". Use a file '
+            "that weir calibrate wrote."
+        )
     if facts["format"] != FORMAT:
         found = quote(facts["format"])
-        raise WeirError(f"{name} has policy file format {found}; this weir reads format {FORMAT}")
+        raise WeirError(
+            f"{name} has policy file format {found}, and this version of weir reads format "
+            f"{FORMAT}. Run weir calibrate again."
+        )
     model, layers = facts.get("model"), facts["layers"]
     if not isinstance(model, dict) or any(
         type(model.get(key)) is not kind for key, kind in MODEL.items()
     ):
-        raise WeirError(f"{name} is damaged: it does not say of which model it is")
+        raise WeirError(
+            f"{name} is damaged: it does not say which model it was measured on. Run weir "
+            "calibrate again."
+        )
     if not isinstance(layers, list) or not layers:
-        raise WeirError(f"{name} is damaged: its layers are no list of tables")
+        raise WeirError(
+            f'{name} is damaged: "layers" must be a list of tables. Run weir calibrate again.'
+        )
     if len(layers) > MOST_LAYERS:
         raise WeirError(
-            f"{name} is damaged: it has policies for {len(layers):,} layers, and no model has more "
-            f"than {MOST_LAYERS:,}"
+            f"{name} is damaged: it has policies for {len(layers):,} layers, and at most "
+            f"{MOST_LAYERS:,} are allowed"
         )
     for number, layer in enumerate(layers):
         if not isinstance(layer, dict) or not isinstance(layer.get("policy"), str):
-            raise WeirError(f"{name} is damaged: layer {number} has no policy")
+            raise WeirError(
+                f"{name} is damaged: layer {number} has no policy. Run weir calibrate again."
+            )
         if len(layer["policy"]) > MOST_CHARACTERS:
             raise WeirError(
                 f"{name} is damaged: the policy of layer {number} has {len(layer['policy']):,} "
-                f"characters, and a policy has at most {MOST_CHARACTERS:,}"
+                f"characters, and at most {MOST_CHARACTERS:,} are allowed"
             )
     chunk = facts.get("chunk")
     if chunk is not None and (type(chunk) is not int or chunk < 1):
-        raise WeirError(f"{name} is damaged: its chunk is no whole number from 1 on")
+        raise WeirError(
+            f"{name} is damaged: its chunk must be a whole number of at least 1, got {quote(chunk)}"
+        )
     return PolicyFile(
         tuple(layer["policy"] for layer in layers), {key: model[key] for key in MODEL}, chunk
     )
@@ -129,7 +158,7 @@ def read_policy_file(name: str) -> PolicyFile:
 def format_policy_file(
     facts: Mapping[str, Any], model: Mapping[str, Any], layers: Iterable[Mapping[str, Any]]
 ) -> str:
-    """Write a policy file, as text.
+    """Write a policy file as text.
 
     Args:
         facts: what was measured and how, for people: numbers, texts, and tables of these, by name.
@@ -138,7 +167,7 @@ def format_policy_file(
     """
     tables = {key: value for key, value in facts.items() if isinstance(value, Mapping)}
     plain = {key: value for key, value in facts.items() if key not in tables}
-    parts = ["# Budgets that were measured: give this file where weir takes a policy."]
+    parts = ["# Measured budgets. To use them, give this file to weir as the policy."]
     parts += _format_table({"format": FORMAT, **plain})
     for name, table in {**tables, "model": model}.items():
         parts += ["", f"[{name}]", *_format_table(table)]
@@ -149,7 +178,7 @@ def format_policy_file(
 
 def _format_table(table: Mapping[str, Any]) -> list[str]:
     """Format names and values. TOML writes texts, numbers and lists of them as JSON does."""
-    # TOML wants one character escaped that JSON leaves as it is.
+    # TOML requires escaping one character that JSON does not escape.
     return [
         f"{key} = {json.dumps(value, ensure_ascii=False)}".replace("\x7f", "\\u007f")
         for key, value in table.items()

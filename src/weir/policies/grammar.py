@@ -1,7 +1,7 @@
-"""The parser of policies, `sink(4) | recent(252)`, with errors that point at a character.
+"""The parser of policies such as `sink(4) | recent(252)`, with errors that point at a character.
 
-It finds pools and named policies in their registries and parameters in their signatures, so a new
-one needs no line here.
+It finds pools and named policies in their registries, and parameters in their signatures, so a new
+pool or policy needs no change here.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ NUMBER = re.compile(r"[-+]?([0-9]+(_[0-9]+)*(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]
 LIST = "["
 """Begins a list with a policy for each layer."""
 DEEPEST = 8
-"""How deep policies may be nested: quantized(pinned(pyramid(sink(4) | snap(252)))) is 3 deep."""
+"""The deepest nesting of policies: quantized(pinned(pyramid(sink(4) | snap(252)))) has depth 3."""
 _SPACE = re.compile(r"\s*")
 
 
 def parse_policy(text: str | PathLike[str] | Policy) -> Policy:
-    """Read a policy: a pipe, `sink(4) | recent(252)`, or a name, `streaming_llm(budget=256)`.
+    """Read a policy: a pipe such as `sink(4) | recent(252)`, or a name such as
+    `streaming_llm(budget=256)`.
 
-    A path, or a text that ends with `.toml`, is the name of a policy file, as `weir calibrate`
-    writes them. The policy made of it is written in full and no longer needs the file.
+    A path, or a text that ends with `.toml`, is the name of a policy file, which `weir calibrate`
+    writes. The resulting policy is complete and no longer needs the file.
 
     Raises:
         PolicyError: it cannot be read or makes no sense; the message points at the character.
-        WeirError: it is neither text nor a policy, or there is no such policy file.
+        WeirError: it is neither text nor a policy, or the policy file does not exist.
     """
     if isinstance(text, Policy):
         return text
@@ -47,7 +48,9 @@ def parse_policy(text: str | PathLike[str] | Policy) -> Policy:
         return from_file(fspath(text))
     if not isinstance(text, str):
         kind = type(text).__name__
-        raise WeirError(f"a policy is text like 'sink(4) | recent(252)', not of type {kind}")
+        raise WeirError(
+            f"a policy must be a text such as 'sink(4) | recent(252)', got a value of type {kind}"
+        )
     return from_file(text.strip()) if is_file(text) else Parser(text).policy()
 
 
@@ -56,7 +59,7 @@ policy = parse_policy
 
 
 def saved_policy(text: str) -> Policy:
-    """Read a policy that weir wrote itself, into a session or a policy file; it never names a file.
+    """Read a policy that weir wrote into a session or a policy file. It never names a file.
 
     Calls that `parse_policy` refuses as ambiguous have one meaning here.
     """
@@ -80,8 +83,8 @@ def from_file(path: str) -> Layered:
 def parse_call(text: str) -> PolicyCall | None:
     """Read the call of a named policy without making the policy, which may still need a budget.
 
-    None for a pipe of pools, a list of policies or a policy file, and for arguments that the policy
-    does not have; PolicyError if the first call cannot be read.
+    Returns None for a pipe of pools, a list of policies or a policy file, and for arguments that
+    the policy does not have. Raises PolicyError if the first call cannot be read.
     """
     parser = Parser(text)
     if is_file(text) or parser.take(LIST):
@@ -94,7 +97,7 @@ def parse_call(text: str) -> PolicyCall | None:
     if len(call.arguments) > len(parameters):
         return None
     names = [given.name or parameters[place] for place, given in enumerate(call.arguments)]
-    # A parameter that the policy does not have makes it the pool of the same name.
+    # An unknown parameter means that the call is the pool with the same name.
     if not set(names) <= set(parameters):
         return None
     values = (given.value for given in call.arguments)
@@ -104,8 +107,9 @@ def parse_call(text: str) -> PolicyCall | None:
 
 @dataclass
 class CallSyntax:
-    """`name(arguments)` as it was read, from the character `at` on, with the text between the
-    parentheses.
+    """The call `name(arguments)` as it was read.
+
+    It begins at the character `at`, and keeps the text between the parentheses.
     """
 
     name: str
@@ -115,12 +119,12 @@ class CallSyntax:
 
 
 class ParsedPolicy(typing.NamedTuple):
-    """A pipe or a list of policies as it was read from the character `at` on.
+    """A pipe or a list of policies as it was read, beginning at the character `at`.
 
     Attributes:
-        calls: the calls of a pipe; none in a list.
+        calls: the calls of a pipe; empty for a list.
         formats: the format of each call's slots, "" for exact ones.
-        text: all of it.
+        text: the whole text.
         layers: the policies of a list.
     """
 
@@ -132,7 +136,7 @@ class ParsedPolicy(typing.NamedTuple):
 
 
 class Argument(typing.NamedTuple):
-    """`name=value`, or a value alone, with the characters where it and its value begin."""
+    """`name=value`, or only a value, with the characters where it and its value begin."""
 
     name: str | None
     value: Any
@@ -145,10 +149,10 @@ class Parser:
 
     Attributes:
         text: the text to read.
-        at: the character to be read next.
-        saved: whether weir wrote the text itself, and nobody typed it.
+        at: the next character to read.
+        saved: whether weir wrote the text, rather than a user.
         name: the pattern of names.
-        kind: what a call stands for, in error messages.
+        kind: the meaning of a call, for error messages.
     """
 
     name: ClassVar[re.Pattern[str]] = WORD
@@ -172,7 +176,7 @@ class Parser:
         return self._make_policy(self._parse())
 
     def _parse(self) -> ParsedPolicy:
-        """Read calls with bars between them, or a list."""
+        """Read calls separated by bars, or a list."""
         self._skip()
         start = self.at
         if self.take(LIST):
@@ -189,7 +193,7 @@ class Parser:
         return ParsedPolicy(calls, formats, self.text[start : self.at].strip(), start)
 
     def _make_policy(self, part: ParsedPolicy) -> Policy:
-        """Make the policy of what was read."""
+        """Make the policy from the parsed parts."""
         if part.layers:
             with self._pointing(part.at):
                 return Layered(tuple(map(self._make_layer, part.layers)), part.text)
@@ -207,22 +211,22 @@ class Parser:
             return Pipe(tuple(pools), part.text, tuple(part.formats))
 
     def _make_layer(self, part: ParsedPolicy) -> Policy:
-        """Make the policy of a layer, in a list for layers; a list in it is for KV heads."""
+        """Make the policy of a layer in a list for layers. A list in that list is for KV heads."""
         if not part.layers:
             return self._make_policy(part)
         return ByHead(tuple(map(self._make_policy, part.layers)), part.text)
 
     def _check_ambiguous(self, call: CallSyntax) -> None:
-        """Refuse a pool by itself whose author may have meant the policy of the same name.
+        """Refuse a pool on its own whose author may have meant the policy with the same name.
 
         `kcenter(256, quiet=2)` would be 256 centers and no newest token. A call that names all of
-        its parameters is taken for the pool.
+        its parameters is taken as the pool.
         """
         both = call.name in NAMED and call.name in POOLS
         if not both or all(given.name for given in call.arguments):
             return
         odd, of_pool = _pools_own(call)[0], inspect.signature(POOLS[call.name]).parameters
-        problem = f"{call.name} by itself is the policy, and {odd.name} is of the pool"
+        problem = f"{call.name} on its own is the policy, and {odd.name} is a parameter of the pool"
         number, *others = call.arguments
         if number.name is None and all(given.name in of_pool for given in others):
             ways = []
@@ -230,15 +234,13 @@ class Parser:
             if type(size) is int and size > 1 and self.make(call, POOLS[call.name]).slots() == size:
                 newest = min(64, size // 4 or 1)
                 pool = f"{call.name}({size - newest},{more})"
-                ways.append(f"recent({newest}) | {pool} for the pool behind the newest tokens")
-            ways.append(
-                f"{call.name}({next(iter(of_pool))}={call.inside}) for the pool and nothing else"
-            )
-            problem += f"; write {', or '.join(ways)}"
+                ways.append(f"recent({newest}) | {pool} for the newest tokens followed by the pool")
+            ways.append(f"{call.name}({next(iter(of_pool))}={call.inside}) for only the pool")
+            problem += f". Write {', or '.join(ways)}"
         raise self.wrong(problem, odd.at)
 
     def _format(self) -> str:
-        """Read the format of the slots of the pool before; "" if there is none."""
+        """Read the format of the slots of the preceding pool. "" if there is none."""
         if not self.take(":"):
             return ""
         name, at = self._word("a format of slots")
@@ -248,12 +250,14 @@ class Parser:
             raise self.wrong(str(error), at, list(FORMATS)) from None
 
     def _pool(self, call: CallSyntax, before: tuple[Pool, ...] | None) -> Pool:
-        """Make the pool of a call, behind the pools `before`; None inside another pool."""
+        """Make the pool of a call that follows the pools `before` (None inside another pool)."""
         if call.name in NAMED and call.name not in POOLS:
-            raise self.wrong(f"{call.name} is a whole policy, not a pool of a pipe", call.at)
+            raise self.wrong(
+                f"{call.name} is a whole policy and cannot be a pool in a pipe", call.at
+            )
         if call.name not in POOLS:
             names = [*POOLS, *NAMED]
-            raise self.wrong(f"no pool or policy is called {quote(call.name)}", call.at, names)
+            raise self.wrong(f"unknown pool or policy {quote(call.name)}", call.at, names)
         made: Pool = self.make(call, POOLS[call.name])
         if before is not None:
             with self._pointing(call.at):
@@ -268,28 +272,28 @@ class Parser:
         for place, (name, value, at, value_at) in enumerate(call.arguments):
             if name is None:
                 if any(earlier.name for earlier in call.arguments[:place]):
-                    raise self.wrong("a value without a name cannot follow one with a name", at)
+                    raise self.wrong("a value without a name cannot follow a value with a name", at)
                 if place >= len(parameters):
                     takes = ", ".join(parameters) or "none"
-                    raise self.wrong(f"{call.name} has no such parameter (it takes {takes})", at)
+                    raise self.wrong(f"{call.name} got too many arguments; it takes {takes}", at)
                 name = list(parameters)[place]
             elif name not in parameters:
                 problem = f"{call.name} has no parameter {quote(name)}"
                 raise self.wrong(problem, at, list(parameters))
             if name in given:
-                raise self.wrong(f"{call.name} is given {name!r} twice", at)
+                raise self.wrong(f"{call.name} got {name!r} twice", at)
             value = self._resolve(value, wanted[name], value_at)
             with self._pointing(value_at):
                 given[name] = convert_argument(call.name, name, value, wanted[name])
         for name, parameter in parameters.items():
             if parameter.default is parameter.empty and name not in given:
-                raise self.wrong(f"{call.name} needs {name!r}", call.at)
+                raise self.wrong(f"{call.name} needs a value for {name!r}", call.at)
         with self._pointing(call.at):
             return make(**given)
 
     @contextmanager
     def _pointing(self, at: int) -> Iterator[None]:
-        """Let errors that point nowhere point at a character."""
+        """Add a character to errors that have none."""
         try:
             yield
         except PolicyError:
@@ -298,14 +302,16 @@ class Parser:
             raise self.wrong(str(error), at) from None
 
     def _resolve(self, value: Any, hint: Any, at: int) -> Any:
-        """Make the pool or policy that a parameter asks for; leave other values as they are."""
+        """Make the pool or policy that a parameter requires. Other values are returned
+        unchanged.
+        """
         again = Parser(self.text, at, saved=self.saved)
         if hint is Pool and isinstance(value, str | ParsedPolicy):
             part = value if isinstance(value, ParsedPolicy) else again._parse()
             if len(part.calls) != 1:
-                raise self.wrong("expected one pool, not a pipe of several", at)
+                raise self.wrong("expected one pool, got a pipe of several", at)
             if part.formats[0]:
-                raise self.wrong("a format is said behind the pool around this one", at)
+                raise self.wrong("write the format after the outer pool, not inside it", at)
             return self._pool(part.calls[0], None)
         if isinstance(value, str) and Policy in typing.get_args(hint):
             return again.part()
@@ -358,16 +364,20 @@ class Parser:
         return self.number(number.group(), at)
 
     def number(self, written: str, at: int) -> float:
-        """Return the number of a text that matches `NUMBER`: whole without point and exponent."""
+        """Return the number of a text that matches `NUMBER`. It is whole without point and
+        exponent.
+        """
         value = float(written)
         if abs(value) > 2**53:
-            raise self.wrong("no number here can be this large", at)
+            raise self.wrong("this number is too large; numbers can be at most 2**53", at)
         return value if re.search(r"[.eE]", written) else int(value)
 
     def _parse_inner(self) -> ParsedPolicy:
-        """Read a policy or a pool inside another; which of the two, the parameter decides."""
+        """Read a policy or a pool inside another one. The parameter determines which of the two it
+        is.
+        """
         if self.depth == DEEPEST:
-            raise self.wrong("a policy this deep inside others takes no policy itself")
+            raise self.wrong(f"policies can be nested at most {DEEPEST} deep")
         self.depth += 1
         part = self._parse()
         self.depth -= 1
@@ -397,7 +407,7 @@ class Parser:
     def wrong(
         self, problem: str, at: int | None = None, names: list[str] | None = None
     ) -> PolicyError:
-        """Make the error about a character, with the closest of some names as a suggestion."""
+        """Make the error about a character. It suggests the closest of some names."""
         at = self.at if at is None else at
         word = self.name.match(self.text, at)
         near = find_nearest(word.group(), names or []) if word else None
@@ -406,9 +416,9 @@ class Parser:
 
 
 def _is_named(call: CallSyntax) -> bool:
-    """Whether a call by itself is the policy of its name, and not the pool.
+    """Return whether a call on its own is the policy with its name, and not the pool.
 
-    A name that both have is the policy's, unless it is given what only the pool takes.
+    A name that both have means the policy, unless it gets arguments that only the pool takes.
     """
     if call.name not in NAMED or call.name not in POOLS:
         return call.name in NAMED
@@ -416,7 +426,7 @@ def _is_named(call: CallSyntax) -> bool:
 
 
 def _pools_own(call: CallSyntax) -> list[Argument]:
-    """The arguments of a call that the pool of its name takes, and the policy does not."""
+    """Return the arguments of a call that the pool with its name takes, and the policy does not."""
     of_policy = inspect.signature(NAMED[call.name].make).parameters
     of_pool = inspect.signature(POOLS[call.name]).parameters
     return [it for it in call.arguments if it.name in of_pool and it.name not in of_policy]

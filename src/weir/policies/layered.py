@@ -12,12 +12,12 @@ from weir.policies.pipe import Origin, Pipe, Policy
 class Layered(Policy):
     """A policy for each layer.
 
-    Layers that slide over a window of their own keep it under any policy, and are not counted.
+    Layers with their own sliding window keep it under any policy, and are not counted.
 
     Attributes:
-        policies: the policy of each layer, bottom up.
-        origin: where they were measured; None for those that were written by hand. It is no part
-            of what the policy is: its text can be read on any model of so many layers.
+        policies: the policy of each layer, from the bottom up.
+        origin: where they were measured; None for policies that were written by hand. It is not
+            part of the policy: the text works for any model with this many layers.
     """
 
     policies: tuple[Policy, ...]
@@ -27,7 +27,8 @@ class Layered(Policy):
     def __post_init__(self) -> None:
         if not self.policies or not all(isinstance(policy, Policy) for policy in self.policies):
             raise WeirError(
-                "a policy for each layer is a list of one policy or more, [h2o(96), h2o(160)]"
+                "a policy for each layer must be a list of at least one policy, as in [h2o(96), "
+                "h2o(160)]"
             )
         self.pipes  # noqa: B018  (raises where a policy has no pipe for its layer)
         if not self.text:
@@ -35,12 +36,12 @@ class Layered(Policy):
 
     @property
     def stands_for(self) -> str:
-        """The same list in pools."""
+        """The same list, written as pools."""
         return f"[{', '.join(policy.stands_for for policy in self.policies)}]"
 
     @property
     def brief(self) -> str:
-        """The text; of a long list the number of layers, and their slots."""
+        """The text, or for a long list the number of layers and their slots."""
         if len(self.text) <= LONGEST or len(self.policies) == 1:
             return self.text
         sizes = sorted({pipe.slots for pipe in self.pipes if pipe.slots is not None})
@@ -51,7 +52,7 @@ class Layered(Policy):
 
     @property
     def pipes(self) -> tuple[Pipe, ...]:
-        """The pipe of every layer, or of every KV head of one whose heads have their own."""
+        """The pipe of every layer, or of every KV head in layers with a pipe for each head."""
         count = len(self.policies)
         each = (
             policy.pipes if isinstance(policy, ByHead) else (policy.for_layer(layer, count),)
@@ -60,11 +61,11 @@ class Layered(Policy):
         return tuple(pipe for pipes in each for pipe in pipes)
 
     def for_layer(self, layer: int, layers: int) -> Pipe:
-        """Return the pipe of a layer, if the model has as many layers."""
+        """Return the pipe of a layer. Refuse a model with another number of layers."""
         return self._of(layer, layers).for_layer(layer, layers)
 
     def for_heads(self, layer: int, layers: int, heads: int) -> tuple[Pipe, ...]:
-        """Return the pipes of a layer's KV heads, if the model has as many layers and heads."""
+        """Return the pipes of a layer's KV heads. Refuse another number of layers or heads."""
         return self._of(layer, layers).for_heads(layer, layers, heads)
 
     def _of(self, layer: int, layers: int) -> Policy:
@@ -73,15 +74,16 @@ class Layered(Policy):
             if self.origin is not None:
                 source, told = self.origin.file, self.origin.told
             raise WeirError(
-                f"{source} has policies for {len(self.policies)} layers, and this model has "
-                f"{layers} that a policy holds{told}"
+                f"{source} has policies for {len(self.policies)} layers, but this model has "
+                f"{layers} layers with a policy{told}"
             )
         return self.policies[layer]
 
 
 class OtherHeads(WeirError):
-    """A layer has another number of KV heads than policies were given for; who knows the layer adds
-    its number.
+    """A layer has another number of KV heads than there are policies.
+
+    Code that knows the layer adds its number.
     """
 
 
@@ -91,20 +93,23 @@ class ByHead(Layered):
     def __post_init__(self) -> None:
         super().__post_init__()
         if any(isinstance(policy, Layered) for policy in self.policies):
-            raise WeirError("lists of policies are two deep at most: for layers, and for KV heads")
+            raise WeirError(
+                "lists of policies can be nested at most two deep: a list for layers, with lists "
+                "for KV heads"
+            )
 
     def for_layer(self, layer: int, layers: int) -> Pipe:
-        """Refuse to give one pipe for the whole layer (WeirError)."""
+        """Refuse to return one pipe for the whole layer."""
         raise WeirError(
-            f"{quote(self.text)} in a list is for the KV heads of a layer, and one policy for the "
-            "whole of it is wanted here"
+            f"{quote(self.text)} in a list is for the KV heads of a layer, but one policy for the "
+            "whole layer is needed here"
         )
 
     def for_heads(self, layer: int, layers: int, heads: int) -> tuple[Pipe, ...]:
-        """Return the pipes, if the layer has as many KV heads."""
+        """Return the pipes. Refuse another number of KV heads."""
         if heads != len(self.policies):
             raise OtherHeads(
-                f"{quote(self.text)} has policies for {len(self.policies)} KV heads, and the layer "
-                f"has {heads} here"
+                f"{quote(self.text)} has policies for {len(self.policies)} KV heads, but the "
+                f"layer has {heads}"
             )
         return tuple(policy.for_layer(layer, layers) for policy in self.policies)

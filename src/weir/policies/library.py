@@ -1,6 +1,7 @@
-"""The named policies, except `weir` and the wrappers: `pinned`, `pyramid`, `quantized`.
+"""The named policies, except `weir` and the wrappers `pinned`, `pyramid` and `quantized`.
 
-A named policy, `streaming_llm(budget=256)`, is a function that returns a policy, mostly a pipe.
+A named policy such as `streaming_llm(budget=256)` is a function that returns a policy, usually a
+pipe.
 """
 
 from __future__ import annotations
@@ -44,14 +45,15 @@ from weir.pools import (
 
 @dataclass(frozen=True, repr=False)
 class Recompute(Policy):
-    """Sliding window with re-computation: keys and values of the window made anew for each token.
+    """Sliding window with re-computation: keys and values of the window are computed again for each
+    token.
 
-    For every new token the model reads the last `budget` tokens from scratch: the quality oracle of
-    StreamingLLM (Xiao et al. 2024, Figure 1c), and as slow as that sounds.
+    For every new token, the model reads the last `budget` tokens from scratch. This is the quality
+    oracle of StreamingLLM (Xiao et al. 2024, Figure 1c), and very slow.
 
     Attributes:
         budget: tokens of the window.
-        sinks: how many of them are the first of the stream; the others are its last.
+        sinks: how many of them are the first tokens of the stream; the others are its last.
     """
 
     budget: int
@@ -60,26 +62,26 @@ class Recompute(Policy):
 
     def __post_init__(self) -> None:
         if self.budget < 1:
-            raise WeirError(f"recompute reads at least 1 token, not {self.budget}")
+            raise WeirError(f"budget of recompute must be at least 1, got {self.budget}")
         if not 0 <= self.sinks < self.budget:
             raise WeirError(
-                f"recompute with a budget of {self.budget} has room for 0 to {self.budget - 1} "
-                f"sinks, not {self.sinks}"
+                f"sinks of recompute must be from 0 to {self.budget - 1} with a budget of "
+                f"{self.budget}, got {self.sinks}"
             )
         if not self.text:
             object.__setattr__(self, "text", self.stands_for)
 
     @property
     def stands_for(self) -> str:
-        """Itself, with its size."""
+        """The policy with its size."""
         sinks = f", sinks={self.sinks}" if self.sinks else ""
         return f"recompute(budget={self.budget}{sinks})"
 
     def for_layer(self, layer: int, layers: int) -> Pipe:
-        """Raise an error: nothing is cached."""
+        """Raise an error, because nothing is cached."""
         raise WeirError(
-            "recompute reads the window anew for every token, which a cache cannot do; "
-            "use weir.Stream or `weir stream`"
+            "recompute computes the whole window again for every token, which a cache cannot do. "
+            "Use weir.Stream or `weir stream`."
         )
 
 
@@ -155,23 +157,31 @@ class KeptText(Pipe):
 
 
 def ends(sinks: int, recent: int) -> tuple[Pool, ...]:
-    """Return the pools of the first and the newest tokens; without sinks there is none for them."""
+    """Return the pools of the first and the newest tokens. Without sinks, only that of the
+    newest.
+    """
     return (Sink(sinks), Recent(recent)) if sinks else (Recent(recent),)
 
 
 def check_room(budget: int, sinks: int, **slots: int) -> None:
-    """Refuse a budget that leaves no slot for a part of a policy, beside sinks, which may be 0."""
+    """Refuse a budget that leaves no slot for a part of a policy after the sinks, which may be
+    0.
+    """
     parts = {name.replace("_", " "): count for name, count in slots.items()}
     lacking = " and ".join(name for name, count in parts.items() if count < 1)
     if lacking:
         there = {"sinks": sinks, **parts}
         beside = " and ".join(f"{count} {name}" for name, count in there.items() if count > 0)
-        beside = f" beside {beside}" if beside else ""
-        raise WeirError(f"a budget of {budget} leaves no room for {lacking}{beside}")
+        beside = f" after {beside}" if beside else ""
+        raise WeirError(
+            f"a budget of {budget} leaves no slots for {lacking}{beside}. Use a larger budget."
+        )
 
 
 def share_out(budget: int, sinks: int, **parts: tuple[int, Callable[[int], Pool]]) -> Pipe:
-    """Return the pipe of sinks, the newest tokens in what is left, and pools of so many slots."""
+    """Return a pipe of sinks, pools with given numbers of slots, and the newest tokens in the
+    rest.
+    """
     newest = budget - sinks - sum(n for n, _ in parts.values())
     check_room(budget, sinks, recent_tokens=newest, **{name: n for name, (n, _) in parts.items()})
     return Pipe((*ends(sinks, newest), *(make(n) for n, make in parts.values())))
@@ -179,33 +189,33 @@ def share_out(budget: int, sinks: int, **parts: tuple[int, Callable[[int], Pool]
 
 @named("plain attention over everything; memory grows with the stream")
 def dense() -> Policy:
-    """Keep every token: exact, and without a limit."""
+    """Keep every token exactly, without a limit."""
     return Pipe((Recent(None),))
 
 
 @named("Beltagy et al. 2020, Longformer; StreamingLLM's Figure 1b")
 def window(budget: Count = 256) -> Policy:
-    """Keep the newest tokens and nothing else; collapses once the first token has left."""
+    """Keep only the newest tokens. Most models fail once the first token is gone."""
     return Pipe((Recent(budget),))
 
 
 @named("Xiao et al. 2024, Efficient Streaming Language Models with Attention Sinks")
 def streaming_llm(budget: int = 256, sinks: int = 4) -> Policy:
-    """Keep the first tokens and the newest, at their positions in the cache."""
+    """Keep the first tokens and the newest, with positions counted in the cache."""
     return share_out(budget, sinks)
 
 
 @named("Xiao et al. 2024, Figure 1c: sliding window with re-computation")
 def recompute(budget: int = 256, sinks: int = 0) -> Policy:
-    """Read the last tokens from scratch for every new token: the oracle, and slow.
+    """Recompute the last tokens for every new token: a slow reference for comparisons.
 
-    The paper's form is `sinks=0`. A model that was trained with a start token in front of every
-    text needs one: `sinks=1` keeps the first token of the stream in front of every window,
+    The paper's form is `sinks=0`. A model that was trained with a start token at the beginning of
+    every text needs one: `sinks=1` puts the first token of the stream before every window,
     `sinks=n` the first n.
 
     Args:
-        budget: tokens that are read for every new one; nothing is held.
-        sinks: how many of them are the first of the stream.
+        budget: number of tokens that are read for every new one; nothing is cached.
+        sinks: how many of them are the first tokens of the stream.
     """
     return Recompute(budget, sinks)
 
@@ -250,20 +260,22 @@ def buzz(
 ) -> Policy:
     """Keep the first tokens, the newest, and local maxima of the attention between them.
 
-    The budget is what the cache may hold at most. What it leaves beside the sinks is shared between
-    window and hive as the paper's Theorem 3.1 says, unless `window` says how many newest tokens
-    stay. The other parameters are the hive's.
+    The budget is the most that the cache can hold. The slots after the sinks are divided between
+    window and hive as in the paper's Theorem 3.1, unless `window` sets the number of newest tokens.
+    The other parameters are those of the hive.
 
     Args:
-        window: newest tokens that stay; none for the share of the paper's Theorem 3.1.
+        window: number of newest tokens that are kept; none for the share of the paper's Theorem
+            3.1.
     """
     if window is None:
         window = best_window(budget - sinks, stride)
     threshold = budget - sinks - window
     if threshold < stride:
         raise WeirError(
-            f"a budget of {budget} has no room for {sinks} sinks, a window of {window} and a hive "
-            f"of one stride of {stride}; it takes {sinks + window + stride} or more"
+            f"a budget of {budget} is too small for {sinks} sinks, a window of {window} and a "
+            f"hive with one stride of {stride}. Use a budget of at least "
+            f"{sinks + window + stride}."
         )
     return Pipe((*ends(sinks, window), Hive(threshold, stride, swapped, local_max, log_n)))
 
@@ -276,13 +288,13 @@ def reservoir(
     weighted: bool = False,
     per_head: bool = False,
 ) -> Policy:
-    """Keep the first tokens, the newest, and a uniform sample of all between them.
+    """Keep the first tokens, the newest, and a uniform sample of all tokens between them.
 
-    The other parameters are the pool's.
+    The other parameters are those of the pool.
 
     Args:
-        samples: tokens of the sample; none for a quarter of the budget.
-        weighted: whether each token of the sample stands for as many as it was drawn from.
+        samples: number of tokens in the sample; none for a quarter of the budget.
+        weighted: whether each token of the sample represents as many tokens as it was drawn from.
     """
     samples = budget // 4 if samples is None else samples
     return share_out(budget, sinks, samples=(samples, lambda n: Reservoir(n, weighted, per_head)))
@@ -297,20 +309,21 @@ def uniform(
     weighted: bool = True,
     per_head: bool = True,
 ) -> Policy:
-    """Keep the first tokens, the newest, and of all between them so many or a share.
+    """Keep the first tokens, the newest, and a number or a share of all tokens between them.
 
-    The budget is 256 unless it or a rate is given. Sinks and recent tokens are an eighth of it
-    each unless they are given: 32 and 32 of 256, as in BalanceKV's runs; with a rate, 32 and 32.
+    The budget is 256 unless it or a rate is given. Sinks and recent tokens are an eighth of it each
+    unless they are given: 32 and 32 of 256, as in BalanceKV's runs; with a rate, 32 and 32.
 
     Args:
-        budget: slots of each KV head, in each layer; none for 256, or for those of a rate.
-        sinks: first tokens that stay; none for an eighth of the budget.
-        recent: newest tokens that stay; none for an eighth of the budget.
-        weighted: whether each token of the sample stands for as many as it was drawn from.
+        budget: number of slots of each KV head in each layer; none for 256, or for those of a rate.
+        sinks: number of first tokens that are kept; none for an eighth of the budget.
+        recent: number of newest tokens that are kept; none for an eighth of the budget.
+        weighted: whether each token of the sample represents as many tokens as it was drawn from.
     """
     if budget is not None and rate is not None:
         raise WeirError(
-            f"uniform takes a budget or a rate, and was given both, {budget} and {rate}"
+            f"uniform takes either a budget or a rate, got both: budget={budget} and rate={rate}. "
+            "Leave one out."
         )
     total = 256 if budget is None else budget
     eighth = max(1, total // 8)
@@ -324,9 +337,9 @@ def uniform(
 
 @named("Zandieh et al. 2024, SubGen, section 3.2: greedy k-center; BalanceKV's ClusterGen")
 def kcenter(budget: int = 256) -> Policy:
-    """Keep the newest tokens and, of the others, those whose keys lie farthest apart.
+    """Keep the newest tokens and, of the others, those whose keys are farthest apart.
 
-    Half of the budget each. The first token of the stream is always among the centers.
+    Each gets half of the budget. The first token of the stream is always among the centers.
     """
     return share_out(budget, 0, centers=(budget // 2, KCenter))
 
@@ -339,10 +352,10 @@ def snapkv(
     average: bool = False,
     frame: Frame = "read",
 ) -> Policy:
-    """Keep the newest tokens, and of the others those the last queries attend to.
+    """Keep the newest tokens and, of the others, those that the last queries attend to.
 
-    The paper's protocol is the cache's `prefill="full"`: the prompt is attended to exactly and
-    voted on once. Parameters are the pool's.
+    The paper's protocol is the cache's `prefill="full"`: the prompt gets exact attention and is
+    voted on once. The other parameters are those of the pool.
     """
     return Pipe((Snap(budget, window, kernel, average, frame),))
 
@@ -351,7 +364,7 @@ def snapkv(
 def defensivekv(budget: int = 256, sinks: int = 4, half_life: int | None = 2048) -> Policy:
     """Keep sinks, the newest tokens and, of the others, those that any query has needed.
 
-    A quarter of the budget is for the last.
+    A quarter of the budget is for the last kind.
     """
     defended = (budget // 4, lambda n: Defend(n, half_life=half_life))
     return share_out(budget, sinks, defended_tokens=defended)
@@ -359,37 +372,41 @@ def defensivekv(budget: int = 256, sinks: int = 4, half_life: int | None = 2048)
 
 @named("error certificates, arXiv:2607.21475; Duffield et al. 2007, priority sampling")
 def certified(budget: int = 256, sinks: int = 4, floor: float = 0.1, watch: int = 8) -> Policy:
-    """Keep sinks, the newest tokens, heavy hitters and a weighed sample of the rest.
+    """Keep sinks, the newest tokens, heavy hitters and a weighted sample of the rest.
 
-    A quarter of the budget each for the last two. The sample makes sums over all tokens unbiased
-    and tells how far off it leaves them (`Stream.report`).
+    The last two get a quarter of the budget each. The sample makes sums over all tokens unbiased,
+    and allows a bound on the error (`Stream.report`).
     """
-    quarter = min(budget // 4, (budget - sinks - 1) // 2)  # so that small budgets leave a newest
+    quarter = min(
+        budget // 4, (budget - sinks - 1) // 2
+    )  # so that small budgets leave a slot for a newest token
     samples = (quarter, lambda n: Tail(n, floor=floor, watch=watch))
     return share_out(budget, sinks, heavy_hitters=(quarter, Heavy), samples=samples)
 
 
 @named("ResKV, arXiv:2607.29591")
 def reskv(budget: int = 256, sinks: int = 4, half_life: int | None = 256) -> Policy:
-    """Keep sinks and the newest tokens, and merge those before them into means.
+    """Keep sinks and the newest tokens, and merge older tokens into means.
 
-    An eighth of the budget is means; what was merged counts half after `half_life` tokens more.
+    An eighth of the budget is for means. A merged token counts half as much after `half_life` more
+    tokens.
     """
     return share_out(budget, sinks, means=(budget // 8, lambda n: Residue(n, half_life=half_life)))
 
 
 @named("Attention Matching, arXiv:2602.16284")
 def attention_matching(budget: int = 256, sinks: int = 4, half_life: int | None = 64) -> Policy:
-    """Keep sinks, newest tokens and a quarter the last queries chose, weighed for those let go of.
+    """Keep sinks, the newest tokens, and a weighted quarter that the last queries chose.
 
-    Experimental. Log-weights are half of what they were after `half_life` tokens more.
+    Experimental. The weights make up for evicted tokens. Log-weights halve after `half_life` more
+    tokens.
     """
     middle = budget // 4
     newest = budget - sinks - middle
     if newest < Snap.window:
         raise WeirError(
-            f"a budget of {budget} leaves no room for the {Snap.window} recent tokens that choose "
-            f"beside {sinks} sinks and {middle} chosen tokens"
+            f"a budget of {budget} leaves no slots for the {Snap.window} recent tokens that "
+            f"choose, after {sinks} sinks and {middle} chosen tokens. Use a larger budget."
         )
     return Pipe((*ends(sinks, newest), Match(Snap(middle), half_life=half_life)))
 
@@ -402,28 +419,30 @@ def tova(budget: int = 256) -> Policy:
 
 @named("Park et al. 2025, KeyDiff: Key Similarity-Based KV Cache Eviction")
 def keydiff(budget: int = 256) -> Policy:
-    """Keep the tokens whose keys differ most from the average direction, the newest among them."""
+    """Keep the tokens whose keys differ most from the average direction, among them the newest."""
     return Pipe((KeyDiff(budget),))
 
 
 @named("Adnan et al. 2024, Keyformer: KV Cache Reduction through Key Tokens Selection")
 def keyformer(budget: int = 256) -> Policy:
-    """Keep the newest tokens, three tenths, and the others with the most noisy attention."""
+    """Keep the newest tokens (three tenths) and the others with the most attention, with added
+    noise.
+    """
     return share_out(budget, 0, key_tokens=(budget - max(1, 3 * budget // 10), Keyformer))
 
 
 @named("Shi et al. 2025, LaCache: Ladder-Shaped KV Caching for Efficient Long-Context Modeling")
 def lacache(budget: int = 256, sinks: int = 4, keep: int = 1, of: int = 2) -> Policy:
-    """Keep the first tokens, a quarter of newest ones, and of the older ever fewer by layer.
+    """Keep the first tokens, the newest (a quarter), and fewer and fewer older ones by layer.
 
-    The other parameters are the ladder's.
+    The other parameters are those of the ladder.
     """
     recent = max(1, budget // 4)
     n = budget - sinks - recent
     if n < of:
         raise WeirError(
-            f"a budget of {budget} leaves no room for a group of {of} beside {sinks} sinks and "
-            f"{recent} recent tokens"
+            f"a budget of {budget} leaves no slots for a group of {of} after {sinks} sinks and "
+            f"{recent} recent tokens. Use a larger budget."
         )
     return Pipe((*ends(sinks, recent), Ladder(n, keep, of)))
 
@@ -438,14 +457,16 @@ def subgen(
     delta: float | Literal["auto"] = "auto",
     exact: bool = True,
 ) -> Policy:
-    """Keep the first tokens, the newest, and samples of all between them that stand for the rest.
+    """Keep the first tokens, the newest, and samples of all tokens between them that represent the
+    rest.
 
-    What is left beside them is for the samples of the numerator. The other parameters are the
-    pool's.
+    The remaining slots are for the samples of the numerator. The other parameters are those of the
+    pool.
 
     Args:
-        recent: newest tokens that stay; none for two fifths of the budget, sinks among them.
-        clusters: so many are kept at most, each of `per_cluster` slots; none for two fifths of the
+        recent: number of newest tokens that are kept; none for two fifths of the budget, including
+            sinks.
+        clusters: the most clusters, each with `per_cluster` slots; none for two fifths of the
             budget.
     """
     recent = max(1, 2 * budget // 5 - sinks) if recent is None else recent
@@ -478,12 +499,12 @@ def balancekv(
 
     Sinks and recent tokens are an eighth of the budget each unless they are given: 32 and 32 of 256
     as in the authors' code, 256 and 256 of 2,048 as in the paper. Of the slots between, a share of
-    `outliers` keeps tokens whose keys point away from the others, the variant for needles. The
-    other parameters are the pool's.
+    `outliers` keeps tokens whose keys point away from the others, which is the variant for needles.
+    The other parameters are those of the pool.
 
     Args:
-        sinks: first tokens that stay; none for an eighth of the budget.
-        recent: newest tokens that stay; none for an eighth of the budget.
+        sinks: number of first tokens that are kept; none for an eighth of the budget.
+        recent: number of newest tokens that are kept; none for an eighth of the budget.
         outliers: of the slots between, the share for keys that point away from the others.
     """
     eighth = max(1, budget // 8)
@@ -493,8 +514,8 @@ def balancekv(
     n = budget - sinks - recent - away
     if n < 4:
         raise WeirError(
-            f"a budget of {budget} leaves no room for 4 slots or more of balance beside "
-            f"sink({sinks}), recent({recent}) and outliers({away})"
+            f"a budget of {budget} leaves fewer than 4 slots for balance after sink({sinks}), "
+            f"recent({recent}) and outliers({away}). Use a larger budget."
         )
     pool = Balance(n, block, halves, gamma, temperature, constant, sets, precision, eager)
     return Pipe((*ends(sinks, recent), *([Outliers(away)] if away else []), pool))

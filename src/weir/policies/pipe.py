@@ -1,10 +1,12 @@
-"""Policies and pipes: pools one after the other.
+"""Policies and pipes, which are sequences of pools.
 
-Tokens enter the first pool of a pipe, what overflows a pool flows into the next, what overflows the
-last is gone. `grammar` reads policies from text; the named ones are in `library`.
+Tokens enter the first pool of a pipe. Tokens that overflow a pool enter the next one, and tokens
+that overflow the last pool are evicted. `grammar` reads policies from text, and `library` has the
+named ones.
 
-Anyone may write a pool, so what one says and returns is checked before it reaches the slab: its
-place in the pipe, and the types, shapes and numbers of slots, never the contents.
+Users can write pools, so the properties and results of a pool are checked before they reach the
+slab: its place in the pipe, and the types, shapes and numbers of its slots, but never their
+contents.
 """
 
 from __future__ import annotations
@@ -24,18 +26,19 @@ from weir.pools import Fold, Pool, Recent, fits
 from weir.slab import FORMATS, Format, QuantizedSlots, Slots, is_longer
 
 CHUNK = 64
-"""Tokens between two folds by default."""
+"""The default number of tokens between two folds."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Provenance of a measured policy.
+    """The origin of a measured policy.
 
     Attributes:
         file: the policy file that it was read from.
         model: the fingerprint of the model (`models.fingerprint`).
-        told: the end of error messages about it: how a file that nobody named was chosen.
-        chunk: tokens between two folds when it was measured; None if the file does not say.
+        told: the end of error messages about it, which says how a file that the user did not name
+            was chosen.
+        chunk: tokens between two folds in the measurement; None if the file does not say.
     """
 
     file: str
@@ -48,8 +51,8 @@ class Policy(ABC):
     """A rule that holds a cache to its size.
 
     Attributes:
-        text: the policy as it was written, or as it can be.
-        called: how it was called, if it was made by its name; None for one made of pools.
+        text: the policy as it was written, or as it can be written.
+        called: the call that made it, if it was made by its name; None for a policy made of pools.
         is_pipe: whether it is a pipe, or the pyramid of one.
     """
 
@@ -67,12 +70,12 @@ class Policy(ABC):
 
     @property
     def pipes(self) -> tuple[Pipe, ...]:
-        """The pipes known without a model: a layer's on average, or that of each layer."""
+        """The pipes that are known without a model: the average one, or that of each layer."""
         return (self.for_layer(0, 1),)
 
     @property
     def origin(self) -> Origin | None:
-        """Its provenance, if it was measured; None for most policies."""
+        """Its origin, if it was measured. None for most policies."""
         return None
 
     @property
@@ -82,7 +85,7 @@ class Policy(ABC):
 
     @property
     def brief(self) -> str:
-        """The text, or a summary where that is a long list of layers."""
+        """The text, or a summary if the text is a long list of layers."""
         return self.text
 
     def as_written(self, text: str, called: PolicyCall) -> Self:
@@ -102,29 +105,31 @@ class Policy(ABC):
 
 
 def resolve_chunk(policy: Policy, chunk: int | None) -> int:
-    """Return the tokens between two folds: as asked for (WeirError), as measured, or 64."""
+    """Return the tokens between two folds: the given number, the measured one, or 64."""
     if chunk is not None:
         if not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1:
-            raise WeirError(f"chunk must be a whole number from 1 on, not {chunk!r}")
+            raise WeirError(f"chunk must be a whole number of at least 1, got {chunk!r}")
         return chunk
     measured = None if policy.origin is None else policy.origin.chunk
     return CHUNK if measured is None else measured
 
 
 def _of_any(name: str) -> cached_property[bool]:
-    """Make a property of a `Pipe` that says whether a pool has the property of this name."""
+    """Make a property of a `Pipe` that says whether any of its pools has the property with this
+    name.
+    """
     return cached_property(lambda pipe: any(getattr(pool, name) for pool in pipe.pools))
 
 
 @dataclass(frozen=True, repr=False)
 class Pipe(Policy):
-    """Pools in the order tokens flow through them.
+    """Pools in the order in which tokens flow through them.
 
     Attributes:
-        pools: the pools, the one where tokens enter first.
+        pools: the pools; tokens enter the first one.
         text: the policy as it was written.
         formats: the format of each pool's slots, by the names of `slab.FORMATS`; "" for exact
-            ones. Without any, all are exact.
+            slots. If empty, all slots are exact.
     """
 
     is_pipe = True
@@ -136,7 +141,7 @@ class Pipe(Policy):
     def __post_init__(self) -> None:
         if not self.pools or not all(isinstance(pool, Pool) for pool in self.pools):
             raise WeirError(
-                "a pipe is made of one pool or more, as in Pipe((Sink(4), Recent(252)))"
+                "a pipe must have at least one pool, as in Pipe((Sink(4), Recent(252)))"
             )
         for place, pool in enumerate(self.pools):
             check_place(pool, self.pools[:place])
@@ -147,7 +152,7 @@ class Pipe(Policy):
 
     @property
     def stands_for(self) -> str:
-        """Its pools, the way they are written."""
+        """Its pools, as they are written in a policy."""
         alone = len(self.pools) == 1
         return " | ".join(
             _format_pool(pool, alone) + (f":{name}" if name else "")
@@ -166,13 +171,13 @@ class Pipe(Policy):
 
     @cached_property
     def keeps_all(self) -> bool:
-        """Whether it keeps every token as the model computes it, as `dense` does."""
+        """Whether it keeps every token exactly as the model computes it, as `dense` does."""
         last = self.pools[-1]
         return isinstance(last, Recent) and last.n is None and not self.quantized
 
     @cached_property
     def unbroken(self) -> tuple[bool, ...]:
-        """For each pool, whether its arrivals are all that came, in order."""
+        """For each pool, whether it receives every token, in order."""
         return tuple(
             all(earlier.in_order for earlier in self.pools[:place])
             for place in range(len(self.pools))
@@ -180,23 +185,25 @@ class Pipe(Policy):
 
     @cached_property
     def run(self) -> tuple[int, ...]:
-        """The pools that hold the newest tokens without a gap, the oldest tokens' pool first."""
+        """The pools that hold the newest tokens without a gap; that of the oldest tokens comes
+        first.
+        """
         held = [i for i, p in enumerate(self.pools) if p.keeps_run and self.unbroken[i]]
         return tuple(reversed(held))
 
     @cached_property
     def front(self) -> tuple[int, ...]:
-        """All other pools: as the stream goes on, their tokens move closer to the present."""
+        """All other pools. As the stream goes on, their tokens move closer to the present."""
         return tuple(i for i in range(len(self.pools)) if i not in self.run)
 
     @cached_property
     def quantized(self) -> tuple[int, ...]:
-        """The pools whose slots are quantized, in the order of the slab."""
+        """The pools with quantized slots, in the order of the slab."""
         return tuple(i for i in (*self.front, *self.run) if self.formats[i])
 
     @cached_property
     def format(self) -> Format | None:
-        """The format of quantized slots; None where there are none."""
+        """The format of quantized slots. None if there are none."""
         return FORMATS[self.formats[self.quantized[0]]] if self.quantized else None
 
     @cached_property
@@ -232,13 +239,13 @@ class Pipe(Policy):
     def fold(
         self, held: list[Slots], new: Slots, fold: Fold, states: list[dict[str, Tensor]]
     ) -> list[Slots]:
-        """Let tokens enter the first pool, and return what each pool keeps.
+        """Let tokens enter the first pool, and return the tokens that each pool keeps.
 
         Args:
             held: the slots of each pool.
             new: the tokens that arrive.
-            fold: what all pools may know.
-            states: what each pool remembers; its new state takes the place of the old one.
+            fold: the facts about this fold that all pools can use.
+            states: the state of each pool; the new state replaces the old one.
         """
         kept, like = [], new.tensors()
         last_run = max(self.run, default=-1)
@@ -263,15 +270,16 @@ class Pipe(Policy):
 
 
 def _without_dropped(slots: Slots) -> Slots:
-    """Leave out tokens that were dropped while they were among the newest: they have no weight."""
+    """Leave out tokens that were dropped while they were among the newest. They have no weight."""
     counts = ~(slots.a.isneginf() & slots.b.isneginf())
     return slots if bool(counts.all()) else slots.only(counts)
 
 
 def _format_pool(pool: Pool, alone: bool = False) -> str:
-    """Write a pool as in a policy: its first parameter, and those that differ from the default.
+    """Write a pool as in a policy: its first parameter, and parameters that differ from the
+    default.
 
-    A pool `alone` in its pipe that shares its name with a policy names the parameter.
+    A pool that is `alone` in its pipe and shares its name with a policy names the parameter.
     """
     words = []
     for place, f in enumerate(fields(cast(Any, pool))):
@@ -286,21 +294,21 @@ def _format_pool(pool: Pool, alone: bool = False) -> str:
 
 
 def check_place(pool: Pool, before: tuple[Pool, ...]) -> None:
-    """Refuse a pool in a place of a pipe that makes no sense behind the pools `before`."""
+    """Refuse a pool that makes no sense in a pipe after the pools `before`."""
     if not isinstance(getattr(pool, "name", None), str):
         kind = type(pool).__name__
         raise WeirError(f'{kind} has no name in policies; write @pool("a_name") above its class')
     slots = pool.slots()
     if not fits(slots, int | None) or (slots is not None and slots < 0):
         raise WeirError(
-            f"slots() of the pool {pool.name} is a whole number from 0 on, or None for no limit, "
-            f"not {quote(slots)}"
+            f"slots() of the pool {pool.name} must be a whole number of at least 0, or None for "
+            f"no limit, got {quote(slots)}"
         )
     for earlier in before:
         if earlier.ends_pipe:
             raise WeirError(
-                f"{pool.name} would get no tokens: what {earlier.name} keeps is all that came, or "
-                f"stands for it, so nothing flows on and {earlier.name} stands last in a pipe"
+                f"{pool.name} would get no tokens: {earlier.name} keeps or represents every "
+                f"token, so no token leaves it. Put {earlier.name} last in the pipe."
             )
     pool.check(before)
 
@@ -309,28 +317,29 @@ def check_format(name: object) -> str:
     """Return the name of a format of slots, if there is such a format."""
     if not isinstance(name, str) or name not in FORMATS:
         raise WeirError(
-            f"formats of slots are {', '.join(FORMATS)}, and slots=exact for none, "
-            f"not {quote(name)}"
+            f"unknown format of slots {quote(name)}. Use one of {', '.join(FORMATS)}, or "
+            "slots=exact for unquantized slots"
         )
     return name
 
 
 def _check_formats(pools: tuple[Pool, ...], formats: tuple[str, ...], run: tuple[int, ...]) -> None:
-    """Refuse formats of slots that a slab cannot have, "" for exact slots.
+    """Refuse formats that a slab cannot have ("" for exact slots).
 
-    `run` are the pools that hold the newest tokens, by place, the oldest tokens' pool first.
+    `run` are the places of the pools that hold the newest tokens; that of the oldest tokens comes
+    first.
     """
     if len(formats) != len(pools):
-        raise WeirError(f"{len(pools)} pools have {len(pools)} formats, not {len(formats)}")
+        raise WeirError(f"{len(pools)} pools need {len(pools)} formats, got {len(formats)}")
     different = {check_format(name) for name in formats if name}
     if len(different) > 1:
         both = " and ".join(sorted(different))
-        raise WeirError(f"the quantized slots of a pipe are all of one format, not {both}")
+        raise WeirError(f"all quantized slots of a pipe must have the same format, got {both}")
     for pool, name in zip(pools, formats, strict=True):
         if name and pool.synthetic:
             raise WeirError(
                 f"the slots of {pool.name} change at every fold and would be quantized again each "
-                f"time, so they stay exact: write {pool.name} without :{name}"
+                f"time, so they must stay exact. Write {pool.name} without :{name}."
             )
     for pool, name in zip(pools, formats, strict=True):
         if pool.shares_slots and name != formats[0]:
@@ -339,21 +348,23 @@ def _check_formats(pools: tuple[Pool, ...], formats: tuple[str, ...], run: tuple
                 f":{name or formats[0]} after both, or after none"
             )
     if different and any(pool.slots() is None for pool in pools):
-        raise WeirError("a pipe without a limit has no quantized slots; give each pool a size")
+        raise WeirError(
+            "a pipe without a limit cannot have quantized slots. Give each pool a size."
+        )
     quantized = [bool(formats[place]) for place in run]
     if quantized != sorted(quantized, reverse=True):
         raise WeirError(
-            "of the newest tokens the older are quantized and the newer exact: write "
-            "recent(64) | recent(64):int8, and not the other way round"
+            "among the newest tokens, the older ones must be quantized and the newer ones exact. "
+            "Write recent(64) | recent(64):int8, not the reverse."
         )
 
 
 def _check_fold(
     pool: Pool, folded: Any, held: Slots, new: Slots, like: Mapping[str, Tensor]
 ) -> tuple[Slots, Slots]:
-    """Return what a pool's `fold` returned, (kept, overflow), if it is such a pair of slots.
+    """Check that the result of a pool's `fold` is a pair of slots (kept, overflow), and return it.
 
-    `like` are tensors of the shapes that all slots of the layer have, by name.
+    `like` has tensors with the shapes of the layer's slots, by name.
     """
     name = pool.name
     parts = folded if isinstance(folded, tuple) else ()
@@ -361,22 +372,26 @@ def _check_fold(
         found = f"({', '.join(type(part).__name__ for part in parts)})"
         found = found if isinstance(folded, tuple) else type(folded).__name__
         raise WeirError(
-            f"the fold of the pool {name} returns two Slots, (kept, overflow), not {found}"
+            f"the fold of the pool {name} must return two Slots, (kept, overflow), got {found}"
         )
     kept, overflow = parts
-    for what, slots in (("kept", kept), ("let go of", overflow)):
+    for what, slots in (("kept", kept), ("evicted", overflow)):
         if slots is not held and slots is not new:
-            _check_tensors(f"what the pool {name} {what}", slots, held, like)
+            _check_tensors(f"the slots that the pool {name} {what}", slots, held, like)
     limit = pool.slots()
     if limit is not None and len(kept) > limit:
-        raise WeirError(f"the pool {name} kept {len(kept)} slots and may hold {limit}")
+        raise WeirError(
+            f"the pool {name} kept {len(kept)} slots, and its limit is {limit}. Return the others "
+            "as overflow."
+        )
     return kept, overflow
 
 
 def _check_tensors(owner: str, slots: Slots, held: Slots, like: Mapping[str, Tensor]) -> None:
-    """Refuse slots that lack tensors shaped as `like`, or have another dtype than it and `held`.
+    """Refuse slots that lack tensors shaped as `like`, or whose dtype differs from `like` and
+    `held`.
 
-    Keys and values that are still as stored are not read; they are parts of slots that were there.
+    Keys and values in stored form are not read. They are parts of existing slots.
     """
     there = slots.others() if _is_stored(slots) else like
     count = slots.position.shape[2:3] if isinstance(slots.position, Tensor) else ()
@@ -386,45 +401,49 @@ def _check_tensors(owner: str, slots: Slots, held: Slots, like: Mapping[str, Ten
         shape = (*wanted.shape[:2], *count, *wanted.shape[3:])
         found = getattr(slots, name)
         if not isinstance(found, Tensor):
-            raise WeirError(f"{name} of {owner} is no tensor")
+            raise WeirError(f"{name} of {owner} must be a tensor")
         if found.shape != shape:
             raise WeirError(
-                f"{name} of {owner} has the shape {list(found.shape)} instead of {list(shape)}"
+                f"{name} of {owner} must have the shape {list(shape)}, got {list(found.shape)}"
             )
         if found.dtype == wanted.dtype and found.device == wanted.device:
             continue
         before = held.others() if _is_stored(held) else held.tensors()
         if found.dtype != before.get(name, wanted).dtype or found.device != wanted.device:
             raise WeirError(
-                f"{name} of {owner} is {found.dtype} on {found.device} instead of {wanted.dtype} "
-                f"on {wanted.device}"
+                f"{name} of {owner} must be {wanted.dtype} on {wanted.device}, got {found.dtype} "
+                f"on {found.device}"
             )
     if "mass" not in like and slots.mass is not None:
-        raise WeirError(f"mass of {owner} is not kept here; the class says needs_mass = True")
+        raise WeirError(
+            f"mass of {owner} is not stored, because the class does not set needs_mass = True. "
+            "Set it, or leave mass out."
+        )
 
 
 def _is_stored(slots: Slots) -> bool:
-    """Whether keys and values are still as they are stored."""
+    """Return whether keys and values are still in stored form."""
     return isinstance(slots, QuantizedSlots) and slots.pieces is not None
 
 
 def _check_state(pool: Pool, before: Mapping[str, Tensor], after: Mapping[str, Any]) -> None:
-    """Refuse a pool's state with other names, dtypes, devices or shapes than `Pool.state` gave; a
-    pool without a limit may lengthen its tensors.
+    """Refuse a pool's state with other names, dtypes, devices or shapes than `Pool.state` gave.
+
+    A pool without a limit may make its tensors longer.
     """
     if before.keys() != after.keys():
         now, was = (", ".join(sorted(names)) or "nothing" for names in (after, before))
-        raise WeirError(f"the pool {pool.name} remembers {now} instead of {was}")
+        raise WeirError(f"the state of the pool {pool.name} has {now} instead of {was}")
     for name, old in before.items():
         new = after[name]
         if not isinstance(new, Tensor) or (new.dtype, new.device) != (old.dtype, old.device):
             kind = f"{new.dtype}" if isinstance(new, Tensor) else type(new).__name__
             raise WeirError(
-                f"the pool {pool.name} remembers {name} as {kind} instead of {old.dtype} on "
-                f"{old.device}"
+                f"the state {name} of the pool {pool.name} must be {old.dtype} on {old.device}, "
+                f"got {kind}"
             )
         if new.shape != old.shape and not (pool.slots() is None and is_longer(new, old)):
             raise WeirError(
-                f"the pool {pool.name} remembers {name} of shape {list(new.shape)} instead of "
-                f"{list(old.shape)}"
+                f"the state {name} of the pool {pool.name} must have the shape {list(old.shape)}, "
+                f"got {list(new.shape)}"
             )

@@ -1,8 +1,8 @@
 """Policies by name, and the plugin modules that register more of them.
 
-A named policy, `streaming_llm(budget=256)`, is a function that returns a policy. A package names
-its module in the entry-point group `weir.pools`; a file or module of one's own is given to `weir
---import`, which passes it on to other processes in `WEIR_IMPORT`.
+A named policy such as `streaming_llm(budget=256)` is a function that returns a policy. A package
+names its module in the entry-point group `weir.pools`. Users name their own files or modules with
+`weir --import`, which passes them on to other processes in `WEIR_IMPORT`.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ VARIABLE = "WEIR_IMPORT"
 
 @dataclass(frozen=True)
 class NamedPolicy:
-    """A function registered as a policy, `make`, and where the policy comes from."""
+    """A function registered as a policy (`make`), and where the policy comes from."""
 
     make: Callable[..., Any]
     paper: str
 
     @property
     def pipe(self) -> str | None:
-        """The default pipe or pyramid, as text; None for other policies."""
+        """The default pipe or pyramid, as text. None for other policies."""
         made = self.make()
         return made.text if made.is_pipe else None
 
@@ -76,12 +76,12 @@ class PolicyCall:
 
     @property
     def takes_budget(self) -> bool:
-        """Whether it has a budget and was given neither one nor a rate, which is a size too."""
+        """Whether it has a budget and got neither a budget nor a rate, which is also a size."""
         return "budget" in self.parameters and not {"budget", "rate"} & self.given.keys()
 
     @property
     def takes_slots(self) -> bool:
-        """Whether it has a parameter for the format of its slots, `slots`, and was not given it."""
+        """Whether it has a parameter `slots` for the format of its slots, and did not get it."""
         usual = self.parameters.get("slots")
         return usual is not None and isinstance(usual.default, str) and "slots" not in self.given
 
@@ -91,7 +91,7 @@ class PolicyCall:
         return PolicyCall.by_name(self.name, self.given).arguments
 
     def with_arguments(self, **more: Any) -> str:
-        """Write the same call with more arguments behind its own."""
+        """Write the same call with more arguments after its own."""
         both = filter(None, (self.arguments, PolicyCall.by_name(self.name, more).arguments))
         return f"{self.name}({', '.join(both)})"
 
@@ -102,18 +102,20 @@ class PolicyCall:
 
 
 def named(paper: str) -> Callable[[Make], Make]:
-    """Register a function as the policy of its name, with the paper that it comes from.
+    """Register a function as the policy with its name, and the paper that it comes from.
 
-    It may be defined again, as when a cell of a notebook is run twice. The policy that it returns
-    remembers how it was called (`Policy.called`).
+    It may be defined again, for example when a cell of a notebook is run twice. The policy that it
+    returns records how it was called (`Policy.called`).
 
     Raises:
-        WeirError: it is no function, or its name cannot be written in a policy or is taken.
+        WeirError: it is not a function, or its name is taken or cannot be written in a policy.
     """
 
     def register(make: Make) -> Make:
         if not inspect.isfunction(make):
-            raise WeirError(f"a named policy is a function that returns one, not {quote(make)}")
+            raise WeirError(
+                f"a named policy must be a function that returns a policy, got {quote(make)}"
+            )
         name = make.__name__
         check_name(name, "a policy")
         check_free(name, make, {key: known.make for key, known in NAMED.items()}, "a policy")
@@ -125,8 +127,8 @@ def named(paper: str) -> Callable[[Make], Make]:
             policy = checked(*args, **kwargs)
             if not hasattr(policy, "as_written"):  # `Policy` is defined on top of this module
                 raise WeirError(
-                    f"{name} is known as a policy and returned {quote(policy)}; it has to return a "
-                    "Policy, as in Pipe((Sink(4), Recent(252)))"
+                    f"the policy function {name} must return a Policy, such as Pipe((Sink(4), "
+                    f"Recent(252))), got {quote(policy)}"
                 )
             called = PolicyCall.by_name(name, signature.bind(*args, **kwargs).arguments)
             return policy.as_written(policy.text, called)
@@ -138,11 +140,11 @@ def named(paper: str) -> Callable[[Make], Make]:
 
 
 def load_plugins() -> None:
-    """Import every module named by an installed package or by `WEIR_IMPORT`, once per process."""
+    """Import every module that an installed package or `WEIR_IMPORT` names, once per process."""
     wanted = os.environ.get(VARIABLE, "")
     if wanted in _loaded:
         return
-    _loaded.add(wanted)  # first, since a plugin may read policies while it is imported
+    _loaded.add(wanted)  # set first, because a plugin may read policies while it is imported
     try:
         for point in entry_points(group=GROUP):
             _load_entry_point(point)
@@ -159,12 +161,12 @@ def _load_entry_point(point: Any) -> None:
     except Exception as error:
         raise WeirError(
             f"the entry point {point.name} = {point.value} of {GROUP} cannot be imported: "
-            f"{type(error).__name__}: {error}; mend or uninstall its package"
+            f"{type(error).__name__}: {error}. Repair or uninstall its package."
         ) from error
 
 
 def import_plugin(name: str) -> None:
-    """Import a module by its name, also from the working folder, or a file that ends in `.py`."""
+    """Import a module by its name, also from the working folder, or a file that ends with `.py`."""
     path = Path(name)
     try:
         if path.suffix == ".py":
@@ -177,8 +179,8 @@ def import_plugin(name: str) -> None:
         if error.name != name.partition(".")[0]:
             raise WeirError(f"{name} cannot be imported: {error}") from None
         raise WeirError(
-            f"there is no module {quote(name)} to import here; name one that Python finds, or a "
-            "file that ends in .py"
+            f"there is no module {quote(name)} to import. Use a module that Python finds, or a "
+            "file that ends with .py."
         ) from None
     except WeirError as error:
         raise WeirError(f"{name} cannot be imported: {error}") from None
@@ -189,7 +191,7 @@ def import_plugin(name: str) -> None:
 def _import_file(path: Path) -> None:
     """Import a file under its own name, as if its folder were on Python's path."""
     if not path.is_file():
-        raise WeirError("there is no such file")
+        raise WeirError("the file does not exist")
     if path.stem in sys.modules:
         return
     spec = spec_from_file_location(path.stem, path)

@@ -1,13 +1,13 @@
-"""Policies around another one: `pinned`, `pyramid` and `quantized`.
+"""Policies around another policy: `pinned`, `pyramid` and `quantized`.
 
 `pinned` puts a pool of the stream's beginning in front of a layer's pools. After those that pass
 tokens on in order it puts two more: one for the header of the running turn, and one for tokens that
 are to be kept, in the slots that the beginning leaves free (`weir.pools.Marks`). `quantized`
 leaves the first and the newest tokens, and those that marks name, as the model computes them.
 
-PyramidKV (Cai et al. 2024, "PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information
-Funneling", arXiv:2406.02069), section 4.2: lower layers attend far and wide and upper ones to few
-tokens, so slots go to the lower layers.
+`pyramid` is from PyramidKV (Cai et al. 2024, "PyramidKV: Dynamic KV Cache Compression based on
+Pyramidal Information Funneling", arXiv:2406.02069), section 4.2: lower layers attend to many tokens
+and upper layers to few, so lower layers get more slots.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from weir.pools import Beginning, Frame, Header, Kept, Pool, Snap
 
 EXACT = "exact"
 SAME = "same"
-"""Slots for a beginning in the format of a policy's other slots."""
-"""The name of slots that are as the model computes."""
+"""Value that gives a beginning the format of a policy's other slots."""
+"""The name of unquantized slots."""
 SHARE = 4
-"""One slot for the beginning for so many of the policy, where no number is given."""
+"""By default, the beginning gets one slot for this many of the policy's."""
 
 
 class PolicyWrapper(Policy):
-    """A policy that rewrites the pipe that another one has in each layer.
+    """A policy that rewrites the pipe that another policy has in each layer.
 
-    A subclass is a dataclass whose first field is the other policy; `verb` is its name in text.
+    A subclass is a dataclass whose first field is the other policy. `verb` is its name in text.
     """
 
     policy: Policy
@@ -44,15 +44,15 @@ class PolicyWrapper(Policy):
 
     @abstractmethod
     def rewrite(self, pipe: Pipe) -> Pipe:
-        """Return the pipe that replaces one of the other policy."""
+        """Return the pipe that replaces a pipe of the other policy."""
 
     @property
     @abstractmethod
     def options(self) -> str:
-        """Its own arguments as text: `n=64, header=16`."""
+        """Its other arguments as text: `n=64, header=16`."""
 
     def around(self, policy: Policy) -> Self:
-        """The same wrapper around another policy."""
+        """Return the same wrapper around another policy."""
         same: Self = replace(self, policy=policy, text="")  # type: ignore[type-var]
         return same
 
@@ -63,14 +63,14 @@ class PolicyWrapper(Policy):
 
     @property
     def stands_for(self) -> str:
-        """Its pools, or the wrapper around the other's where that is no pipe."""
+        """Its pools, or the wrapper around the other policy's text if that is not a pipe."""
         if isinstance(self.policy, Pipe):
             return self.pipes[0].stands_for
         return f"{self.verb}({self.policy.stands_for}, {self.options})"
 
     @property
     def brief(self) -> str:
-        """The text, with the summary of the other policy where that has one."""
+        """The text, with the summary of the other policy if it has one."""
         if self.policy.brief == self.policy.text:
             return self.text
         return f"{self.policy.brief}, {self.verb} with {self.options}"
@@ -82,7 +82,7 @@ class PolicyWrapper(Policy):
 
     @property
     def origin(self) -> Origin | None:
-        """The provenance of the other policy."""
+        """The origin of the other policy."""
         return self.policy.origin
 
     def for_layer(self, layer: int, layers: int) -> Pipe:
@@ -96,7 +96,8 @@ class PolicyWrapper(Policy):
 
 @dataclass(frozen=True, repr=False)
 class Pinned(PolicyWrapper):
-    """A policy with more slots in each layer, for the stream's beginning and its turn's header.
+    """A policy with additional slots in each layer, for the beginning of the stream and the header
+    of its turn.
 
     Attributes:
         policy: the policy that holds everything else.
@@ -129,11 +130,16 @@ class Pinned(PolicyWrapper):
     def rewrite(self, pipe: Pipe) -> Pipe:
         """Add the pools; refuse a pipe that has such pools, or no limit."""
         if pipe.needs_marks:
-            raise WeirError(f"{self.policy} keeps a stream's beginning already")
+            raise WeirError(
+                f"{self.policy} already keeps the beginning of a stream. Use it without pinned."
+            )
         if pipe.slots is None:
-            raise WeirError(f"{self.policy} has no limit, so a beginning need not be pinned")
+            raise WeirError(
+                f"{self.policy} has no limit and keeps the beginning anyway. Use it without pinned."
+            )
         pools = pipe.pools
-        # As late as possible: behind the header tokens are out of order, and pools have to sort.
+        # The header comes as late as possible: after it, tokens are out of order, and pools must
+        # sort them.
         place = next((at for at, pool in enumerate(pools) if not pool.in_order), len(pools))
         marked = Header(self.header), Kept(self.n)
         with_all = (Beginning(self.n), *pools[:place], *marked, *pools[place:])
@@ -145,11 +151,11 @@ class Pinned(PolicyWrapper):
         return Pipe(with_all, formats=formats)
 
 
-@named("any policy, and what a conversation must not lose beside it")
+@named("any policy, and next to it the tokens that a conversation must not lose")
 def pinned(
     policy: Policy | None = None, n: int = 64, header: int = 16, format: str = EXACT
 ) -> Policy:
-    """A policy, and beside it the beginning of the stream and the header of the running turn.
+    """A policy, and next to it the beginning of the stream and the header of the current turn.
 
     `n` slots are for the beginning and `header` for the control tokens in front of an answer, in
     addition to those of the policy. How many of them a row uses, its marks say; a row without marks
@@ -157,20 +163,21 @@ def pinned(
     name.
 
     Args:
-        policy: the policy that holds everything else; none for StreamingLLM.
+        policy: the policy for all other tokens; none for StreamingLLM.
         n: slots for the beginning of the stream.
-        header: slots for the control tokens in front of an answer.
-        format: the format of the slots for the beginning: exact, int8, int4, k8v4 or fp8, or
-            same for that of the policy's other slots.
+        header: slots for the control tokens before an answer.
+        format: the format of the slots for the beginning: exact, int8, int4, k8v4 or fp8, or same
+            for that of the policy's other slots.
     """
     return Pinned(streaming_llm() if policy is None else policy, n, header, format)
 
 
 def budgets(mean: int, layers: int, beta: float) -> list[int]:
-    """Compute the slots of each layer, bottom up: an arithmetic sequence, in whole numbers.
+    """Compute the slots of each layer, from the bottom up: an arithmetic sequence in whole numbers.
 
-    The top layer has mean / beta, the bottom one 2 * mean - mean / beta; what rounding down leaves
-    over goes to the lowest layers, one slot each. All together have exactly `layers * mean`.
+    The top layer has mean / beta, and the bottom one 2 * mean - mean / beta. Slots that are left
+    after rounding down go to the lowest layers, one each. All layers together have exactly `layers
+    * mean`.
     """
     top = mean / Fraction(beta)
     bottom = 2 * mean - top
@@ -184,9 +191,9 @@ def budgets(mean: int, layers: int, beta: float) -> list[int]:
 def of_layer(pools: tuple[Pool, ...], layer: int, layers: int, beta: float) -> tuple[Pool, ...]:
     """Resize the pools of a pipe with a limit for one layer of a pyramid.
 
-    The first and the newest tokens that pools keep for those behind them, and the slots that a pool
-    calls fixed, are the same in every layer, as the paper's last tokens are. The other slots follow
-    `budgets`, shared out in the proportions that the pools have.
+    The first and the newest tokens that pools keep for later pools, and the slots that a pool
+    declares as fixed, are the same in every layer, like the paper's last tokens. The other slots
+    follow `budgets`, divided in the proportions of the pools.
     """
     sizes = [pool.slots() or 0 for pool in pools]
     last = len(pools) - 1
@@ -198,10 +205,11 @@ def of_layer(pools: tuple[Pool, ...], layer: int, layers: int, beta: float) -> t
     slots = budgets(sum(free), layers, beta)[layer]
     which = {0: "lowest", layers - 1: "top"}
     name = f"{which[layer]} layer" if layer in which else f"layer {layer} of {layers}"
-    where = f"the {name} of this pyramid would have {slots} slots to share out"
+    where = f"the {name} of this pyramid would have {slots} slots to divide"
     if slots < sum(n > 0 for n in free):
         raise WeirError(
-            f"{where}, and each of its pools needs one; take a larger budget or a smaller beta"
+            f"{where}, but each of its pools needs at least one. Use a larger budget or a smaller "
+            "beta."
         )
     try:
         return tuple(
@@ -215,13 +223,13 @@ def of_layer(pools: tuple[Pool, ...], layer: int, layers: int, beta: float) -> t
 
 
 def share_slots(slots: int, free: list[int]) -> list[int]:
-    """Share out slots in the proportions of `free`, at least one where it is not 0."""
+    """Divide slots in the proportions of `free`, at least one for each that is not 0."""
     one = [int(n > 0) for n in free]
     parts = [n - at_least for n, at_least in zip(free, one, strict=True)]
     parts = parts if any(parts) else one
     rest, whole = slots - sum(one), sum(parts)
     given = [at_least + rest * part // whole for at_least, part in zip(one, parts, strict=True)]
-    # What rounding down left over goes to the largest remainders, the first of equal ones.
+    # Slots left after rounding down go to the largest remainders; among equal ones, to the first.
     order = sorted(range(len(free)), key=lambda place: -(rest * parts[place] % whole))
     for place in order[: slots - sum(given)]:
         given[place] += 1
@@ -233,8 +241,8 @@ class Pyramid(Policy):
     """A pipe with PyramidKV's budgets: more slots in the lower layers.
 
     Attributes:
-        pipe: what a layer holds on average.
-        beta: the average number of slots over that of the top layer; 1 is no pyramid.
+        pipe: the average pipe of a layer.
+        beta: the average number of slots divided by that of the top layer; 1 means no pyramid.
     """
 
     is_pipe = True
@@ -245,17 +253,20 @@ class Pyramid(Policy):
 
     def __post_init__(self) -> None:
         if self.pipe.slots is None:
-            raise WeirError(f"{self.pipe} has no limit, so a pyramid has nothing to share out")
+            raise WeirError(
+                f"{self.pipe} has no limit, so a pyramid cannot divide its slots. Use a pipe with "
+                "a limit."
+            )
         if not 1 <= self.beta < math.inf:
-            raise WeirError(f"beta of a pyramid is a number from 1 on, not {self.beta}")
-        for layer in range(2):  # the top layer of any model has as few slots as that of two
+            raise WeirError(f"beta of a pyramid must be at least 1, got {self.beta}")
+        for layer in range(2):  # the top layer of any model has as few slots as that of two layers
             self.for_layer(layer, 2)
         if not self.text:
             object.__setattr__(self, "text", f"pyramid({self.pipe}, beta={self.beta})")
 
     @property
     def stands_for(self) -> str:
-        """The pyramid around its pools, the way it is written."""
+        """The pyramid around its pools, as it is written in a policy."""
         return f"pyramid({self.pipe.stands_for}, beta={self.beta})"
 
     def for_layer(self, layer: int, layers: int) -> Pipe:
@@ -266,20 +277,22 @@ class Pyramid(Policy):
 
 @named("Cai et al. 2024, PyramidKV, its budgets around any pipe")
 def pyramid(pipe: Policy | None = None, beta: float = 20.0) -> Policy:
-    """A pipe with more slots in the lower layers and fewer in the upper ones, the same in all.
+    """A pipe with more slots in the lower layers and fewer in the upper ones.
 
-    The pipe is what a layer holds on average. First and newest tokens that it keeps in front of
-    other pools are the same in every layer; the rest is `beta` times smaller than the average in
-    the top layer, and from there rises evenly to the bottom one. Without a pipe, it is PyramidKV.
+    The pipe is the average of a layer. The first and newest tokens that it keeps before other pools
+    are the same in every layer. The top layer has `beta` times fewer of the other slots than the
+    average, and the number rises evenly down to the bottom layer. Without a pipe, it is PyramidKV.
 
     Args:
-        pipe: what a layer holds on average; none for PyramidKV's.
-        beta: how many times fewer slots than the average the top layer has.
+        pipe: the average pipe of a layer; none for PyramidKV's.
+        beta: how many times fewer slots the top layer has than the average.
     """
     if pipe is None:
         return pyramidkv(beta=beta)
     if not isinstance(pipe, Pipe):
-        raise WeirError(f"a pyramid shares out the slots of a pipe, and {pipe} is none")
+        raise WeirError(
+            f"a pyramid needs a pipe, got {pipe}. Use, for example, pyramid(sink(4) | recent(252))."
+        )
     return Pyramid(pipe, beta)
 
 
@@ -295,11 +308,12 @@ def pyramidkv(
     beta: float = 20.0,
     frame: Frame = "read",
 ) -> Policy:
-    """Keep what SnapKV keeps, with more slots in the lower layers and fewer in the upper ones.
+    """Keep the tokens that SnapKV keeps, with more slots in the lower layers and fewer in the
+    upper.
 
     Args:
-        budget: slots of each KV head, in a layer on average.
-        beta: how many times fewer slots than the average the top layer has.
+        budget: average number of slots of a KV head in a layer.
+        beta: how many times fewer slots the top layer has than the average.
     """
     return Pyramid(Pipe((Snap(budget, window, kernel, average, frame),)), beta)
 
@@ -311,8 +325,8 @@ class Quantized(PolicyWrapper):
     Attributes:
         policy: the policy that holds the tokens.
         slots: the format of its slots, by the names of `slab.FORMATS`.
-        newest: how many of the newest tokens stay exact, of those that pools like `recent` hold;
-            None for all of them.
+        newest: how many of the newest tokens stay exact, in pools such as `recent`; None for all of
+            them.
     """
 
     verb = "quantized"
@@ -325,18 +339,20 @@ class Quantized(PolicyWrapper):
     def __post_init__(self) -> None:
         check_format(self.slots)
         if self.newest is not None and self.newest < 0:
-            raise WeirError(f"newest tokens that stay exact are 0 or more, not {self.newest}")
+            raise WeirError(f"newest must be at least 0, got {self.newest}")
         if isinstance(self.policy, Recompute):
-            raise WeirError("recompute caches nothing, so there are no slots to quantize")
+            raise WeirError(
+                "recompute caches nothing, so it has no slots to quantize. Use another policy."
+            )
         if not any(pipe.quantized for pipe in self.pipes):
             if self.newest is not None:
                 raise WeirError(
-                    f"{self.policy} holds no tokens but the first and the newest {self.newest}, "
-                    "which stay exact; take a smaller newest"
+                    f"{self.policy} holds only the first tokens and the newest {self.newest}, "
+                    "which stay exact. Use a smaller newest."
                 )
             raise WeirError(
-                f"all that {self.policy} holds are first and newest tokens, which stay exact; "
-                f"quantized({self.policy}, newest=64) quantizes those older than the newest 64"
+                f"{self.policy} holds only first and newest tokens, which stay exact. Use "
+                f"quantized({self.policy}, newest=64) to quantize those older than the newest 64."
             )
         self._write()
 
@@ -347,11 +363,14 @@ class Quantized(PolicyWrapper):
         return f"slots={self.slots}{newest}"
 
     def rewrite(self, pipe: Pipe) -> Pipe:
-        """Give each pool its format; a pool of the newest tokens may become two."""
+        """Give each pool its format. A pool of the newest tokens may become two pools."""
         if pipe.quantized:
             raise _has_own_format(self.policy)
         if pipe.slots is None:
-            raise WeirError(f"{self.policy} has no limit, and slots that are quantized have one")
+            raise WeirError(
+                f"{self.policy} has no limit, and only slots with a limit can be quantized. Use a "
+                "policy with a limit."
+            )
         pools: list[Pool] = []
         formats: list[str] = []
         left = self.newest
@@ -371,17 +390,17 @@ class Quantized(PolicyWrapper):
         return Pipe(tuple(pools), formats=tuple(formats))
 
 
-@named("any policy, its middle in 8 bits or 4")
+@named("any policy, with its middle in 8 or 4 bits")
 def quantized(
     policy: Policy | None = None, slots: str = "int8", newest: int | None = None
 ) -> Policy:
-    """A policy whose slots are quantized, but for first and newest tokens.
+    """A policy with quantized slots, except for the first and newest tokens.
 
     Args:
         policy: the policy that holds the tokens; none for kcenter.
         slots: the format of the slots: int8, k8v4 or fp8.
         newest: how many of the newest tokens stay exact; none for all that the policy keeps as
-            such.
+            newest tokens.
     """
     return Quantized(kcenter() if policy is None else policy, slots, newest)
 
@@ -389,8 +408,8 @@ def quantized(
 def with_pin(policy: Policy, slots: int | None = None, format: str = EXACT) -> Policy:
     """Pin a policy for serving conversations, with `slots` for the beginning in each layer.
 
-    0 leaves the policy as it is. None is a quarter of its slots in a layer on average, unless it
-    keeps beginnings by itself, or everything.
+    With 0 slots the policy is returned unchanged. None means a quarter of its average slots in a
+    layer, unless it already keeps beginnings, or everything.
     """
     if slots is None:
         pipes = policy.pipes
@@ -401,24 +420,25 @@ def with_pin(policy: Policy, slots: int | None = None, format: str = EXACT) -> P
 
 
 def pinned_slots(pools: Iterable[Pool]) -> int | None:
-    """Return how many tokens of a beginning some pools hold; None if they hold no beginnings."""
+    """Return how many tokens of a beginning some pools hold. None if they hold no beginnings."""
     return max((pool.n for pool in pools if isinstance(pool, Beginning)), default=None)
 
 
 def with_slots(policy: Policy, slots: str | None) -> Policy:
-    """Give a policy slots of a format; None leaves it as it is.
+    """Give a policy slots of a format. None leaves it unchanged.
 
-    A named policy that has a parameter for the format, as `weir` has, is given it there.
+    A named policy with a parameter for the format, such as `weir`, gets the format there.
 
     Raises:
-        WeirError: there is no such format, no slots that could be quantized, or another format.
+        WeirError: the format does not exist, no slots can be quantized, or the policy has another
+            format.
     """
     if slots is None or (isinstance(policy, Quantized) and policy.slots == slots):
         return policy
     called = policy.called
     if called is not None and called.given.get("slots") == slots:
         return policy
-    # `quantized` has the parameter too, but no word for exact slots.
+    # `quantized` has the parameter too, but no value for exact slots.
     around = isinstance(policy, Quantized) and slots == EXACT
     if called is not None and called.takes_slots and not around:
         given = {**called.given, "slots": slots}
@@ -434,6 +454,6 @@ def with_slots(policy: Policy, slots: str | None) -> Policy:
 
 def _has_own_format(policy: Policy) -> WeirError:
     return WeirError(
-        f"{policy} says by itself how its slots are quantized; write another policy, or leave out "
-        "slots= (--slots)"
+        f"{policy} already sets the format of its slots. Use another policy, or leave out slots= "
+        "(--slots)."
     )

@@ -1,4 +1,4 @@
-"""Rules that decide which tokens keep a slot, one file or one folder each."""
+"""Pools: rules that decide which tokens keep a slot, each in a separate file or folder."""
 
 from weir.pools.balance import Balance, Halves, Sums
 from weir.pools.base import (

@@ -1,7 +1,7 @@
-"""The interface of pools: a pool is a rule that decides which tokens keep a slot.
+"""The interface of pools. A pool is a rule that decides which tokens keep a slot.
 
-To add one, write a frozen dataclass of its parameters under `@pool("name")` (`weir.pools.registry`)
-with a method that says how many slots it needs and one that folds.
+To add one, write a frozen dataclass of its parameters under `@pool("name")`
+(`weir.pools.registry`), with a method that returns its number of slots and a method that folds.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from weir.pools.parameters import fits
 from weir.slab import Alibi, AttentionParams, Slots
 
 MOST_WEIGHT = 1e4
-"""The largest log-weight a state may have; e^700 already overflows float64."""
+"""The largest log-weight that a state may have; e^700 already overflows float64."""
 MOST = 1e300
 FINITE, FROM_0, LOG_WEIGHT = (-MOST, MOST), (0.0, MOST), (-torch.inf, MOST_WEIGHT)
-"""Bounds of tensors of a state, for `find_outside`."""
+"""Bounds for tensors of a state, for `find_outside`."""
 
 
 MOST_RANGES = 1024
@@ -83,25 +83,24 @@ def wrong_ranges(kept: Any) -> str | None:
 
 @dataclass(frozen=True)
 class Fold:
-    """Everything a pool may know when it folds.
+    """All facts that a pool can use when it folds.
 
     Attributes:
         draws: this pool's random numbers, in this layer.
         seen: tokens of the stream so far [batch], int64.
         form: how the layer attends: the factor of the logits, usually 1/sqrt(key_dim), and more.
-        queries: the last queries, each rotated to its own place in the stream
-            [batch, kv_heads, group, n, key_dim]; None unless a pool of the pipe asks for them.
+        queries: the last queries, each rotated to its place in the stream [batch, kv_heads, group,
+            n, key_dim]; None unless a pool of the pipe asks for them.
         read: the attention of these queries, with keys where attention reads them. None in a fold
-            of slots that lie in no layer.
+            of slots that are in no layer.
         prompt: true when a whole prompt is folded at once (`prefill="full"`).
         origin: the place in the stream of the first token.
         alibi: the layer's linear biases; None if it has none.
         last: true for the last pool of a pipe, whose overflow is lost.
-        unbroken: true while nothing was lost upstream: arrivals come in order, each the successor
-            of the last.
+        unbroken: true while nothing was lost upstream: arrivals come in order, without gaps.
         beginning: tokens of the stream's beginning, the same in all rows that fold together; None
             if not known (`Marks`).
-        turn: the place where the running turn begins [batch], int64; None if not known.
+        turn: the place where the current turn begins [batch], int64; None if not known.
         header: tokens that begin the turn, the same in all rows.
         kept: places of tokens to keep, the first and the one after the last of each range
             [batch, ranges, 2], int64; None if there are none.
@@ -132,14 +131,15 @@ class Fold:
 
     @property
     def observed(self) -> ObservedAttention:
-        """`read`, where slots lie in a layer."""
+        """`read`, if the slots are in a layer."""
         assert self.read is not None
         return self.read
 
     def in_order(self, held: Slots, new: Slots) -> Slots:
-        """Join the slots of a pool, which are in order, and the arrivals: the oldest token first.
+        """Join the slots of a pool, which are in order, and the arrivals, with the oldest token
+        first.
 
-        Unbroken arrivals are newer than everything held, so only others need sorting.
+        Unbroken arrivals are newer than all held tokens, so only others need sorting.
         """
         both = held.join(new)
         return both if self.unbroken else both.by_position()
@@ -148,8 +148,8 @@ class Fold:
 class Pool(ABC):
     """A rule that decides which tokens keep a slot, for each KV head.
 
-    Its properties are defaults. A class that differs says `needs_mass = True`, or has a property
-    where a parameter decides.
+    Its properties are defaults. A subclass that differs sets `needs_mass = True`, for example, or
+    defines a property if the value depends on a parameter.
 
     Attributes:
         name: its name in a policy, set by the decorator `pool`.
@@ -159,17 +159,17 @@ class Pool(ABC):
 
     @property
     def needs_mass(self) -> bool:
-        """Whether it reads `Slots.mass`, the attention each token received."""
+        """Whether it reads `Slots.mass`, the attention that each token received."""
         return False
 
     @property
     def needs_queries(self) -> int:
-        """How many of the last queries it reads when it folds (`Fold.queries`)."""
+        """How many of the last queries it reads in a fold (`Fold.queries`)."""
         return 0
 
     @property
     def needs_shares(self) -> bool:
-        """Whether it reads the attention of each query; sums (`received`) take less memory."""
+        """Whether it reads the attention of each query. Sums (`received`) take less memory."""
         return self.needs_queries > 0
 
     @property
@@ -191,12 +191,12 @@ class Pool(ABC):
 
     @property
     def two_weights(self) -> bool:
-        """Whether it sets the log-weights a and b apart."""
+        """Whether it sets the log-weights a and b separately."""
         return False
 
     @property
     def weighs(self) -> bool:
-        """Whether it may change the weights of tokens it keeps; at the end of a pipe all may."""
+        """Whether it may change the weights of kept tokens. At the end of a pipe, all pools may."""
         return self.two_weights
 
     @property
@@ -206,76 +206,83 @@ class Pool(ABC):
 
     @property
     def in_order(self) -> bool:
-        """Whether it keeps the first arrivals, or the newest, and passes all others on in order."""
+        """Whether it keeps the first or the newest arrivals, and passes on all others in order."""
         return False
 
     @property
     def heads_agree(self) -> bool:
-        """Whether all KV heads of a layer keep the same tokens where the same arrive."""
+        """Whether all KV heads of a layer keep the same tokens if they receive the same tokens."""
         return self.in_order
 
     @property
     def keeps_run(self) -> bool:
-        """Whether its slots are the newest tokens without a gap, whenever its arrivals are."""
+        """Whether its slots are the newest tokens without a gap if its arrivals have none."""
         return False
 
     @property
     def is_stochastic(self) -> bool:
-        """Whether random numbers may decide what it keeps; if not, seeds change nothing."""
+        """Whether random numbers may affect what it keeps. If not, seeds change nothing."""
         return True
 
     @property
     def drops(self) -> bool:
-        """Whether one of its tokens can be dropped: each slot has the key and value of one token as
-        it came, and a fold works with any of its slots empty.
+        """Whether one of its tokens can be dropped.
+
+        This needs slots with the unchanged key and value of one token each, and a fold that works
+        with any of its slots empty.
         """
         return False
 
     @property
     def ends_pipe(self) -> bool:
-        """Whether nothing flows on, because its slots hold or stand for everything that came."""
+        """Whether no token leaves it, because its slots hold or represent all tokens that came."""
         return False
 
     @property
     def synthetic(self) -> bool:
-        """Whether a slot may hold a key and value that no token had; it is never quantized."""
+        """Whether a slot may hold a key and value that no token had. Such a slot is never
+        quantized.
+        """
         return False
 
     def check(self, before: tuple[Pool, ...]) -> None:
-        """Raise a `WeirError` at a place in a pipe that makes no sense behind these pools."""
+        """Raise a `WeirError` if the pool makes no sense after these pools in a pipe."""
 
     def state(self, like: Slots) -> dict[str, Tensor]:
-        """Make the state beside the slots, as it is before the first token; most pools have none.
+        """Make the state in addition to the slots, as it is before the first token; most pools have
+        none.
 
-        Tensors [batch, kv_heads, ...], on the device of `like`, which has the batch, heads and
-        sizes of the layer and no slots. Shapes never change, except that a pool without a limit may
-        lengthen the third dimension; in rows that do not fold then, zeros are added. A cache
+        The tensors are [batch, kv_heads, ...], on the device of `like`, which has the batch, heads
+        and sizes of the layer and no slots. Shapes never change, except that a pool without a limit
+        may lengthen the third dimension; zeros are then added in rows that do not fold. A cache
         counts, saves, restores and reorders the state with the slots.
         """
         return {}
 
     def wrong_state(self, state: dict[str, Tensor], held: int, ahead: int) -> str | None:
-        """Say why a state from elsewhere is none of this pool; None if a fold can go on from it.
+        """Return why a state from elsewhere is not valid for this pool. None if a fold can use it.
 
-        Refused are numbers of slots or levels that are not there, infinities and NaN.
+        Numbers of slots or levels that do not exist, infinities and NaN are invalid.
 
         Args:
-            state: tensors of the names, shapes and dtypes that `state` makes.
-            held: how many slots the pool holds.
+            state: tensors with the names, shapes and dtypes that `state` makes.
+            held: number of slots that the pool holds.
             ahead: the next place in the stream, which no token has reached.
         """
         return None
 
     def report(self, state: dict[str, Tensor], row: int) -> dict[str, Any]:
-        """Return facts about a row for `Stream.report`, as JSON can hold them."""
+        """Return facts about a row for `Stream.report`, as JSON values."""
         return {}
 
     @abstractmethod
     def slots(self) -> int | None:
-        """Return the most slots per KV head it may hold; None if there is no limit."""
+        """Return the most slots per KV head that it may hold. None if there is no limit."""
 
     def fixed(self, before: tuple[Pool, ...]) -> int:
-        """Return how many of its slots every layer of a pyramid has, given the pools in front."""
+        """Return how many of its slots are the same in every layer of a pyramid, given the pools
+        before it.
+        """
         return 0
 
     def resized(self, slots: int) -> Pool:
@@ -286,30 +293,33 @@ class Pool(ABC):
         """
         size = fields(cast(Any, self))[0].name
         if getattr(self, size) != self.slots():
-            raise WeirError(f"{self.name} cannot be given {slots} slots in place of {self.slots()}")
+            raise WeirError(
+                f"{self.name} cannot be resized to {slots} slots, because its first parameter is "
+                f"not its number of slots, {self.slots()}. Define resized() in the pool."
+            )
         resized: Pool = replace(cast(Any, self), **{size: slots})
         return resized
 
     @abstractmethod
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
-        """Decide which tokens stay: (at most `slots()` kept, overflow).
+        """Decide which tokens stay. Returns (kept, overflow), with at most `slots()` kept.
 
-        Heads may keep different tokens; where they keep different numbers of them, the missing
-        slots are empty. Returning `held` itself says that nothing changed.
+        Heads may keep different tokens. If they keep different numbers of tokens, the missing slots
+        are empty. Returning `held` itself means that nothing changed.
 
         Args:
             held: the slots of the pool.
             new: the arrivals.
-            fold: everything else it may know.
+            fold: all other facts that it can use.
         """
 
 
 class SizedPool(Pool):
-    """A pool whose first parameter is its number of slots, 1 or more."""
+    """A pool whose first parameter is its number of slots, at least 1."""
 
     def __post_init__(self) -> None:
         if self.slots() < 1:
-            raise WeirError(f"{self.name} keeps at least 1 token, not {self.slots()}")
+            raise WeirError(f"{self.name} must keep at least 1 token, got {self.slots()}")
 
     def slots(self) -> int:
         """Return the first parameter."""
@@ -317,13 +327,13 @@ class SizedPool(Pool):
 
 
 def _of_inner(name: str) -> Any:
-    """Make an attribute or method of a `PoolWrapper` that is the one of the pool inside."""
+    """Make an attribute or method of a `PoolWrapper` that returns that of the inner pool."""
     return property(lambda self: getattr(self.pool, name))
 
 
 @dataclass(frozen=True)
 class PoolWrapper(Pool):
-    """A pool that folds by another one's judgment, with its needs, state and report."""
+    """A pool that folds by the decisions of an inner pool, with its needs, state and report."""
 
     pool: Pool
 
@@ -345,23 +355,24 @@ class PoolWrapper(Pool):
     fixed = _of_inner("fixed")
 
     def resized(self, slots: int) -> Pool:
-        """Return the same around the pool inside in another size."""
+        """Return the same wrapper around the inner pool in another size."""
         return replace(self, pool=self.pool.resized(slots))
 
 
 def split(slots: Slots, stays: Tensor, fold: Fold | None = None) -> tuple[Slots, Slots]:
-    """Split slots into (those that stay, those that flow on), each in the order they had.
+    """Split slots into those that stay and those that overflow, each in their previous order.
 
-    `stays` is [batch, kv_heads, slots], bool; empty slots are in neither part. Behind the last pool
-    of a pipe, of which `fold` knows, nothing flows on.
+    `stays` is [batch, kv_heads, slots], bool; empty slots are in neither part. After the last pool
+    of a pipe, which `fold` tells, nothing overflows.
     """
     kept = slots.only(stays)
     return kept, slots.part(0, 0) if fold is not None and fold.last else slots.only(~stays)
 
 
 def gather_kept(x: Tensor, stays: Tensor, room: int) -> Tensor:
-    """Gather the numbers [batch, kv_heads, slots, ...] of the slots that stay, in the order that
-    `split` leaves them in, padded with zeros to `room` slots.
+    """Gather the numbers [batch, kv_heads, slots, ...] of the slots that stay.
+
+    They are in the order of `split`, padded with zeros to `room` slots.
     """
     order = (~stays).to(torch.uint8).argsort(dim=2, stable=True)[:, :, :room]
     there = stays.gather(2, order)
@@ -372,14 +383,15 @@ def gather_kept(x: Tensor, stays: Tensor, room: int) -> Tensor:
 
 
 def find_outside(state: Mapping[str, Tensor], **bounds: tuple[float, float]) -> str | None:
-    """Say which tensor of a state is out of its bounds, for `Pool.wrong_state`.
+    """Return which tensor of a state is out of its bounds, for `Pool.wrong_state`.
 
-    NaN is, and so is infinity, unless it is the lower bound. Names that are missing are none.
+    NaN is out of bounds, and so is infinity, unless it is the lower bound. Missing names are
+    ignored.
     """
     for name, (low, high) in bounds.items():
         t = state.get(name, torch.empty(0))
         finite = t.isfinite() | (t.isneginf() & (low == -torch.inf))
         if not bool(((t >= low) & (t <= high) & finite).all()):
             wanted = f"from {low:g} to {high:g}" if high < MOST else "finite"
-            return f"{name} is not {wanted}{' and from 0 on' * (low == 0 and high == MOST)}"
+            return f"{name} is not {wanted}{' and at least 0' * (low == 0 and high == MOST)}"
     return None

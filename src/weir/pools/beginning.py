@@ -1,7 +1,7 @@
-"""The beginning of a stream stays, as long as each row's marks say it is.
+"""Keep the beginning of a stream, whose length each row's marks give.
 
 StreamingLLM (Xiao et al. 2024, arXiv:2309.17453, section 3.2) keeps the same few first tokens of
-every stream; this pool keeps as many as `Marks` says, such as a system turn and its tools.
+every stream. This pool keeps as many as `Marks` gives, such as a system turn and its tools.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from weir.slab import Slots
 class Beginning(SizedPool):
     """Keep the tokens of the stream's beginning.
 
-    If it is longer than there are slots, its first tokens stay. A row whose marks do not say how
-    long its beginning is keeps `n` tokens, as `sink(n)` does.
+    If the beginning is longer than the slots, its first tokens are kept. A row whose marks do not
+    give the length of its beginning keeps `n` tokens, as `sink(n)` does.
 
     Attributes:
-        n: how many tokens are kept at most.
+        n: the most tokens to keep.
     """
 
     drops = True
@@ -38,10 +38,11 @@ class Beginning(SizedPool):
         """Refuse any place but the first."""
         if before:
             raise WeirError(
-                "beginning keeps the first tokens of the stream, so it stands first in a pipe"
+                "beginning keeps the first tokens of the stream, so it must be the first pool of "
+                "a pipe. Move it to the front."
             )
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
-        """Take the tokens that the beginning still lacks; everything else flows on."""
+        """Take the tokens that are still missing from the beginning. All others overflow."""
         most = self.n if fold.beginning is None else min(self.n, fold.beginning)
         return keep_first(held, new, most)

@@ -1,8 +1,8 @@
 """A counter-based random number generator: a draw depends on its key, not on when it is made.
 
 A draw is a function of (seed, layer, pool, purpose, head, position, index), as in Salmon et al.
-2011, "Parallel Random Numbers: As Easy as 1, 2, 3": the same however a stream is cut into calls,
-in any row of a batch, and after a session was restored.
+2011, "Parallel Random Numbers: As Easy as 1, 2, 3". It is the same however a stream is cut into
+calls, in any row of a batch, and after a session was restored.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ def _start(seed: int, layer: int, pool: int, purpose: int) -> int:
 
 @dataclass(frozen=True)
 class CounterRNG:
-    """The random numbers of one pool, in one layer of one cache.
+    """The random numbers of one pool in one layer of one cache.
 
     Attributes:
         seed: the seed of the stream; a tuple has one for each row of the batch.
         layer: the number of the layer.
         pool: the place of the pool in its pipe, so that two pools draw different numbers.
-        first: the layer's first KV head in this process, where tensor parallelism splits the heads.
-        heads: the KV heads that draw, counted from there; None for all of the layer.
+        first: the layer's first KV head in this process, if tensor parallelism splits the heads.
+        heads: number of KV heads that draw, counted from there; None for all heads of the layer.
     """
 
     seed: int | tuple[int, ...]
@@ -100,7 +100,7 @@ class CounterRNG:
         return _uniform(_mix_in(mixed, torch.arange(count, device=position.device)))
 
     def _mix_tokens(self, purpose: int, position: Tensor) -> Tensor:
-        """Mix all parts of a key but the index [batch, kv_heads, n]."""
+        """Mix all parts of a key except the index [batch, kv_heads, n]."""
         heads = torch.arange(position.shape[1], device=position.device)
         if self.heads is not None:
             heads = torch.tensor(self.heads[: len(heads)], device=position.device)
@@ -116,7 +116,9 @@ class CounterRNG:
         """Mix seed, layer, pool and purpose of each row."""
         seeds = self.seed if isinstance(self.seed, tuple) else (self.seed,) * batch
         if len(seeds) != batch:
-            raise WeirError(f"there are draws for {len(seeds)} rows, and the batch has {batch}")
+            raise WeirError(
+                f"the generator has seeds for {len(seeds)} rows, but the batch has {batch} rows"
+            )
         return [_start(seed, self.layer, self.pool, purpose) for seed in seeds]
 
 

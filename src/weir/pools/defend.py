@@ -1,11 +1,11 @@
-"""Tokens that any query has needed stay: the peak of their attention, times their contribution.
+"""Keep tokens that any query has needed: the peak of their attention, times their contribution.
 
 DefensiveKV (Feng et al. 2025, "Taming the Fragility of KV Cache Eviction in LLM Inference",
 arXiv:2510.13334), section 4: the largest attention guards against the one query that needs a token.
 It is pooled over neighbors, is at least the mean over all tokens, and is multiplied by the length
-of the value behind the output projection (CriticalKV, arXiv:2502.03805). The paper judges a prompt
-once; in a stream peaks are carried from fold to fold and fade. Tokens with the widest values stay
-whatever their score (VaSE, arXiv:2606.03928).
+of the value after the output projection (CriticalKV, arXiv:2502.03805). The paper ranks a prompt
+once; in a stream, peaks are carried from fold to fold and fade. Tokens with the widest values are
+kept whatever their score (VaSE, arXiv:2606.03928).
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from weir.slab import Slots
 class Defend(Asking, Tallied):
     """Keep the tokens with the highest peaks of attention, by the lengths of their values.
 
-    A token's peak is the largest share of its attention that one of the last `window` queries of
-    any fold, and of any query head of the group, has given to it where attention reads it. With
-    every `half_life` tokens a peak counts half. Tokens are ranked by the largest peak around them,
-    but at least the mean of all, times the length of their value behind the output projection
-    (mean over the group); each KV head its own. Of equal scores the older token stays. Weights stay
-    with their tokens: one that stands for several receives the attention of all of them.
+    A token's peak is the largest share of attention that it got from one of the last `window`
+    queries of any fold, and of any query head of the group, as attention reads it. A peak halves
+    with every `half_life` tokens. Each KV head ranks tokens separately, by the largest peak around
+    them, but at least the mean of all, times the length of their value after the output projection
+    (mean over the group). Among equal scores, the older token is kept. Weights are kept with their
+    tokens: a token that represents several gets the attention of all of them.
 
     Attributes:
-        n: how many tokens are kept.
+        n: number of tokens to keep.
         window: how many of the last queries of each fold may set a peak.
         half_life: tokens of the stream after which a peak counts half; none for never.
-        kernel: over how many neighboring places of the stream peaks are pooled, the token's own in
-            the middle: an odd number; 1 for none.
+        kernel: number of neighboring places in the stream over which peaks are pooled, with the
+            token's place in the middle: an odd number; 1 for no pooling.
         wide: how many of the kept tokens are those with the widest values, from their smallest
-            number to their largest, whatever their score; half of them at most.
+            number to their largest, whatever their score; at most half of them.
         value: whether scores are multiplied by the lengths of values.
         average: whether a token gets the average of its neighbors' peaks, as in the authors' code;
             otherwise their largest.
@@ -73,7 +73,7 @@ class Defend(Asking, Tallied):
         return before.maximum(shares.amax(dim=(2, 3)))
 
     def score(self, slots: Slots, fold: Fold) -> tuple[Tensor, Tensor]:
-        """Return (the score, a token's own peak) [batch, kv_heads, slots]."""
+        """Return the score, and a token's peak [batch, kv_heads, slots]."""
         peak = fold.state[TALLY]
         there = slots.held.sum(dim=2, keepdim=True).clamp_min(1)
         floor = peak.double().sum(dim=2, keepdim=True) / there

@@ -1,4 +1,4 @@
-"""Gates: tokens that a trained map expects to be needed stay.
+"""Gates: keep tokens that a trained map expects to be needed.
 
 KVzap (Jégou and Jeblick 2026, "KVzap: Fast, Adaptive, and Faithful KV Cache Pruning",
 arXiv:2601.07891) and Fast KVzip (arXiv:2601.17668): a small map a layer, trained on the model at
@@ -20,21 +20,22 @@ from weir.pools.registry import pool
 from weir.slab import Slots
 
 MOST = 20.0
-"""The largest logarithm of a score; one above 0 is no share, but still an order."""
+"""The largest logarithm of a score. Above 0 it is no longer a share, but still gives an order."""
 
 
 @pool("gated")
 @dataclass(frozen=True)
 class Gated(Tallied):
-    """Keep the tokens with the highest score by the layer's gate, each KV head its own.
+    """Keep the tokens with the highest score by the layer's gate, separately for each KV head.
 
-    A token is judged once, when it arrives. Its score is averaged over neighboring places. Of equal
-    scores a token's own decides, and then its age: the older stays. Weights stay with their tokens.
+    A token is scored once, when it arrives. Its score is averaged over neighboring places. Among
+    equal averages, the token's score decides, and then its age: the older one is kept. Weights are
+    kept with their tokens.
 
     Attributes:
-        n: how many tokens are kept.
-        kernel: over how many neighboring places of the stream scores are averaged, the token's own
-            in the middle: an odd number; 1 for none.
+        n: number of tokens to keep.
+        kernel: number of neighboring places in the stream over which scores are averaged, with the
+            token's place in the middle: an odd number; 1 for no averaging.
     """
 
     needs_gates = True
@@ -47,8 +48,8 @@ class Gated(Tallied):
         for earlier in before:
             if not earlier.heads_agree:
                 raise WeirError(
-                    "gated reads the keys and values of all heads of a token, and "
-                    f"{earlier.name} in front of it passes on other tokens in each; put gated first"
+                    f"gated reads the keys and values of a token in all heads, but {earlier.name} "
+                    "before it passes on different tokens in each head. Put gated first."
                 )
 
     def first_tally(self, new: Slots, fold: Fold) -> Tensor:
@@ -56,15 +57,16 @@ class Gated(Tallied):
         read = fold.read
         if read is None or read.gate is None:
             raise WeirError(
-                "gated needs gates that are trained for this model: weir calibrate --gates"
+                "gated needs gates that were trained for this model. Train them with weir "
+                "calibrate --gates."
             )
         return read.gate(read.unrotated(new), new.values).clamp_max(MOST).exp()
 
     def tally(self, slots: Slots, before: Tensor, fold: Fold) -> Tensor:
-        """Return the numbers as they are."""
+        """Return the numbers unchanged."""
         return before
 
     def score(self, slots: Slots, fold: Fold) -> tuple[Tensor, Tensor]:
-        """Return (the average around a token, its own score) [batch, kv_heads, slots]."""
+        """Return the average around a token, and its score [batch, kv_heads, slots]."""
         own = fold.state[TALLY]
         return pool_neighbors(own, slots.position, self.kernel, average=True), own

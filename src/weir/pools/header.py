@@ -1,7 +1,7 @@
-"""The header of the running turn stays until the next turn begins.
+"""Keep the header of the current turn until the next turn begins.
 
-A chat template puts a few control tokens in front of an answer, such as `<|im_start|>assistant`,
-which make the model answer, and end its answer. This pool keeps them when a window lets them go.
+A chat template puts a few control tokens before an answer, such as `<|im_start|>assistant`, which
+make the model answer and end its answer. This pool keeps them when a window evicts them.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from weir.slab import Slots
 @pool("header")
 @dataclass(frozen=True)
 class Header(SizedPool):
-    """Keep the tokens that begin the running turn, at the place that a row's `Marks` give.
+    """Keep the tokens that begin the current turn, at the place that a row's `Marks` give.
 
-    If the header is longer than there are slots, its first tokens stay. When another turn begins,
-    the header of the turn before flows on.
+    If the header is longer than the slots, its first tokens are kept. When another turn begins, the
+    header of the previous turn overflows.
 
     Attributes:
-        n: how many tokens are kept at most.
+        n: the most tokens to keep.
     """
 
     drops = True
     is_stochastic = False
     needs_marks = True
-    heads_agree = True  # a place in the stream decides
+    heads_agree = True  # the place in the stream decides
 
     n: int = 16
 
     def fixed(self, before: tuple[Pool, ...]) -> int:
-        """Return all slots: a header is as long in every layer."""
+        """Return all slots, because a header is equally long in every layer."""
         return self.n
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
-        """Keep the tokens of the header, by their places; everything else flows on."""
+        """Keep the tokens of the header, by their places. All others overflow."""
         both = held.join(new)
         stays = both.held & False
         if fold.turn is not None:

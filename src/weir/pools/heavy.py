@@ -1,8 +1,8 @@
-"""Heavy hitters: the tokens that received the most attention stay.
+"""Heavy hitters: keep the tokens that received the most attention.
 
 H2O (Zhang et al. 2023, "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large
 Language Models", arXiv:2306.14048), Algorithm 1: whenever there is one token too many, the one with
-the least attention so far is evicted. Behind a window of recent tokens, this is the paper's cache.
+the least attention so far is evicted. After a window of recent tokens, this is the paper's cache.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from weir.slab import Slots
 @pool("heavy")
 @dataclass(frozen=True)
 class Heavy(Ranked):
-    """Keep the tokens with the largest accumulated attention, each KV head its own.
+    """Keep the tokens with the largest accumulated attention, separately for each KV head.
 
     The attention of a token is summed over all queries since it arrived and over the query heads of
-    its group; where it is equal, the older token stays. Weights travel along: a token that stands
-    for several receives the attention of all of them.
+    its group. Among equal sums, the older token is kept. Weights are kept with their tokens: a
+    token that represents several gets the attention of all of them.
 
     Attributes:
-        n: how many tokens are kept.
+        n: number of tokens to keep.
     """
 
     needs_mass = True
@@ -35,6 +35,6 @@ class Heavy(Ranked):
     n: int
 
     def score(self, slots: Slots, fold: Fold) -> Tensor:
-        """Return the attention each token has received [batch, kv_heads, slots]."""
+        """Return the attention that each token has received [batch, kv_heads, slots]."""
         assert slots.mass is not None
         return slots.mass

@@ -1,4 +1,4 @@
-"""A beehive over the past: of every few neighbors, the one that was attended to most stays.
+"""A beehive over the past: of every few neighbors, keep the one that got the most attention.
 
 BUZZ (Zhao et al. 2024, "BUZZ: Beehive-structured Sparse KV Cache with Segmented Heavy Hitters for
 Efficient LLM Inference", arXiv:2410.23079), section 3.3, Algorithms 1 and 2: when there is one
@@ -29,19 +29,20 @@ class Hive(SizedPool):
     """Keep local maxima of the attention: BUZZ's beehive.
 
     Attention is summed over all queries since a token arrived and over the query heads of its
-    group; each KV head keeps its own tokens. Evictions come after fixed numbers of arrivals,
+    group. Each KV head keeps its tokens separately. Evictions come after fixed numbers of arrivals,
     however many arrive at a fold, so the hive never holds more than its threshold.
 
     Attributes:
-        threshold: tokens it holds before it evicts (T); at least the stride.
-        stride: of how many new neighbors one stays (s); of the old ones, one of every
-            floor((s + 1) / 2) stays. At least 3: half of 2 would keep every old token for ever.
+        threshold: number of tokens it holds before it evicts (T); at least the stride.
+        stride: one of this many new neighbors is kept (s), and one of every floor((s + 1) / 2) old
+            ones. At least 3: half of 2 would keep every old token forever.
         swapped: whether to thin old tokens by the stride and cut new ones into segments of half of
             it, the ablation of section 4.3.
-        local_max: whether the token with the most attention of a segment stays; false for the
+        local_max: whether to keep the token with the most attention of a segment; false for the
             ablation that keeps the first.
-        log_n: whether to scale the logits of the whole layer by log_512(n), n being the number of
-            tokens that a query sees (section 3.5); then the policy is not exact below its budget.
+        log_n: whether to scale the logits of the whole layer by log_512(n), where n is the number
+            of tokens that a query sees (section 3.5); the policy is then not exact below its
+            budget.
     """
 
     drops = True
@@ -58,13 +59,15 @@ class Hive(SizedPool):
         _check_stride(self.stride)
         if self.threshold < self.stride:
             raise WeirError(
-                f"a threshold of {self.threshold} is less than one segment of {self.stride} "
-                f"tokens; take a threshold of {self.stride} or more, or a smaller stride"
+                f"threshold must be at least the stride, {self.stride}, got {self.threshold}. Use "
+                "a larger threshold or a smaller stride."
             )
 
     def state(self, like: Slots) -> dict[str, Tensor]:
-        """Make `settled`, the place of the newest token that went through an eviction
-        [batch, kv_heads, 1]; -1 for none. Tokens up to it are old, tokens beyond it are new.
+        """Make `settled`, the place of the newest token that went through an eviction.
+
+        It is [batch, kv_heads, 1]; -1 for none. Tokens up to it are old, and tokens beyond it are
+        new.
         """
         return {"settled": like.position.new_full((*like.position.shape[:2], 1), EMPTY)}
 
@@ -84,10 +87,10 @@ class Hive(SizedPool):
         return split(both, kept, fold)
 
     def _evict(self, line: Slots, old: Tensor, *, whole: bool) -> tuple[Tensor, Tensor]:
-        """Evict from tokens in order: (those that stay, those that are old then).
+        """Evict from tokens in order. Returns which tokens stay, and which of them are old then.
 
-        One turn of the loop is one eviction. Of a prompt (`whole`) all tokens are segmented in the
-        first (Remark 2); otherwise every arrival that exceeds the threshold brings one.
+        One pass of the loop is one eviction. For a prompt (`whole`), all tokens are segmented in
+        the first pass (Remark 2). Otherwise every arrival above the threshold causes one.
         """
         halved = (self.stride + 1) // 2
         segment, interval = (halved, self.stride) if self.swapped else (self.stride, halved)
@@ -104,7 +107,7 @@ class Hive(SizedPool):
 
 
 def best_window(room: int, stride: int) -> int:
-    """Compute the window that Theorem 3.1 puts beside a hive, given the slots for both.
+    """Compute the window that Theorem 3.1 combines with a hive, given the slots for both.
 
     T / w = (s^2 + 1) / (s + 1) for an odd stride and s - 1 for an even one. (The statement is
     right; its proof has the two cases swapped.)
@@ -117,7 +120,8 @@ def best_window(room: int, stride: int) -> int:
 def _check_stride(stride: int) -> None:
     if stride < 3:
         raise WeirError(
-            f"a stride of {stride} would let no old token go; take a stride of 3 or more"
+            f"stride must be at least 3, got {stride}: a smaller stride would never evict an old "
+            "token"
         )
 
 
@@ -127,14 +131,15 @@ def _every(step: int, among: Tensor) -> Tensor:
 
 
 def _maxima(size: int, among: Tensor, mass: Tensor) -> Tensor:
-    """Select, of every `size` slots of a mask, the one of the largest mass (Algorithm 2), of equal
-    ones the first, where masses are equal that differ by rounding only (`ALIKE`); the last segment
-    may be shorter.
+    """Select, of every `size` slots of a mask, the one with the largest mass (Algorithm 2).
+
+    Among equal ones, the first is selected. Masses are equal if they differ only by rounding
+    (`ALIKE`). The last segment may be shorter.
     """
     segment = (among.cumsum(dim=2) - 1).clamp_min(0) // size
     score = mass.masked_fill(~among, -torch.inf)
     largest = torch.full_like(score, -torch.inf).scatter_reduce(2, segment, score, "amax")
-    # Masses are not negative. The largest of a segment without slots is -inf, and stays that.
+    # Masses are not negative. The largest of a segment without slots is -inf, and stays -inf.
     best = among & (score >= (1 - ALIKE) * largest.gather(2, segment))
     place = torch.arange(mass.shape[2], device=mass.device).where(best, _LAST)
     first = torch.full_like(place, _LAST).scatter_reduce(2, segment, place, "amin")

@@ -1,4 +1,4 @@
-"""k centers: tokens whose keys lie far apart stay, and every other key is near one of them.
+"""k centers: keep tokens whose keys are far apart, so that every other key is near one of them.
 
 SubGen (Zandieh et al. 2024, "SubGen: Token Generation in Sublinear Time and Memory",
 arXiv:2402.06082), section 3.2, the method of its experiments, which BalanceKV calls ClusterGen:
@@ -6,8 +6,8 @@ beside the most recent tokens, keep k centers picked from the rest by greedy k-c
 reference [8]): start somewhere, then pick the key that is the farthest from all centers picked so
 far, k - 1 times.
 
-Five options are not in the paper: neighbors that come along, distances weighted by use and by age,
-centers that make way for newer keys like theirs, and centers that count less.
+Five options are not in the paper: keeping neighbors of centers, distances weighted by use and by
+age, replacing centers by newer keys like theirs, and centers with less weight.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ from weir.pools.registry import pool
 from weir.slab import Slots
 
 LEAST_USE = 1e-6
-"""Attention by query below which tokens count as equally unused."""
+"""Attention per query below which tokens count as equally unused."""
 LEAST_AGED = 1e-12
-"""The least factor of distances by age; a distance of zero is that of a key already picked."""
+"""The smallest factor of distances by age. A distance of zero is that of a key already picked."""
 
 
 @pool("kcenter")
 @dataclass(frozen=True)
 class KCenter(SizedPool):
-    """Keep k centers of the keys, each KV head its own.
+    """Keep k centers of the keys, separately for each KV head.
 
     The oldest token is the first center (the paper leaves it open), so the model's attention sink
-    stays. Keys are compared at their own places in the stream, by Euclidean distance in float32; of
-    equally far ones the oldest is picked. The paper picks once, from a whole prompt; in a stream,
-    centers are picked anew at every fold, from those of the last fold and the arrivals since. Keys
-    are equally far if their distances differ by rounding only (`kernels.ALIKE`).
-    Weights stay as they came.
+    is kept. Keys are compared at their places in the stream, by Euclidean distance in float32.
+    Among equally far keys, the oldest is picked; distances are equal if they differ only by
+    rounding (`kernels.ALIKE`). The paper picks once, from a whole prompt. In a stream, centers are
+    picked again at every fold, from those of the last fold and the arrivals since. Weights do not
+    change.
 
     Attributes:
-        k: how many tokens are kept.
-        spans: how many neighbors on each side stay with a picked token, as far as they are there;
-            fewer are picked then.
+        k: number of tokens to keep.
+        spans: number of neighbors on each side to keep with a picked token, as far as they are
+            available; fewer tokens are picked then.
         use: the power of the attention a token received, per query since it came, that its
             distances are multiplied by; 0 for none.
-        fresh: a center makes way for the newest of the tokens that are nearer to it than this share
-            of the radius, the distance within which every key has a center; 0 for never. The first
-            center never makes way. These distances are of keys without rotation.
-        quiet: how much lower the log-weight of every center but the first is, once a token had to
-            go; 0 for as it came.
-        half_life: distances of a token halve for every so many tokens read since; none for never.
+        fresh: a center is replaced by the newest of the tokens that are closer to it than this
+            share of the radius, the distance within which every key has a center; 0 for never. The
+            first center is never replaced. These distances are between keys without rotation.
+        quiet: how much lower the log-weight of every center but the first is, once a token was
+            evicted; 0 for unchanged weights.
+        half_life: distances of a token halve for every this many tokens read since; none for never.
     """
 
     drops = True
@@ -70,32 +70,34 @@ class KCenter(SizedPool):
 
     @property
     def needs_mass(self) -> bool:
-        """Whether use is in the distances."""
+        """Whether distances depend on use."""
         return self.use > 0
 
     @property
     def weighs(self) -> bool:
-        """Whether centers are quiet."""
+        """Whether centers have lower weights."""
         return self.quiet > 0
 
     def state(self, like: Slots) -> dict[str, Tensor]:
-        """Make `full`, if centers are quiet: whether a token had to go [batch, kv_heads], bool."""
+        """Make `full`, if centers have lower weights: whether a token was evicted [batch,
+        kv_heads], bool.
+        """
         if not self.quiet:
             return {}
         return {"full": torch.zeros_like(like.held.any(dim=2))}
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
-        """Pick centers anew; both what stays and what flows on have the oldest token first."""
+        """Pick centers again. The kept and the evicted tokens both have the oldest first."""
         if not self.quiet:
             return self._pick(fold.in_order(held, new), fold)
-        # Tokens that have to go flow on with the weights they came with.
+        # Evicted tokens leave with the weights they came with.
         both = fold.in_order(self._raise_weights(held, fold.state["full"], self.quiet), new)
         fold.state["full"] = fold.state["full"] | (both.held.sum(dim=2) > self.k)
         stays, rest = self._pick(both, fold)
         return self._raise_weights(stays, fold.state["full"], -self.quiet), rest
 
     def _raise_weights(self, slots: Slots, where: Tensor, by: float) -> Slots:
-        """Raise the log-weights of all slots but the oldest in heads [batch, kv_heads]."""
+        """Raise the log-weights of all slots except the oldest, in heads [batch, kv_heads]."""
         # The weight of an empty slot stays -inf.
         more = ((slots.held.cumsum(dim=2) > 1) & where[..., None]) * by
         return slots.weighed(slots.a + more, slots.b + more)
@@ -109,19 +111,21 @@ class KCenter(SizedPool):
         order = pick(both.keys, both.held, self.k, weight)
         stays = order >= 0
         if self.spans:
-            # A neighbor comes right after the first center that brings it, the older one first.
+            # A neighbor comes right after the first center that brings it, the older neighbor
+            # first.
             turn = (self.k - order).where(stays, 0)
             brought = pool_neighbors(turn, both.position, 2 * self.spans + 1, average=False)
             stays = select_highest(self.k, both.held, brought, (turn == brought).double())
         if self.fresh:
-            # With rotation, no key of long ago is near a key of now.
+            # With rotation, no old key is near a new key.
             keys = both.keys if fold.read is None else fold.read.unrotated(both)
             stays = renew_centers(keys, both.held, stays, order == 0, self.fresh)
         return split(both, stays, fold)
 
     def _weight(self, slots: Slots, fold: Fold) -> Tensor:
-        """Compute the factors of distances, by use or age or both, above 0
-        [batch, kv_heads, slots], float32.
+        """Compute the factors of distances, by use or age or both, all above 0.
+
+        They are [batch, kv_heads, slots], float32.
         """
         age = (fold.next[:, None, None] - slots.position).clamp_min(1).double()
         weights = []
@@ -134,12 +138,12 @@ class KCenter(SizedPool):
 
 
 def farthest_first(keys: Tensor, among: Tensor, k: int, weight: Tensor | None = None) -> Tensor:
-    """Pick keys by greedy k-center, starting from the first: the reference of the kernel.
+    """Pick keys by greedy k-center, starting from the first. This is the reference of the kernel.
 
     Args:
         keys: [batch, kv_heads, n, key_dim].
         among: the keys to pick from [batch, kv_heads, n], bool.
-        k: how many are picked, at most n; all keys if there are no more.
+        k: number of keys to pick, at most n; all keys if there are no more.
         weight: the factor of each key's distances [batch, kv_heads, n], float32, above 0.
 
     Returns:
@@ -151,7 +155,7 @@ def farthest_first(keys: Tensor, among: Tensor, k: int, weight: Tensor | None = 
     far = torch.where(among, torch.inf, -1.0)
     for number in range(k):
         largest = far.amax(dim=2, keepdim=True)
-        # Of equal ones the first.
+        # Among equal ones, the first.
         at = (far >= largest * (1 - kernels.ALIKE)).to(torch.uint8).argmax(dim=2, keepdim=True)
         left = far.gather(2, at) >= 0
         order.scatter_(2, at, torch.where(left, number, order.gather(2, at)))
@@ -165,11 +169,11 @@ def farthest_first(keys: Tensor, among: Tensor, k: int, weight: Tensor | None = 
 def renew_centers(
     keys: Tensor, among: Tensor, stays: Tensor, first: Tensor, share: float
 ) -> Tensor:
-    """Replace each center by the newest key that is near to it [batch, kv_heads, n], bool.
+    """Replace each center with the newest key that is near it [batch, kv_heads, n], bool.
 
-    Keys lie with the oldest first. `among` says where there are any, `stays` which are centers, and
-    `first` which of these are not replaced. Near is within a `share` of the largest distance of a
-    key to its nearest center.
+    Keys are in order, the oldest first. `among` says which exist, `stays` which are centers, and
+    `first` which of these are not replaced. Near means within a `share` of the largest distance of
+    a key to its nearest center.
     """
     keys = keys.float()
     far, nearest = _distance(keys, keys).masked_fill(~stays[:, :, None], torch.inf).min(dim=3)
@@ -177,11 +181,13 @@ def renew_centers(
     radius = far.masked_fill(~rest, 0.0).amax(dim=2, keepdim=True)
     place = torch.arange(keys.shape[2], device=keys.device).expand_as(nearest)
     near = rest & (far <= share * radius) & (place > nearest) & ~first.gather(2, nearest)
-    # For each place the newest key near it, or the one that was there.
+    # For each place the newest key near it, or its previous key.
     newest = place.scatter_reduce(2, nearest, place.where(near, -1), "amax")
     return torch.zeros_like(place).scatter_reduce(2, newest, stays.long(), "amax") > 0
 
 
 def _distance(keys: Tensor, centers: Tensor) -> Tensor:
-    """Compute Euclidean distances from differences, so that equal keys are at exactly zero."""
+    """Compute Euclidean distances from differences, so that equal keys have a distance of exactly
+    zero.
+    """
     return torch.cdist(keys, centers, compute_mode="donot_use_mm_for_euclid_dist")

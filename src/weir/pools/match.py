@@ -1,9 +1,9 @@
-"""Attention matching: tokens that stay are weighted to make up for those that are evicted.
+"""Attention matching: reweight the kept tokens to make up for the evicted ones.
 
 Attention Matching (arXiv:2602.16284), section 3: of many keys and values a few are kept, each with
-a log-weight that is fitted by least squares, so that sampled queries give all of what is kept the
-attention that they gave everything. Here it is done at every fold, with the last queries; weights
-are held close to what they were, and evicted tokens are forgotten gradually.
+a log-weight that is fitted by least squares, so that sampled queries give the kept tokens together
+the attention that they gave all tokens. Here it is done at every fold, with the last queries.
+Weights are pulled towards their previous values, and evicted tokens are forgotten gradually.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from weir.pools.registry import pool
 from weir.slab import Slots
 
 MOST = 3.0
-"""No log-weight is larger, or smaller than its negative: the paper's box."""
+"""Limit of log-weights in both directions: the paper's box."""
 LEAST_PULL = 1e-3
-"""Times the mean of a diagonal it is what rounding may be off by, of sums over 8,192 slots."""
+"""Share of the mean of a diagonal by which rounding may be off, for sums over 8,192 slots."""
 
 
 @pool("match")
 @dataclass(frozen=True)
 class Match(PoolWrapper):
-    """Keep the tokens that another pool keeps, weighted for those it evicts. Experimental.
+    """Keep the tokens that another pool keeps, reweighted for those it evicts. Experimental.
 
-    Nothing is weighted while there is room, and nothing flows on.
+    Weights do not change while there is room, and no token overflows.
 
     Attributes:
-        pool: the pool that chooses; it may not weigh tokens itself.
+        pool: the pool that chooses; it must not weigh tokens itself.
         window: how many of the last queries the weights are fitted to.
         half_life: arrivals after which log-weights halve; none for never.
-        pull: how strongly a weight is held to what it was.
+        pull: how strongly a weight is pulled towards its previous value.
     """
 
     ends_pipe = True
-    drops = False  # the weights stand for what was evicted
+    drops = False  # the weights represent evicted tokens
     needs_shares = True
 
     pool: Pool
@@ -53,17 +53,19 @@ class Match(PoolWrapper):
     def __post_init__(self) -> None:
         if self.pool.ends_pipe or self.pool.weighs or self.pool.slots() is None:
             raise WeirError(
-                "match goes around a pool that says who stays, so many and no more, as in "
-                f"match(snap(64)); {self.pool.name} keeps all, or weighs what it keeps by itself"
+                "match needs an inner pool that has a limit and keeps weights unchanged, as in "
+                f"match(snap(64)), got {self.pool.name}. Use another inner pool."
             )
 
     @property
     def needs_queries(self) -> int:
-        """The window, or the number of the pool inside if that is larger."""
+        """The window, or the number of the inner pool if that is larger."""
         return max(self.window, self.pool.needs_queries)
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
-        """Let the pool choose, and fit the weights of these tokens to all that were there."""
+        """Let the inner pool choose, and fit the weights of the kept tokens to all that were
+        there.
+        """
         if len(held) + len(new) <= self.slots() or fold.read is None:
             return self.pool.fold(held, new, fold)
         if self.half_life is not None:
@@ -77,7 +79,7 @@ class Match(PoolWrapper):
 
 
 LEAST = 1e-30
-"""Sums of squares below are as good as none, and divide nothing."""
+"""Sums of squares below this count as zero, and are not used as divisors."""
 
 
 def fit_weights(
@@ -91,8 +93,8 @@ def fit_weights(
     """Fit factors of the weights of the kept slots by least squares [batch, kv_heads, kept].
 
     With 1 + x_j the factor of a kept slot, s_qj its share of the attention of query q, v_j its
-    value, and z_q the layer's output, two things are to stay the same: the share of all slots
-    together, which is the mass of attention, and to first order the output itself::
+    value, and z_q the layer's output, two things should stay the same: the share of all slots
+    together, which is the mass of attention, and to first order the output::
 
         Σ_q (Σ_j s_qj x_j - m_q)²  +  Σ_q |Σ_j s_qj x_j (v_j - z_q) - d_q|² / σ²  +  p Σ_j x_j²
 
@@ -102,8 +104,8 @@ def fit_weights(
         read: the attention of the last `window` queries, to `whole` among others.
         whole: all slots that were there, with the weights that attention has used.
         kept: the slots that stay, with these weights.
-        window: how many queries.
-        pull: p, in mean squares of what a slot contributes.
+        window: number of queries.
+        pull: p, in mean squares of the contribution of a slot.
         most: log-weights of `kept` stay between -most and most.
     """
     factor = read.output
@@ -126,7 +128,7 @@ def fit_weights(
     wanted = wanted + (shares.mT @ (mass - (answer * off).sum(dim=4, keepdim=True)))[..., 0]
     pulled = pull * gram.diagonal(dim1=2, dim2=3).mean(dim=2).clamp_min(LEAST)[..., None]
     gram = gram + torch.diag_embed(pulled.expand_as(kept.b))
-    # `cholesky_ex` asks no GPU whether it could be done. What is pulled is regular.
+    # `cholesky_ex` does not ask the GPU whether it succeeded. With the pull, the matrix is regular.
     root = torch.linalg.cholesky_ex(gram)[0]
     found = 1 + torch.cholesky_solve(wanted.sum(dim=2)[..., None], root)[..., 0]
     found = found.where(found.isfinite(), 1.0)
@@ -135,8 +137,10 @@ def fit_weights(
 
 
 def _given(read: ObservedAttention, slots: Slots, window: int) -> tuple[Tensor, Tensor]:
-    """Return the shares of slots [batch, kv_heads, group, window, slots], and their values behind
-    the output projection, as numerators count them [batch, kv_heads, group, slots, dim].
+    """Return the shares of slots, and their values after the output projection.
+
+    Shares are [batch, kv_heads, group, window, slots], and values, as numerators count them,
+    [batch, kv_heads, group, slots, dim].
     """
     shares = read.attention(slots, window)
     more = (slots.a - slots.b).exp().masked_fill(~slots.held, 0.0)

@@ -1,9 +1,9 @@
-"""The attention of the last queries, by which pools judge tokens.
+"""The attention of the last queries, by which pools rank tokens.
 
-Pools are given keys at their own places in the stream. Attention reads those of the front
-elsewhere: moved up until they touch the run (`weir.slab.positions`, the rolling frame). A pool that
-judges by attention takes keys, queries and shares *as they are read* from here, computed when first
-asked for: in the frame of the queries since the last fold, the numbers of the model itself.
+Pools get keys at their places in the stream. Attention reads the keys of the front elsewhere: moved
+up until they touch the run (`weir.slab.positions`, the rolling frame). A pool that ranks by
+attention takes keys, queries and shares *as they are read* from here, computed on first use. In the
+frame of the queries since the last fold, these are the numbers of the model.
 """
 
 from __future__ import annotations
@@ -34,17 +34,22 @@ class Output(Protocol):
     """The output projection of a layer, as `weir.models` finds it."""
 
     def __call__(self, value_dim: int, device: torch.device) -> Tensor | None:
-        """Return factors R with |R x| = |W_o x| [kv_heads, group, value_dim, value_dim], float32;
+        """Return factors R with |R x| = |W_o x| [kv_heads, group, value_dim, value_dim], float32.
+
         None if the projection is not known.
         """
 
     def parts(self, value_dim: int, device: torch.device) -> Tensor | None:
-        """Return W_o of each query head [kv_heads, group, hidden, value_dim]; None likewise."""
+        """Return W_o of each query head [kv_heads, group, hidden, value_dim], or None if it is not
+        known.
+        """
 
 
 Gating = Callable[[Tensor, Tensor], Tensor]
-"""A trained guess at how much tokens will be needed, as `weir.models` finds it: from keys without
-rotation and values of tokens, the same in all heads, to log-scores [batch, kv_heads, n], float32.
+"""A trained prediction of how much tokens will be needed, as `weir.models` finds it.
+
+It maps keys without rotation and values of tokens, the same in all heads, to log-scores [batch,
+kv_heads, n], float32.
 """
 
 
@@ -52,20 +57,21 @@ rotation and values of tokens, the same in all heads, to log-scores [batch, kv_h
 class ObservedAttention:
     """A layer's slots as the last queries attended to them.
 
-    What needs queries raises a `WeirError` if no pool asked for them (`Pool.needs_queries`).
+    Methods that need queries raise a `WeirError` if no pool asked for queries
+    (`Pool.needs_queries`).
 
     Attributes:
-        slots: returns every slot the queries may have attended to (`whole`).
+        slots: returns every slot that the queries may have attended to (`whole`).
         frame: returns the places at which the first slots of `whole`, those of the front, are read
             [batch, kv_heads, front], int64; all others are read at their places in the stream.
-        queries: the last queries, each rotated to its place in the stream
-            [batch, kv_heads, group, n, key_dim]; None unless a pool of the pipe asks for them.
+        queries: the last queries, each rotated to its place in the stream [batch, kv_heads, group,
+            n, key_dim]; None unless a pool of the pipe asks for them.
         next: the place in the stream of the next token [batch], int64.
         form: how the layer attends.
         positions: the positional encoding of the layer.
         projection: the layer's output projection; None if it is not known.
         arrived: how many of the last of these slots are the newest tokens, in order.
-        watched: what the forward has kept of the attention of these queries; without it, the
+        watched: the attention of these queries as far as the forward has kept it; without it, the
             attention is computed again.
         gate: the layer's gate; None if none was trained.
     """
@@ -83,18 +89,20 @@ class ObservedAttention:
 
     @cached_property
     def whole(self) -> Slots:
-        """Every slot the last queries may have attended to, in the order of the slab, with keys as
-        they were read.
+        """Every slot that the last queries may have attended to, in the order of the slab.
+
+        Keys are as they were read.
         """
         return self.slots()
 
     # --- keys and queries in other places
 
     def rotate_keys(self, keys: Tensor, by: Tensor) -> Tensor:
-        """Rotate keys or queries [batch, heads, n, key_dim] on by numbers of positions, in float32.
+        """Rotate keys or queries [batch, heads, n, key_dim] further by numbers of positions, in
+        float32.
 
-        Partial rotary embeddings, three axes (all move alike) and scaled frequencies are the
-        layer's. Without a rotary embedding, as with ALiBi, keys stay as they are.
+        Partial rotary embeddings, three axes (all move alike) and scaled frequencies are those of
+        the layer. Without a rotary embedding, as with ALiBi, keys do not change.
         """
         rotary = self.positions.rotary
         return keys if rotary is None else rotary.move(keys, by)
@@ -110,8 +118,8 @@ class ObservedAttention:
     def unrotated(self, slots: Slots) -> Tensor:
         """Return keys without rotation, as at place 0 [batch, kv_heads, slots, key_dim].
 
-        The factor of a scaled rotary embedding (YaRN's) stays in them. On three axes a token's word
-        or image begins at place 0, and the pieces of an image stay spread from there.
+        The factor of a scaled rotary embedding (YaRN's) remains in them. On three axes, a token's
+        word or image begins at place 0, and the parts of an image keep their distances from there.
         """
         return self.rotate_keys(slots.keys, -self._begins(slots.position))
 
@@ -123,8 +131,8 @@ class ObservedAttention:
     def read_queries(self) -> Tensor:
         """The queries as they are read [batch, kv_heads, group, n, key_dim].
 
-        One whose token stands in the front is moved up like it: it sees the same tokens at the same
-        distances.
+        A query whose token is in the front is moved up like the token: it sees the same tokens at
+        the same distances.
         """
         queries = self._last_queries
         shift = self._query_shift(self.query_positions)
@@ -140,8 +148,8 @@ class ObservedAttention:
     def power(self, window: int) -> Tensor:
         """Compute the mean square of the last queries by dimension [batch, kv_heads, key_dim].
 
-        Of queries without rotation, and of two dimensions that rotate together the mean of both,
-        so that it holds at every distance.
+        It uses queries without rotation and, of two dimensions that rotate together, the mean of
+        both, so that it is valid at every distance.
         """
         power = self.unrotated_queries[:, :, :, -window:].float().square().mean(dim=(2, 3))
         rotary = self.positions.rotary
@@ -162,17 +170,17 @@ class ObservedAttention:
     def lse(self) -> Tensor:
         """The logarithm of each query's denominator [batch, kv_heads, group, n], float32.
 
-        Over everything that the query sees, with the weights of slots and with sink logits where
-        the model has them; -inf for a query that sees nothing.
+        It covers everything that the query sees, with the weights of slots and with the model's
+        sink logits, if any; -inf for a query that sees nothing.
         """
         return attention_weights(self._logits, self.whole.b, self.form)[1]
 
     def attention(self, slots: Slots, window: int = 0) -> Tensor:
-        """Return the share of each query's attention that each slot received, of all that it gave
-        [batch, kv_heads, group, n, slots], float32; 0 for tokens newer than the query.
+        """Return the share of each query's attention that each slot received.
 
-        `slots` are tokens of this layer as a pool is given them, in any choice and order; with a
-        `window` only its last queries count.
+        It is [batch, kv_heads, group, n, slots], float32; 0 for tokens newer than the query.
+        `slots` are tokens of this layer as a pool gets them, in any selection and order. With a
+        `window`, only its last queries count.
         """
         there = self._find_in_whole(slots)
         if there is not None:
@@ -188,8 +196,8 @@ class ObservedAttention:
         return attention_shares(logits, slots.b, self.lse)[:, :, :, -window:]
 
     def received(self, slots: Slots, window: int) -> Tensor:
-        """Sum `attention` over the last `window` queries and the heads of the group
-        [batch, kv_heads, slots], float32.
+        """Sum `attention` over the last `window` queries and the heads of the group [batch,
+        kv_heads, slots], float32.
         """
         known = None if self.watched is None else self.watched.of_last(window)
         there = None if known is None else self._find_in_whole(slots)
@@ -198,7 +206,7 @@ class ObservedAttention:
         return self.attention(slots, window).sum(dim=(2, 3))
 
     def would_attend(self, slots: Slots) -> Tensor:
-        """Return `attention` of slots with keys of their own, at places of tokens of this layer."""
+        """Return `attention` of slots with their own keys, at places of tokens of this layer."""
         tilt = self._alibi_bias(self.places(slots))
         found = compute_logits(self.read_queries, self.keys(slots), self.form, tilt)
         found = found.masked_fill_(self._find_hidden(slots.position), -torch.inf)
@@ -206,8 +214,9 @@ class ObservedAttention:
 
     @cached_property
     def answers(self) -> Tensor:
-        """The layer's outputs for the queries, before the output projection
-        [batch, kv_heads, group, n, value_dim].
+        """The layer's outputs for the queries, before the output projection.
+
+        They are [batch, kv_heads, group, n, value_dim].
         """
         if self.watched is not None:
             return self.watched.answers[:, :, :, -self._last_queries.shape[3] :]
@@ -223,10 +232,10 @@ class ObservedAttention:
     # --- the output
 
     def lengths(self, values: Tensor) -> Tensor:
-        """Compute |W_o v| of values [batch, kv_heads, n, value_dim] for each query head
-        [batch, kv_heads, group, n], float32.
+        """Compute |W_o v| of values [batch, kv_heads, n, value_dim] for each query head.
 
-        W_o is the part of the output projection that reads the head; |v| where it is not known.
+        It is [batch, kv_heads, group, n], float32. W_o is the part of the output projection that
+        reads the head; |v| if it is not known.
         """
         if self.output is None:
             group = 1 if self.queries is None else self.queries.shape[2]
@@ -234,14 +243,16 @@ class ObservedAttention:
         return torch.einsum("bhnd,hged->bhgne", values.float(), self.output).norm(dim=4)
 
     def projected_sizes(self, values: Tensor) -> Tensor:
-        """Compute ‖W_o v‖₁ of values [batch, kv_heads, n, value_dim], the mean over the group
-        [batch, kv_heads, n], float32; ‖v‖₁ where the projection is not known.
+        """Compute ‖W_o v‖₁ of values [batch, kv_heads, n, value_dim], the mean over the group.
+
+        It is [batch, kv_heads, n], float32; ‖v‖₁ if the projection is not known.
         """
         values, project = values.float(), self.projection
         parts = None if project is None else project.parts(values.shape[3], values.device)
         if parts is None:
             return values.abs().sum(dim=3)
-        # One query head at a time: the projected values of all would be as large as a prompt's.
+        # One query head at a time, because the projected values of all would be as large as a
+        # prompt's.
         sizes = [(values @ part.float().mT).abs().sum(dim=3) for part in parts.unbind(1)]
         return torch.stack(sizes).mean(dim=0)
 
@@ -257,22 +268,23 @@ class ObservedAttention:
     def _last_queries(self) -> Tensor:
         if self.queries is None:
             raise WeirError(
-                "no queries were kept for this fold: a pool that looks at the last queries says "
-                "how many with needs_queries"
+                "no queries were kept for this fold. A pool that reads the last queries must set "
+                "needs_queries to their number."
             )
         return self.queries
 
     @cached_property
     def _logits(self) -> Tensor:
-        """Logits of every slot [batch, kv_heads, group, n, slots], float32; -inf where a query does
-        not see a token.
+        """Logits of every slot [batch, kv_heads, group, n, slots], float32.
+
+        -inf where a query does not see a token.
         """
         whole = self.whole
         tilt = self._alibi_bias(self._everywhere)
         found = compute_logits(self.read_queries, whole.keys, self.form, tilt)
         n = found.shape[3]
-        # Each query sees everything in front of the last n tokens, the queries' own. Empty slots
-        # have no weight.
+        # Each query sees everything before the last n tokens, which are the queries' own tokens.
+        # Empty slots have no weight.
         last = -n if self.positions.window is None and n <= self.arrived else 0
         found[..., last:].masked_fill_(self._find_hidden(whole.position[:, :, last:]), -torch.inf)
         return found
@@ -285,8 +297,8 @@ class ObservedAttention:
         return attention_softmax(self._logits, self.whole.b, self.form)
 
     def _find_in_whole(self, slots: Slots) -> slice | None:
-        """Find where in `whole` these slots lie side by side with the same weights, as most slots
-        of a pool do.
+        """Find where these slots are consecutive in `whole` with the same weights, as most of a
+        pool's are.
         """
         position, count = slots.position, len(slots)
         if not count:
@@ -311,14 +323,14 @@ class ObservedAttention:
 
     @cached_property
     def _front(self) -> tuple[Tensor, Tensor]:
-        """The places of the front in the stream, rising, and how far each is moved."""
+        """The places of the front in the stream, ascending, and how far each is moved."""
         moved = self._moved
         position = self.whole.position[:, :, : moved.shape[2]]
         ordered, order = position.sort(dim=2)
         return ordered, (moved - position).gather(2, order)
 
     def _shift(self, position: Tensor) -> Tensor:
-        """Return how far attention moves the tokens of these places [batch, kv_heads, n], int64."""
+        """Return how far attention moves the tokens at these places [batch, kv_heads, n], int64."""
         if not self._moved.shape[2]:
             return torch.zeros_like(position)
         ordered, shift = self._front
@@ -329,8 +341,8 @@ class ObservedAttention:
     def _begins(self, position: Tensor) -> Tensor:
         """Return the rotation to undo at these places [batch, kv_heads, n], int64.
 
-        On three axes it is the place where the token's word or image begins; for a query whose
-        token is gone, that of the next older token and the words since.
+        On three axes, it is the place where the token's word or image begins. For a query whose
+        token is gone, it is that of the next older token plus the words since.
         """
         span = self.whole.span
         if span is None:
@@ -341,10 +353,10 @@ class ObservedAttention:
         return position + drift.gather(2, at.clamp_min(0))
 
     def _query_shift(self, position: Tensor) -> Tensor | None:
-        """Return how far queries are moved up [batch, kv_heads, n]; None if none is.
+        """Return how far queries are moved up [batch, kv_heads, n]. None if none is.
 
         The frame has no gap between two neighbors of the front, so a query whose token is gone is
-        read right before the next newer token.
+        read directly before the next newer token.
         """
         if not self.positions.rolling:
             return None
@@ -354,7 +366,7 @@ class ObservedAttention:
         ordered, shift = self._front
         wide = position[:, None].expand(-1, ordered.shape[1], -1).contiguous()
         at = torch.searchsorted(ordered.contiguous(), wide, right=True)
-        # Behind the front begins the unbroken run of newest tokens.
+        # The unbroken run of newest tokens begins after the front.
         run = (self.next - (len(self.whole) - front))[:, None, None].expand_as(ordered[:, :, :1])
         newer = torch.cat([ordered + shift, run], dim=2)
         return (newer.gather(2, at) - 1 - wide).clamp_min(0)

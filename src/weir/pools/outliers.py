@@ -1,10 +1,10 @@
-"""Keys that point away from the others stay: the tokens that BalanceKV keeps exactly for needles.
+"""Keep keys that point away from the others: the tokens that BalanceKV keeps exactly for needles.
 
 BalanceKV's needle variant (Kochetkova et al. 2025, arXiv:2502.07861, section 4.2, and its released
 code): before anything is balanced, tokens whose keys point away from those around them are set
-apart, since no other token can stand for one of these. Chance has no part in the choice, so
-estimates behind this pool stay unbiased. In the released code one layer chooses for all that follow
-it; here each KV head of each layer chooses for itself.
+apart, because no other token can represent them. The choice is not random, so estimates after this
+pool stay unbiased. In the released code, one layer chooses for all later layers. Here each KV head
+of each layer chooses separately.
 """
 
 from __future__ import annotations
@@ -24,24 +24,25 @@ from weir.pools.registry import pool
 from weir.slab import Slots
 
 PIECE = 64
-"""Arrivals compared at a time, for the memory of a whole prompt."""
+"""Arrivals compared at a time, to limit the memory for a whole prompt."""
 
 
 @pool("outliers")
 @dataclass(frozen=True)
 class Outliers(SizedPool):
-    """Keep the tokens whose keys point away most from the keys that came before them.
+    """Keep the tokens whose keys point away most from the keys before them.
 
-    The measure is the cosine of a key with the mean of the latest keys, its own among them, as it
-    arrives. Of equal ones the older token stays. Weights stay as they came.
+    The measure is the cosine of a key with the mean of the latest keys, including itself, when it
+    arrives. Among equal ones, the older token is kept. Weights do not change.
 
     Attributes:
-        n: how many tokens are kept.
-        over: about how many keys the mean is over: each counts 1 / over less than the next. The
+        n: number of tokens to keep.
+        over: approximate number of keys in the mean: each counts 1 / over less than the next. The
             authors' code compares a token with a block of 256.
-        dilate: how many neighbors of a token on each side stay as if they pointed away as far; 25
-            in the authors' code. The newest `dilate` tokens wait in the pool for their neighbors.
-        below: the largest cosine of a token that stays, even if there is room; 0 in the authors'
+        dilate: number of neighbors of a token on each side that are kept as if they pointed away as
+            far; 25 in the authors' code. The newest `dilate` tokens wait in the pool for their
+            neighbors.
+        below: the largest cosine of a token that is kept, even if there is room; 0 in the authors'
             code. None to keep as many as there are slots.
     """
 
@@ -57,13 +58,16 @@ class Outliers(SizedPool):
         super().__post_init__()
         if self.dilate >= self.n:
             raise WeirError(
-                f"the newest {self.dilate} tokens wait for their neighbors in outliers, so it "
-                f"needs {self.dilate + 1} slots or more, not {self.n}, or a smaller dilate"
+                f"outliers needs at least {self.dilate + 1} slots, because the newest "
+                f"{self.dilate} tokens wait for their neighbors, got {self.n}. Use more slots or "
+                "a smaller dilate."
             )
 
     def state(self, like: Slots) -> dict[str, Tensor]:
-        """Make `sum`, the fading sum of all keys that came [batch, kv_heads, key_dim], and `away`,
-        1 less the cosine of each slot's token [batch, kv_heads, n]; both float64.
+        """Make the state, all float64.
+
+        It is `sum`, the fading sum of all keys that came [batch, kv_heads, key_dim], and `away`, 1
+        minus the cosine of each slot's token [batch, kv_heads, n].
         """
         batch, heads, _, dim = like.keys.shape
         nothing = like.keys.new_zeros((batch, heads, dim), dtype=torch.float64)
@@ -74,7 +78,9 @@ class Outliers(SizedPool):
         return find_outside(state, sum=FINITE, away=FINITE)
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
-        """Compare arrivals with the mean; all that stays or flows on has the oldest token first."""
+        """Compare arrivals with the mean. The kept and the evicted tokens both have the oldest
+        first.
+        """
         if len(new) == 0:
             return held, new
         known = fold.state["away"][:, :, : len(held)]
@@ -87,7 +93,7 @@ class Outliers(SizedPool):
         return split(both, stays)
 
     def _choose(self, slots: Slots, away: Tensor) -> Tensor:
-        """Choose tokens in order, by neighborhood, own key and age [batch, kv_heads, slots]."""
+        """Choose tokens in order, by neighborhood, key and age [batch, kv_heads, slots]."""
         score = pool_neighbors(away, slots.position, 2 * self.dilate + 1, average=False)
         if self.below is not None:
             score = score.masked_fill(score < 1 - self.below, -torch.inf)
@@ -96,11 +102,11 @@ class Outliers(SizedPool):
 
 
 def measure_away(new: Slots, total: Tensor, fade: float) -> tuple[Tensor, Tensor]:
-    """Measure how far each key points away from those before it, taken one after the other.
+    """Measure how far each key points away from those before it, one after the other.
 
-    `total` is the sum of the keys so far [batch, kv_heads, key_dim], `fade` its factor whenever one
-    is added. Returns (the new sum; 1 less the cosine of each key with the sum as it was then
-    [batch, kv_heads, slots], between 0 and 2), float64.
+    `total` is the sum of the keys so far [batch, kv_heads, key_dim], and `fade` its factor whenever
+    a key is added. Returns the new sum, and 1 minus the cosine of each key with the sum at that
+    time [batch, kv_heads, slots], between 0 and 2, in float64.
     """
     parts = []
     for start in range(0, len(new), PIECE):
@@ -110,6 +116,6 @@ def measure_away(new: Slots, total: Tensor, fade: float) -> tuple[Tensor, Tensor
         sums = left * (total[:, :, None] + (keys / left).cumsum(dim=2))
         total = sums[:, :, -1]
         cosine = F.cosine_similarity(keys, sums, dim=3, eps=1e-30)
-        # Rounded, so that cosines that differ only by the rounding of their sums are ties.
+        # Rounded, so that cosines that differ only by rounding of their sums are ties.
         parts.append((1 - cosine).clamp(0, 2).round(decimals=9))
     return total, torch.cat(parts, dim=2)

@@ -1,6 +1,6 @@
 """Annotations of parameters, and checks of arguments against them.
 
-The parser and the decorators share them: `Sink(2.5)` and `sink(2.5)` get the same sentence.
+The parser and the decorators share them, so `Sink(2.5)` and `sink(2.5)` get the same message.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Bounds:
     """The range of a parameter, from `low` to `high`.
 
     Attributes:
-        without: an end of the range that is not part of it.
+        without: an end of the range that does not belong to it.
         odd: whether only odd numbers are allowed.
     """
 
@@ -39,38 +39,38 @@ class Bounds:
         return inside and not (self.odd and value % 2 == 0)
 
     def __str__(self) -> str:
-        odd = "odd, " if self.odd else ""
-        low = "above" if self.without == self.low else "from"
+        odd = "(odd) " if self.odd else ""
         less = "less than " if self.without == self.high else ""
         high = f" to {less}{self.high:g}" if self.high < sys.float_info.max else ""
-        return f"{odd}{low} {self.low:g}{high or ' on' * (low == 'from')}"
+        low = "above" if self.without == self.low else "from" if high else "of at least"
+        return f"{odd}{low} {self.low:g}{high}"
 
 
 Count = Annotated[int, Bounds(1)]
 Natural = Annotated[int, Bounds(0)]
 Kernel = Annotated[int, Bounds(1, odd=True)]
-"""Neighboring places with a token's own in the middle."""
+"""Number of neighboring places, with the token's place in the middle."""
 Factor = Annotated[float, Bounds(0)]
 Share = Annotated[float, Bounds(0, 1)]
 Cosine = Annotated[float, Bounds(-1, 1)]
 
 
 def argument_hints(make: Callable[..., Any]) -> dict[str, Any]:
-    """Return the annotations of the parameters of a function, or of a class."""
+    """Return the annotations of the parameters of a function or a class."""
     hints = typing.get_type_hints(make, include_extras=True)
-    if isinstance(make, type):  # names of each class are looked up in its own module
+    if isinstance(make, type):  # names of each class are resolved in its module
         hints = {name: hints[name] for name in inspect.signature(make).parameters}
     return hints
 
 
 def convert_argument(owner: str, name: str, value: Any, hint: Any) -> Any:
-    """Return an argument as its parameter takes it, with numbers as Python's own types.
+    """Return an argument in the form that its parameter takes, with numbers as Python's own types.
 
-    `owner` is the pool or policy, as errors call it, and `hint` the annotation of the parameter,
-    which a value may fail: a `WeirError`.
+    `owner` is the pool or policy, as errors call it, and `hint` the annotation of the parameter.
+    Raises a `WeirError` if the value does not fit.
     """
     if not fits(value, hint):
-        raise WeirError(f"{name} of {owner} must be {describe_hint(hint)}, not {quote(value)}")
+        raise WeirError(f"{name} of {owner} must be {describe_hint(hint)}, got {quote(value)}")
     if isinstance(value, bool) or not isinstance(value, Real):
         return value
     kinds = [_bare(part) for part in _split_union(hint)]
@@ -100,7 +100,9 @@ def check_arguments(make: Make, owner: str) -> Make:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether a value fits an annotation; an annotation that weir does not know fits any value."""
+    """Return whether a value fits an annotation. An annotation that weir does not know fits any
+    value.
+    """
     if len(_split_union(hint)) > 1:
         return any(fits(value, part) for part in _split_union(hint))
     if typing.get_origin(hint) is Annotated:

@@ -1,4 +1,6 @@
-"""Pools whose rule is a score: where there are too many tokens, those of the highest score stay."""
+"""Pools that rank tokens by a score: if there are too many tokens, those with the highest are
+kept.
+"""
 
 from __future__ import annotations
 
@@ -16,22 +18,25 @@ from weir.pools.base import FINITE, Fold, SizedPool, find_outside, gather_kept, 
 from weir.slab import Slots
 
 Choose = Callable[[int, Slots, tuple[Tensor, ...]], Tensor]
-"""(how many, of which slots, by which scores) -> those that stay [batch, kv_heads, slots], bool."""
+"""Chooses the tokens that stay, from a number, slots, and scores.
+
+The result is [batch, kv_heads, slots], bool.
+"""
 
 TALLY = "tally"
 """The name of a tallied pool's numbers in `Fold.state`."""
 
 
 class Ranked(SizedPool):
-    """Keep the tokens of the highest score, as many as its first parameter says, by KV head.
+    """Keep the tokens with the highest score, as many as its first parameter says, by KV head.
 
-    Of equal scores the older token stays, and scores are equal that differ by rounding only
-    (`tie_margin`). Weights stay as they came. While there is room nothing is scored, and everything
-    stays. A score that draws random numbers says `is_stochastic = True`.
+    Among equal scores, the older token is kept. Scores are equal if they differ only by rounding
+    (`tie_margin`). Weights do not change. While there is room, nothing is scored, and all tokens
+    are kept. A score that draws random numbers sets `is_stochastic = True`.
 
     Attributes:
         tie_margin: the share of a score by which others may differ from it and count as equal; 0
-            for scores that are exact, such as places in the stream.
+            for exact scores, such as places in the stream.
     """
 
     drops = True
@@ -40,21 +45,23 @@ class Ranked(SizedPool):
 
     @abstractmethod
     def score(self, slots: Slots, fold: Fold) -> Tensor | tuple[Tensor, ...]:
-        """Return how much each token matters, of those held and those that arrive.
+        """Return how much each token matters, for those held and those that arrive.
 
         Args:
-            slots: all of them, the oldest first; the score of an empty slot is not looked at.
-            fold: everything a pool may know.
+            slots: all of them, the oldest first; the score of an empty slot is ignored.
+            fold: all facts that a pool can use.
 
         Returns:
-            [batch, kv_heads, slots]: `inf` for a token that stays before all others, `-inf` for one
-            that goes even if there is room; or a tuple, where the second settles ties of the first.
+            [batch, kv_heads, slots]: `inf` for a token that is kept before all others, `-inf` for
+                one that is evicted even if there is room; or a tuple, in which the second score
+                decides ties of the first.
         """
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
-        """Rank if there are too many; both what stays and what flows on have the oldest first.
+        """Rank if there are too many tokens. The kept and the evicted tokens both have the oldest
+        first.
 
-        Evicting all that is too many at once leaves what evicting one after each arrival would.
+        Evicting all excess tokens at once gives the same result as evicting one after each arrival.
         """
         return self.fold_by(
             lambda n, slots, by: select_highest(n, slots.held, *by, alike=self.tie_margin),
@@ -64,37 +71,39 @@ class Ranked(SizedPool):
         )
 
     def fold_by(self, choose: Choose, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
-        """Fold with another rule that chooses by the scores, as `Chunks` does with whole spans."""
+        """Fold with another rule that chooses by the scores, as `Chunks` does for whole spans."""
         both = fold.in_order(held, new)
         return split(both, self.stays(choose, both, fold), fold)
 
     def stays(self, choose: Choose, slots: Slots, fold: Fold) -> Tensor:
-        """Choose the tokens that stay [batch, kv_heads, slots], bool; all while there is room."""
+        """Choose the tokens that stay [batch, kv_heads, slots], bool. All stay while there is
+        room.
+        """
         if len(slots) <= self.slots():
             return slots.held
         score = self.score(slots, fold)
         scores = score if isinstance(score, tuple) else (score,)
         for problem in [_find_wrong(score, slots) for score in scores] or ["there is none"]:
             if problem is not None:
-                raise WeirError(f"the pool {self.name} cannot rank by its score: {problem}")
+                raise WeirError(f"the score of the pool {self.name} cannot be used: {problem}")
         return choose(self.slots(), slots, scores)
 
 
 class Tallied(Ranked):
-    """A ranked pool that keeps a number beside each token from fold to fold.
+    """A ranked pool that keeps a number for each token from fold to fold.
 
-    `tally` computes the numbers anew at every fold, also while there is room. When `score` is
+    `tally` computes the numbers again at every fold, even while there is room. When `score` is
     called, `fold.state[TALLY]` has the number of each of its slots.
     """
 
     @abstractmethod
     def tally(self, slots: Slots, before: Tensor, fold: Fold) -> Tensor:
-        """Return the new numbers [batch, kv_heads, slots], float32; finite where a token is.
+        """Return the new numbers [batch, kv_heads, slots], float32, finite for every token.
 
         Args:
             slots: all tokens, those held and those that arrive, the oldest first.
             before: the numbers so far; `first_tally` for arrivals.
-            fold: everything a pool may know; `fold.state` is the pool's own.
+            fold: all facts that a pool can use; `fold.state` is the pool's own.
         """
 
     def first_tally(self, new: Slots, fold: Fold) -> Tensor:
@@ -102,7 +111,7 @@ class Tallied(Ranked):
         return new.a.new_zeros(new.a.shape)
 
     def score(self, slots: Slots, fold: Fold) -> Tensor | tuple[Tensor, ...]:
-        """Return the numbers themselves."""
+        """Return the numbers as the score."""
         return fold.state[TALLY]
 
     def state(self, like: Slots) -> dict[str, Tensor]:
@@ -115,7 +124,7 @@ class Tallied(Ranked):
         return find_outside(state, tally=FINITE)
 
     def fold_by(self, choose: Choose, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
-        """Fold as `Ranked.fold_by`; each number goes with its token."""
+        """Fold as `Ranked.fold_by`. Each number goes with its token."""
         both = held.join(new)
         known = fold.state[TALLY][:, :, : len(held)]
         before = torch.cat([known, self.first_tally(new, fold)], dim=2)
@@ -133,7 +142,7 @@ class Asking(Ranked):
     """A ranked pool that reads the attention of some of the last queries.
 
     Attributes:
-        asks: the name of the parameter that says how many.
+        asks: the name of the parameter with the number of queries.
     """
 
     asks: ClassVar[str] = "window"
@@ -144,7 +153,9 @@ class Asking(Ranked):
         return int(getattr(self, self.asks))
 
     def attention(self, slots: Slots, fold: Fold) -> Tensor:
-        """Return shares of their attention [batch, kv_heads, group, window, slots], float32."""
+        """Return shares of the queries' attention [batch, kv_heads, group, window, slots],
+        float32.
+        """
         return fold.observed.attention(slots, self.needs_queries)
 
     def logits(self, slots: Slots, fold: Fold) -> Tensor:
@@ -154,34 +165,39 @@ class Asking(Ranked):
 
 
 def _find_wrong(score: object, slots: Slots) -> str | None:
-    """Say why something is no score of these slots; None if it is one."""
+    """Return why something is not a score of these slots. None if it is a score."""
     if not isinstance(score, Tensor):
-        return f"it is no tensor but a {type(score).__name__}"
+        return f"it must be a tensor, got a {type(score).__name__}"
     if score.shape != slots.position.shape:
-        return f"its shape is {list(score.shape)}, and the slots are {list(slots.position.shape)}"
+        return (
+            f"its shape must be {list(slots.position.shape)}, as that of the slots, got "
+            f"{list(score.shape)}"
+        )
     if not score.is_floating_point():
-        return f"it is of {score.dtype}, and has to be of floating point"
+        return f"its dtype must be a floating-point dtype, got {score.dtype}"
     if bool((score.isnan() & slots.held).any()):
-        return "it is not a number for some tokens"
+        return "it is NaN for some tokens"
     return None
 
 
 def select_highest(n: int, among: Tensor, *scores: Tensor, alike: float = ALIKE) -> Tensor:
-    """Select the `n` slots of the highest score [batch, kv_heads, slots], bool; of equal the first.
+    """Select the `n` slots with the highest score [batch, kv_heads, slots], bool.
+
+    Among equal scores, the first slots are selected.
 
     Args:
-        n: how many, at most; slots whose first score is `-inf` are left out even if there is room.
+        n: the most slots; slots whose first score is `-inf` are left out even if there is room.
         among: the slots to select from [batch, kv_heads, slots], bool.
         scores: [batch, kv_heads, slots] each; the second decides where the first is equal.
-        alike: scores count as equal to the lowest that stays if they differ from it by no more than
+        alike: scores count as equal to the lowest selected one if they differ from it by at most
             this share of it.
     """
     first = scores[0].masked_fill(~among, -torch.inf)
     count = first.shape[2]
     if not 0 < n < count:
         return ~first.isneginf() if n else torch.zeros_like(among)
-    # Finding the lowest score that stays takes a fraction of the time of sorting them all. Slots
-    # that are equal to it by one score are told apart by the next.
+    # Finding the lowest selected score takes a fraction of the time of sorting all of them. Slots
+    # that are equal to it in one score are separated by the next.
     last = first.kthvalue(count - n + 1, dim=2, keepdim=True).values
     best, equal = _compare(first, last, alike)
     room = n - best.sum(dim=2, keepdim=True)
@@ -197,8 +213,8 @@ def select_highest(n: int, among: Tensor, *scores: Tensor, alike: float = ALIKE)
 
 
 def _compare(score: Tensor, last: Tensor, alike: float) -> tuple[Tensor, Tensor]:
-    """(Whether a score is above the last that stays, whether it is equal to it), bool."""
-    # An infinite score is equal to itself alone: infinity times anything is no margin.
+    """Return whether a score is above the last that stays, and whether it is equal to it, bool."""
+    # An infinite score is equal only to itself, because infinity times anything is not a margin.
     margin = (last.abs() * alike).masked_fill(last.isinf(), 0.0)
     above = score > last + margin
     return above, ~above & (score >= last - margin)
@@ -207,14 +223,14 @@ def _compare(score: Tensor, last: Tensor, alike: float) -> tuple[Tensor, Tensor]
 def pool_neighbors(votes: Tensor, position: Tensor, kernel: int, *, average: bool) -> Tensor:
     """Pool votes over the `kernel` places around each token [batch, kv_heads, slots], float64.
 
-    That is their sum over the kernel, or the largest. Votes are not negative, and 0 for none;
-    positions rise along the slots, -1 where empty.
+    This is their sum over the kernel, or the largest. Votes are not negative, and 0 for none.
+    Positions are ascending along the slots, -1 where empty.
     """
     reach = kernel // 2
-    # In double precision the sum does not depend on its order, so that ties remain ties.
+    # In double precision, the sum does not depend on its order, so ties remain ties.
     votes = votes.double()
     total = votes.clone()
-    # Places are distinct, so neighbors in the stream are at most as far apart in slots.
+    # Places are distinct, so the slots of neighbors in the stream are at most as far apart.
     for step in range(1, min(reach, votes.shape[2] - 1) + 1):
         near = position[:, :, step:] - position[:, :, :-step] <= reach
         older, newer = votes[:, :, :-step] * near, votes[:, :, step:] * near

@@ -1,7 +1,7 @@
-"""A sliding window: the newest tokens stay.
+"""A sliding window: keep the newest tokens.
 
-The rolling part of StreamingLLM (Xiao et al. 2024, arXiv:2309.17453, section 3.2). Alone, it is
-window attention (Beltagy et al. 2020, "Longformer"), the baseline that fails in that paper.
+This is the rolling part of StreamingLLM (Xiao et al. 2024, arXiv:2309.17453, section 3.2). Alone,
+it is window attention (Beltagy et al. 2020, "Longformer"), the baseline that fails in that paper.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from weir.slab import Slots
 @pool("recent")
 @dataclass(frozen=True)
 class Recent(Pool):
-    """Keep the newest tokens that arrive; older ones flow on.
+    """Keep the newest tokens that arrive. Older ones overflow.
 
     Attributes:
-        n: how many tokens are kept; `none` for no limit.
+        n: number of tokens to keep; `none` for no limit.
     """
 
     drops = True
@@ -32,13 +32,16 @@ class Recent(Pool):
     n: Count | None
 
     def check(self, before: tuple[Pool, ...]) -> None:
-        """Refuse to stand without a limit behind pools that leave gaps."""
+        """Refuse a place after pools that leave gaps if there is no limit."""
         if self.n is None and not all(pool.in_order for pool in before):
-            raise WeirError("recent(none) can only follow pools that pass all tokens on in order")
+            raise WeirError(
+                "recent(none) can only follow pools that pass on all tokens in order. Give it a "
+                "limit, as in recent(252), or move it forward."
+            )
 
     @property
     def ends_pipe(self) -> bool:
-        """Whether there is no limit, so that nothing flows on."""
+        """Whether there is no limit, so that no token overflows."""
         return self.n is None
 
     def slots(self) -> int | None:
@@ -46,7 +49,7 @@ class Recent(Pool):
         return self.n
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
-        """Append the arrivals; the oldest tokens beyond `n` overflow."""
+        """Append the arrivals. The oldest tokens beyond `n` overflow."""
         both = fold.in_order(held, new)
         spill = 0 if self.n is None else max(0, len(both) - self.n)
         return both.part(spill, len(both)), both.part(0, spill)

@@ -1,4 +1,4 @@
-"""The registry of pools: a registered pool can be written in any policy."""
+"""The registry of pools. A registered pool can be used in any policy."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from weir.pools.base import Pool
 from weir.pools.parameters import check_arguments
 
 POOLS: dict[str, type[Pool]] = {}
-"""Every pool by the name it has in a policy."""
+"""Every pool, by its name in a policy."""
 
 WORD = re.compile(r"[^\W\d]\w*")
 """The pattern of names, and of values that are words, in a policy."""
 
 WAITING = "new"
-"""The name of tokens that wait for the next fold, in lists that name the pool of each token."""
+"""The name of tokens that wait for the next fold, in lists with the pool of each token."""
 
 CONSTANTS = {"true": True, "false": False, "none": None}
-"""Words that are values and not names, in letters of either case."""
+"""Words that are values and not names, in upper or lower case."""
 
 PoolClass = TypeVar("PoolClass", bound=type[Pool])
 
@@ -30,31 +30,35 @@ PoolClass = TypeVar("PoolClass", bound=type[Pool])
 def pool(name: str) -> Callable[[PoolClass], PoolClass]:
     """Register a pool under `name`, and make its class check its arguments.
 
-    A class of the same module and name may be registered again, as when a cell of a notebook is run
-    twice.
+    A class with the same module and name may be registered again, for example when a cell of a
+    notebook is run twice.
 
     Raises:
-        WeirError: the name cannot be written in a policy or is another pool's; or the class is no
-            subclass of `Pool`, lacks a method, or is no dataclass.
+        WeirError: the name cannot be written in a policy or belongs to another pool; or the class
+            is not a subclass of `Pool`, lacks a method, or is not a dataclass.
     """
     check_name(name, "a pool")
     if name == WAITING:
         raise WeirError(
-            f"a pool cannot be called {WAITING}: a cache says so of tokens that no pool holds yet"
+            f"a pool cannot be called {WAITING}: that is the name of tokens that no pool holds "
+            "yet. Use another name."
         )
 
     def register(kind: PoolClass) -> PoolClass:
         if not (isinstance(kind, type) and issubclass(kind, Pool)):
             raise WeirError(
-                f"the pool {name} is to be a class made from weir.pools.Pool, not {quote(kind)}"
+                f"the pool {name} must be a subclass of weir.pools.Pool, got {quote(kind)}"
             )
         if inspect.isabstract(kind):
             missing = " and ".join(f"{method}()" for method in sorted(kind.__abstractmethods__))
-            raise WeirError(f"the pool {name} cannot be used yet: {kind.__name__} lacks {missing}")
+            raise WeirError(
+                f"the pool {name} cannot be used, because {kind.__name__} lacks {missing}. Define "
+                "what is missing."
+            )
         if not is_dataclass(kind):
             raise WeirError(
-                f"the pool {name} is no dataclass, so a policy cannot give it parameters; write "
-                f"@dataclass(frozen=True) between @pool and the class {kind.__name__}"
+                f"the pool {name} is not a dataclass, so a policy cannot set its parameters. "
+                f"Write @dataclass(frozen=True) between @pool and the class {kind.__name__}."
             )
         check_free(name, kind, POOLS, "a pool")
         kind.name = name
@@ -65,19 +69,23 @@ def pool(name: str) -> Callable[[PoolClass], PoolClass]:
 
 
 def check_name(name: Any, what: str) -> None:
-    """Refuse a name that a policy cannot be written with, for a thing such as "a pool"."""
+    """Refuse a name that cannot be written in a policy. `what` is the kind of thing, such as "a
+    pool".
+    """
     if not isinstance(name, str) or WORD.fullmatch(name) is None:
         raise WeirError(
-            f"{what} cannot be called {quote(name)}: a name in a policy is letters, digits and "
-            "underscores, and does not begin with a digit"
+            f"{what} cannot be called {quote(name)}: a name in a policy consists of letters, "
+            "digits and underscores, and does not begin with a digit. Use another name."
         )
     if name.lower() in CONSTANTS:
-        raise WeirError(f"{what} cannot be called {name}, which is a value in a policy")
+        raise WeirError(
+            f"{what} cannot be called {name}, which is a value in policies. Use another name."
+        )
 
 
 def check_free(name: str, made: Any, known: Mapping[str, Any], what: str) -> None:
-    """Refuse a name that is taken, but by a class or function of the same module and name."""
+    """Refuse a name that is taken, unless by a class or function with the same module and name."""
     other = known.get(name, made)
     origin = f"{other.__module__}.{other.__qualname__}"
     if origin != f"{made.__module__}.{made.__qualname__}":
-        raise WeirError(f"{what} is called {name} already, {origin}; take another name")
+        raise WeirError(f"{what} called {name} already exists: {origin}. Use another name.")

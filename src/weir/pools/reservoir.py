@@ -1,9 +1,9 @@
-"""A reservoir: every token that ever left the window is kept with the same probability.
+"""A reservoir: keep every token that ever left the window with the same probability.
 
 "An Experiment of Implementing Reservoir Sampling to StreamingLLM", section 4: the n-th token of the
 middle is kept with probability p = s/n and then replaces one of the s samples, each with
-probability q = 1/s; otherwise it is dropped. This is Algorithm R. (The code of the paper's Figure 2
-samples again from what is still cached, which favors newer tokens.)
+probability q = 1/s. Otherwise it is dropped. This is Algorithm R. (The code of the paper's Figure 2
+samples again from the tokens that are still cached, which favors newer tokens.)
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from weir.slab import Slots
 @pool("reservoir")
 @dataclass(frozen=True)
 class Reservoir(SizedPool, Sample):
-    """Keep a uniform sample of all that arrives, by Algorithm R.
+    """Keep a uniform sample of all tokens that arrive, by Algorithm R.
 
     Attributes:
-        n: how many tokens are kept.
+        n: number of tokens to keep.
         weighted: whether each of them counts for (tokens that came) / n, in numerator and
-            denominator, so that both sums are unbiased and nothing flows on. Otherwise weights stay
-            as they came, and dropped and replaced tokens flow on, as in the paper.
-        per_head: whether each KV head has a sample of its own; one for all heads of a layer in the
-            paper.
+            denominator, so that both sums are unbiased and no token overflows. Otherwise weights do
+            not change, and dropped and replaced tokens overflow, as in the paper.
+        per_head: whether each KV head has a separate sample; in the paper, all heads of a layer
+            share one.
     """
 
     n: int
@@ -44,8 +44,8 @@ class Reservoir(SizedPool, Sample):
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
         """Admit arrivals as if one after the other.
 
-        One number u in [0, 1) serves both chances of the n-th token: u < s/n admits it, and then
-        the whole part of u·n is uniform among the places 0 to s - 1.
+        One number u in [0, 1) decides both draws of the n-th token: u < s/n admits it, and then the
+        whole part of u·n is uniform among the places 0 to s - 1.
         """
         came = fold.state["came"]
         nth = came[..., None] + new.held.cumsum(dim=2)
@@ -54,7 +54,7 @@ class Reservoir(SizedPool, Sample):
         place = place.masked_fill(nowhere, self.n)
         came = came + new.held.sum(dim=2)
         fold.state["came"] = came
-        # Of several arrivals that take the same place, the last one keeps it.
+        # If several arrivals take the same place, the last one keeps it.
         arrival = torch.arange(len(new), device=place.device).expand_as(place)
         winner = place.new_full((*came.shape, self.n + 1), -1)
         winner = winner.scatter_reduce(2, place, arrival, "amax")[:, :, : self.n]

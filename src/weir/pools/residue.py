@@ -1,13 +1,14 @@
-"""Evicted tokens merged into a few weighted means of keys and values.
+"""Merge evicted tokens into a few weighted means of keys and values.
 
-ResKV (arXiv:2607.29591): beside the tokens that are kept exactly, some slots stand for those that
-were not, each with the mean of a group's keys, the mean of its values, and the logarithm of its
+ResKV (arXiv:2607.29591): in addition to the tokens that are kept exactly, some slots represent the
+other tokens. Each has the mean of a group's keys, the mean of its values, and the logarithm of its
 size as a log-weight. An exponential of a mean is less than the mean of exponentials; the second
-order of that is put right with the spread of its keys. How far means are believed is tried in every
-layer on the queries at hand. In a stream, what was merged fades.
+order of this difference is corrected by the spread of the keys. How much weight means get is tested
+in every layer on the latest queries. In a stream, merged tokens fade.
 
-Groups are joined by Ward (1963, "Hierarchical Grouping to Optimize an Objective Function"): two of
-weights v and w whose means lie apart by d add v w / (v + w) d^2 to the sum of squares around means.
+Groups are joined by Ward (1963, "Hierarchical Grouping to Optimize an Objective Function"): two
+groups of weights v and w whose means are a distance d apart add v w / (v + w) d^2 to the sum of
+squares around means.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from weir.pools.registry import pool
 from weir.slab import Slots
 
 MOST_CORRECTION = 5.0
-"""No log-weight is raised by more: of groups that wide the second order says nothing."""
+"""Limit for raising a log-weight. For groups that are wider, the second order has no meaning."""
 ALIKE = 1e-3
-"""Gates that mislead by so much more than the best are as good."""
+"""Gates whose error exceeds the best by at most this share count as equally good."""
 LASTS = 0.9
 """The factor, from fold to fold, of the errors that gates have caused."""
 
@@ -37,22 +38,22 @@ LASTS = 0.9
 @pool("residue")
 @dataclass(frozen=True)
 class Residue(SizedPool):
-    """Merge all that arrives into `r` means, each KV head its own.
+    """Merge all tokens that arrive into `r` means, separately for each KV head.
 
-    Keys are merged without rotation, as if all tokens of a group stood at the place of its newest,
-    which is the place that the slot is said to hold. Those go together that the last queries tell
-    apart the least. Nothing is merged while there is room, and nothing flows on.
+    Keys are merged without rotation, as if all tokens of a group were at the place of its newest,
+    which is the place of the slot. Tokens that the last queries distinguish the least are merged.
+    Nothing is merged while there is room, and no token overflows.
 
     Attributes:
-        r: how many means.
-        half_life: arrivals after which what was merged before counts half; none for never.
+        r: number of means.
+        half_life: arrivals after which tokens merged before count half; none for never.
         spread: whether the weights of means make up for the spread of the keys in them.
-        gate: whether the weights of all means of a layer are lowered, down to nothing, where the
-            last queries would have been answered better.
-        window: how many of the last queries are asked.
+        gate: whether the weights of all means of a layer are lowered, down to zero, if the last
+            queries would have been answered better.
+        window: how many of the last queries are used.
     """
 
-    ends_pipe = True  # its slots stand for all that came
+    ends_pipe = True  # its slots represent all tokens that came
     is_stochastic = False
     synthetic = True
 
@@ -68,10 +69,12 @@ class Residue(SizedPool):
         return self.window
 
     def state(self, like: Slots) -> dict[str, Tensor]:
-        """Of each slot the log-weights `a` and `b` of its group, without correction and gate
+        """Make the state, all float32.
+
+        For each slot it has the log-weights `a` and `b` of its group, without correction and gate
         [batch, kv_heads, r], and the variance of its keys in each dimension, `spread` [batch,
-        kv_heads, r, key_dim]; and how far each gate has misled queries lately, `misled` [batch,
-        kv_heads, gates]. All float32.
+        kv_heads, r, key_dim]. `misled` says how far each gate has misled queries lately [batch,
+        kv_heads, gates].
         """
         batch, heads, _, key_dim = like.keys.shape
         weights, spread = (batch, heads, self.r), (batch, heads, self.r, key_dim)
@@ -84,11 +87,13 @@ class Residue(SizedPool):
         return find_outside(state, a=LOG_WEIGHT, b=LOG_WEIGHT, spread=FROM_0, misled=FROM_0)
 
     def report(self, state: dict[str, Tensor], row: int) -> dict[str, Any]:
-        """The share of their weight that the means of the layer are given."""
+        """Return the share of their weight that the means of the layer get."""
         return {"gate": float(_best(state["misled"])[row])} if self.gate else {}
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
-        """Merge until no more than `r` slots are left, and weigh what they stand for."""
+        """Merge until at most `r` slots are left, and weigh them for the tokens that they
+        represent.
+        """
         gone = new.part(0, 0)
         if not bool(new.held.any()):
             return held, gone
@@ -134,7 +139,7 @@ class Residue(SizedPool):
         return replace(kept, a=kept.a + more, b=kept.b + more), gone
 
     def _merged(self, both: Slots, groups: Groups, mean: Tensor, read: ObservedAttention) -> Slots:
-        """The slots that stay, weighed for their groups; a token by itself stays as it is."""
+        """Return the slots that stay, weighted for their groups. A single token stays unchanged."""
         several = (groups.member.sum(dim=2) > 1)[..., None]
         said = read.rotate_to(mean, both.position).to(both.keys.dtype)
         values = groups.mean(both.values, both.a).to(both.values.dtype)
@@ -147,27 +152,32 @@ class Residue(SizedPool):
         ).only(groups.stays)
 
     def _remember(self, fold: Fold, slots: Slots) -> None:
-        """Take down the weights of groups as they are before correction and gate."""
+        """Save the weights of groups before correction and gate."""
         for name in ("a", "b"):
             log = getattr(slots, name)
             fold.state[name] = F.pad(log, (0, self.r - len(slots)), value=-torch.inf)
 
 
 def _best(misled_by: Tensor) -> Tensor:
-    """The gate that has misled the queries of all heads together the least [batch], float32."""
+    """Return the gate that has misled the queries of all heads together the least [batch],
+    float32.
+    """
     far = misled_by.sum(dim=1)
-    # Where nothing but means was read, all gates but 0 say the same, and rounding must not choose.
+    # If only means were read, all gates but 0 give the same result, and rounding must not choose.
     good = far <= far.amin(dim=1, keepdim=True) * (1 + ALIKE)
     return misled_by.new_tensor(GATES)[good.to(torch.uint8).argmax(dim=1)]
 
 
 GATES = (1.0, 0.75, 0.5, 0.25, 0.0)
-"""Shares of its weight that a mean may be given; of equally good ones the first is taken."""
+"""Shares of its weight that a mean may get. Among equally good ones, the first is used."""
 LEAST = 1e-6
-"""Shares of attention below count as this: a query that read nothing else has no better answer."""
+"""Smaller shares of attention count as this. A query that read nothing else has no better
+answer.
+"""
 ROUNDING = 1e-5
-"""An answer that is off by so much of itself may be off by rounding, and so may a share of
-attention that is what others leave of 1.
+"""Share of an answer by which rounding may change it.
+
+The same applies to a share of attention that is computed as the rest of 1.
 """
 
 
@@ -176,15 +186,16 @@ def measure_misled(
 ) -> Tensor:
     """Measure how far the last `window` queries' outputs move with means in place of the arrivals.
 
-    What the pool `held` is left out on both sides, since of that nobody knows the truth any more.
-    `means` are weighed for the arrivals alone. By gate, the squared distances of the layer's
-    output, added up over queries and the query heads of each KV head [batch, kv_heads, gates].
+    The tokens that the pool `held` are left out on both sides, because their exact attention is no
+    longer known. `means` are weighted only for the arrivals. By gate, returns the squared distances
+    of the layer's output, summed over queries and the query heads of each KV head [batch, kv_heads,
+    gates].
     """
     old_above, old_below = _part(read.attention(held, window), held)
     above, below = _part(read.attention(new, window), new)
     rest_below = 1 - old_below - below
-    # A query that read nothing else leaves the rounding of this difference, which must not be taken
-    # for an answer: divided by what the gate lowers, it would choose between gates that are equal.
+    # A query that read nothing else leaves only the rounding of this difference, which must not be
+    # treated as an answer: divided by the lowered weight, it would choose between equal gates.
     alone = rest_below <= ROUNDING
     rest_above = read.answers[:, :, :, -window:].float() - old_above - above
     rest_above, rest_below = (t.masked_fill(alone, 0.0) for t in (rest_above, rest_below))
@@ -211,18 +222,20 @@ def _part(shares: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
 
 
 LEAST_WEIGHT = 1e-300
-"""Weights below are as good as none."""
+"""Smaller weights count as zero."""
 SAME_POINT = 1e-12
-"""Points are equal whose squared distance is no more of their squared lengths: rounding."""
+"""Points are equal if their squared distance is at most this share of their squared lengths, which
+is rounding.
+"""
 
 
 def merge_nearest(points: Tensor, weight: Tensor, among: Tensor, most: int) -> Tensor:
-    """Join points until no more than `most` groups are left: the first point of the group of each
-    point [batch, heads, n], int64.
+    """Join points until at most `most` groups are left.
 
-    In each round the groups that are nearest to each other, both to both, are joined, those first
-    that cost least by Ward's rule; of equal costs the earlier points'. Points [batch, heads, n,
-    dim] are finite, their `weight` is float64, and `among` says which of them there are.
+    Returns the first point of the group of each point [batch, heads, n], int64. In each round,
+    groups that are nearest to each other, in both directions, are joined, those with the lowest
+    cost by Ward's rule first; among equal costs, the earlier points. Points [batch, heads, n, dim]
+    are finite, their `weight` is float64, and `among` says which of them exist.
     """
     n = among.shape[2]
     step = torch.arange(n, device=points.device)
@@ -244,7 +257,7 @@ def merge_nearest(points: Tensor, weight: Tensor, among: Tensor, most: int) -> T
         other = mean.gather(2, nearest[..., None].expand_as(mean))
         mean = torch.where(takes[..., None], torch.lerp(mean, other, share[..., None]), mean)
         weight = torch.where(takes, weight + theirs, weight)
-        # Where each group goes; those that take nobody name a place beyond the last.
+        # The target of each group. Groups that take in no other name a place beyond the last.
         goes = F.pad(step.expand(among.shape), (0, 1))
         goes = goes.scatter(2, nearest.where(takes, n), step.expand(among.shape))[:, :, :n]
         first = first & (goes == step)
@@ -252,8 +265,9 @@ def merge_nearest(points: Tensor, weight: Tensor, among: Tensor, most: int) -> T
 
 
 def _costs(mean: Tensor, weight: Tensor) -> Tensor:
-    """Compute the cost of joining two groups [batch, heads, n, n], finite and exactly symmetric, or
-    three groups that are equally near could each be nearest to the next.
+    """Compute the cost of joining two groups [batch, heads, n, n], finite and exactly symmetric.
+
+    Otherwise three equally near groups could each be nearest to the next.
     """
     square = mean.square().sum(dim=3)
     squares = square[..., None] + square[:, :, None]
@@ -280,19 +294,24 @@ class Groups:
 
     @classmethod
     def of(cls, group: Tensor, slots: Slots) -> Groups:
-        """Groups by numbers from 0 to n [batch, kv_heads, n], of those slots that hold a token."""
+        """Make groups from numbers from 0 to n [batch, kv_heads, n], for slots that hold a
+        token.
+        """
         step, held = torch.arange(group.shape[2], device=group.device), slots.held[..., None]
         together = (group[..., None] == step) & held
         home = slots.position[..., None].where(together, -1).argmax(dim=2).gather(2, group)
         return cls(home, (home == step) & slots.held, (home[..., None] == step) & held)
 
     def total(self, log: Tensor) -> Tensor:
-        """Logarithms of sums, from logarithms, both [batch, kv_heads, n]; -inf where not home."""
+        """Return logarithms of sums, from logarithms, both [batch, kv_heads, n]; -inf for slots
+        that are no home.
+        """
         return log[..., None].where(self.member, -torch.inf).logsumexp(dim=2)
 
     def mean(self, x: Tensor, log: Tensor) -> Tensor:
-        """Means of `x` [batch, kv_heads, n, dim], float32, by weights of these logarithms; zero
-        where not home, and for a group without weight.
+        """Return means of `x` [batch, kv_heads, n, dim], float32, weighted by these logarithms.
+
+        Zero for slots that are no home, and for a group without weight.
         """
         total = self.total(log)
         share = log[..., None] - total.masked_fill(total.isneginf(), 0.0)[:, :, None]

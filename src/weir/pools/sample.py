@@ -1,8 +1,8 @@
 """The base of pools that sample: their draws, and weights that make them unbiased.
 
-A sample of n out of N tokens, each with the same chance, gives unbiased sums if every token of it
-counts N/n times what it arrived with. The state has the weight each token arrived with, and the
-factor is applied anew at each fold, so that rounding never adds up.
+A sample of n out of N tokens with equal probabilities gives unbiased sums if every token in it
+counts N/n times its original weight. The state has each token's original weight, and the factor is
+applied again at each fold, so that rounding never accumulates.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from weir.slab import Slots
 
 
 class Sample(Pool):
-    """A pool that keeps a sample of all that ever came in.
+    """A pool that keeps a sample of all tokens that ever arrived.
 
     Attributes:
-        weighted: whether the tokens kept count for those that were not, so that both sums of
-            attention are unbiased and nothing flows on. Otherwise weights stay as they came.
-        per_head: whether each KV head has a sample of its own.
+        weighted: whether kept tokens also count for the others, so that both sums of attention are
+            unbiased and no token overflows. Otherwise weights do not change.
+        per_head: whether each KV head has a separate sample.
     """
 
     weighted: bool
@@ -31,17 +31,19 @@ class Sample(Pool):
 
     @property
     def ends_pipe(self) -> bool:
-        """Whether it is weighted: then its slots stand for everything that came."""
+        """Whether it is weighted, so that its slots represent all tokens that came."""
         return self.weighted
 
     @property
     def drops(self) -> bool:
-        """Whether weights stay as they came: otherwise they stand for everything that came."""
+        """Whether weights do not change. Otherwise they represent all tokens that came."""
         return not self.weighted
 
     def state(self, like: Slots) -> dict[str, Tensor]:
-        """Make `came`, the tokens that arrived so far [batch, kv_heads], int64; if the sample is
-        weighted also `a` and `b`, the log-weights its tokens arrived with [batch, kv_heads, n].
+        """Make `came`, the tokens that arrived so far [batch, kv_heads], int64.
+
+        A weighted sample also has `a` and `b`, the original log-weights of its tokens [batch,
+        kv_heads, n].
         """
         shape = like.position.shape[:2]
         state = {"came": like.position.new_zeros(shape)}
@@ -63,23 +65,24 @@ class Sample(Pool):
         return fold.draws.of_layer().uniform(0, position.flatten(1)[:, None]).view(position.shape)
 
     def came_with(self, held: Slots, fold: Fold) -> Slots:
-        """Return the held slots with the weights their tokens arrived with."""
+        """Return the held slots with the original weights of their tokens."""
         if not self.weighted:
             return held
         a, b = (fold.state[name][:, :, : len(held)] for name in ("a", "b"))
         return replace(held, a=a, b=b)
 
     def stand_for_all(self, kept: Slots, fold: Fold) -> Slots:
-        """Weigh the kept slots, with the weights they arrived with, for all of `came`.
+        """Weigh the kept slots, from their original weights, for all of `came`.
 
-        Each token counts for came / n tokens, or for itself while no more than n have come.
+        Each token counts for came / n tokens, or for itself while at most n have come.
         """
         share = fold.state["came"].double() / (self.slots() or 1)
         return self.weigh(kept, share.clamp_min(1.0).log()[..., None], fold)
 
     def weigh(self, kept: Slots, factor: Tensor, fold: Fold) -> Slots:
-        """Multiply the weights that kept tokens arrived with by e^factor, and remember them; the
-        factor is [batch, kv_heads, slots or 1], finite where a token is.
+        """Multiply the original weights of kept tokens by e^factor, and save the original weights.
+
+        The factor is [batch, kv_heads, slots or 1], finite where there is a token.
         """
         free = (self.slots() or 0) - len(kept)
         for name in ("a", "b"):

@@ -1,8 +1,8 @@
-"""Attention sinks: the first tokens of the stream are never evicted.
+"""Attention sinks: never evict the first tokens of the stream.
 
 StreamingLLM (Xiao et al. 2024, "Efficient Streaming Language Models with Attention Sinks",
-arXiv:2309.17453), section 3.2: models put attention they have no use for on the first tokens. While
-these stay, the softmax keeps the shape it was trained with.
+arXiv:2309.17453), section 3.2: models put attention that they have no use for on the first tokens.
+While these are kept, the softmax keeps the shape it was trained with.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Sink(SizedPool):
     """Keep the first tokens that arrive.
 
     Attributes:
-        n: how many tokens are kept; 4 in the paper.
+        n: number of tokens to keep; 4 in the paper.
     """
 
     is_stochastic = False
@@ -31,19 +31,20 @@ class Sink(SizedPool):
     n: int = 4
 
     def check(self, before: tuple[Pool, ...]) -> None:
-        """Refuse any place but the first, or the one behind `beginning`."""
+        """Refuse any place but the first, or the one after `beginning`."""
         if any(pool.name != "beginning" for pool in before):
             raise WeirError(
-                "sink keeps the first tokens of the stream, so it stands first in a pipe"
+                "sink keeps the first tokens of the stream, so it must be the first pool of a "
+                "pipe. Move it to the front."
             )
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
-        """Fill the free slots; everything else flows on."""
+        """Fill the free slots. All other tokens overflow."""
         return keep_first(held, new, self.n)
 
 
 def keep_first(held: Slots, new: Slots, most: int) -> tuple[Slots, Slots]:
-    """Return (kept, overflow) where the first `most` tokens that ever arrive stay."""
+    """Return (kept, overflow), keeping the first `most` tokens that ever arrive."""
     free = most - len(held)
     if free <= 0:
         return held, new

@@ -1,9 +1,10 @@
-"""Snapshots: the last queries vote on which tokens stay.
+"""Snapshots: the last queries vote on which tokens to keep.
 
 SnapKV (Li et al. 2024, "SnapKV: LLM Knows What You Are Looking for Before Generation",
 arXiv:2404.14469), section 4 and Listing 1: the attention of the last queries, the *observation
-window*, is summed for each token before the window and pooled over neighboring positions; the
-tokens with the highest pooled votes stay, and so does the window. In a stream, at every fold.
+window*, is summed for each token before the window and pooled over neighboring positions. The
+tokens with the highest pooled votes are kept, and so is the window. In a stream, this happens at
+every fold.
 """
 
 from __future__ import annotations
@@ -22,30 +23,30 @@ from weir.pools.registry import pool
 from weir.slab import Slots, attention_mass
 
 Frame = Literal["read", "stream"]
-"""Places at which votes are cast: where attention reads keys, or those in the stream."""
+"""Places at which votes are computed: where attention reads keys, or the places in the stream."""
 
 
 @pool("snap")
 @dataclass(frozen=True)
 class Snap(Asking):
-    """Keep the newest tokens, and of the others those the last queries attend to, by KV head.
+    """Keep the newest tokens, and of the others those that the last queries attend to, by KV head.
 
     A vote is the share of its attention that a query gives to a token. It is summed over the last
-    `window` queries and over the query heads of the KV head's group. Tokens of the window stay
-    without votes; if a pool in front of this one holds them, all slots are for others. Of equal
-    pooled votes, a token's own votes decide, and then its age: the older stays. A token that stands
-    for several receives the votes of all of them; weights stay with their tokens.
+    `window` queries and over the query heads of the KV head's group. Tokens of the window are kept
+    without votes; if a pool before this one holds them, all slots are for others. Among equal
+    pooled votes, a token's votes decide, and then its age: the older one is kept. A token that
+    represents several gets the votes of all of them. Weights are kept with their tokens.
 
     Attributes:
-        budget: how many tokens are kept, with those of the window that arrive here.
+        budget: number of tokens to keep, including those of the window that arrive here.
         window: how many of the last queries vote.
-        kernel: over how many neighboring places of the stream votes are pooled, the token's own
-            in the middle: an odd number; 1 for none.
-        average: whether a token gets the average of its neighbors' votes, tokens that are gone
-            counted as none; otherwise their largest.
-        frame: "read": a vote is the attention that the model has paid, with keys where attention
-            reads them and everything the query sees in the denominator. "stream": the softmax over
-            all tokens that are in the pool or arrive at it, at their places in the stream.
+        kernel: number of neighboring places in the stream over which votes are pooled, with the
+            token's place in the middle: an odd number; 1 for no pooling.
+        average: whether a token gets the average of its neighbors' votes, with evicted tokens
+            counted as zero; otherwise their largest.
+        frame: "read": a vote is the attention of the model, with keys where attention reads them
+            and everything that the query sees in the denominator. "stream": the softmax over all
+            tokens that are in the pool or arrive at it, at their places in the stream.
     """
 
     needs_shares = False
@@ -57,21 +58,21 @@ class Snap(Asking):
     frame: Frame = "read"
 
     def check(self, before: tuple[Pool, ...]) -> None:
-        """Refuse a window that leaves no slot to vote about."""
+        """Refuse a window that leaves no slot to vote on."""
         inside = self._inside(before)
         if self.budget <= inside:
             raise WeirError(
-                f"snap keeps the newest {inside} tokens that come to it, so a budget of "
-                f"{self.budget} leaves nothing to vote about; take a budget of {inside + 1} or "
-                f"more, a smaller window, or put recent({self.window}) in front"
+                f"budget of snap must be at least {inside + 1}, because the newest {inside} "
+                f"tokens that reach it are always kept, got {self.budget}. Use a larger budget, a "
+                f"smaller window, or put recent({self.window}) before it."
             )
 
     def fixed(self, before: tuple[Pool, ...]) -> int:
-        """Return the tokens of the window that arrive here: each layer keeps them all."""
+        """Return the number of window tokens that arrive here, all of which each layer keeps."""
         return self._inside(before)
 
     def _inside(self, before: tuple[Pool, ...]) -> int:
-        """Count the tokens of the window that no pool in front holds."""
+        """Count the tokens of the window that no pool before this one holds."""
         inside = self.window
         for place, earlier in enumerate(before):
             if earlier.keeps_run and all(pool.in_order for pool in before[:place]):
@@ -80,7 +81,7 @@ class Snap(Asking):
         return max(0, inside)
 
     def score(self, slots: Slots, fold: Fold) -> tuple[Tensor, Tensor]:
-        """Return (pooled votes, a token's own votes); the window stays without votes."""
+        """Return pooled votes and a token's votes. The window is kept without votes."""
         in_window = slots.position >= fold.next[:, None, None] - self.window
         votes = self._votes(slots, fold).masked_fill(in_window | ~slots.held, 0.0)
         score = pool_neighbors(votes, slots.position, self.kernel, average=self.average)

@@ -1,4 +1,4 @@
-"""SubGen: samples of clusters of keys for the denominator, of long values for the numerator.
+"""SubGen: samples of clusters of keys for the denominator, and of long values for the numerator.
 
 SubGen (Zandieh et al. 2024, "SubGen: Token Generation in Sublinear Time and Memory",
 arXiv:2402.06082), Algorithm 1. The denominator is a sum over clusters of keys, each known by its
@@ -26,36 +26,36 @@ from weir.pools.registry import pool
 from weir.slab import Slots, pick
 
 PIECE = 64
-"""Arrivals looked at together; a whole prompt comes in pieces."""
+"""Number of arrivals processed together. A whole prompt comes in pieces."""
 _PAIRS, _SAMPLES, _MERGES = range(3)
 """The purposes of draws, by number."""
 _ROOM = 16
-"""Clusters there is room for at first, where their number has no limit."""
+"""Number of clusters that there is room for at first, if their number has no limit."""
 
 
 @pool("subgen")
 @dataclass(frozen=True)
 class SubGen(Pool):
-    """Keep the samples that Algorithm 1 draws from all arrivals, each KV head its own.
+    """Keep the samples that Algorithm 1 draws from all arrivals, separately for each KV head.
 
-    A token drawn several times holds one slot, and what it stands for is added up in its weights; a
-    token may stand in one of the two sums or in both. Tokens that come with weights count for as
-    much: e^a in the numerator, e^b in the denominator. Nothing flows on.
+    A token that is drawn several times takes one slot, with its draws added up in its weights. A
+    token may be in one of the two sums or in both. Tokens that come with weights count accordingly:
+    e^a in the numerator, e^b in the denominator. No token overflows.
 
     Attributes:
         samples: s, pairs that are drawn for the numerator.
-        clusters: m, the most clusters there may be. When another one is needed, delta is doubled
-            and clusters whose centers are within it become one; keys are then within 2 delta of
-            their center. `none` for no limit, as in the paper: slots then grow with the clusters.
+        clusters: m, the most clusters. When another one is needed, delta is doubled and clusters
+            whose centers are within it are joined; keys are then within 2 delta of their center.
+            `none` for no limit, as in the paper: slots then grow with the clusters.
         per_cluster: t, keys that are drawn of each cluster.
-        delta: the distance of keys within which they share a cluster, or to begin with. "auto"
+        delta: the distance of keys within which they share a cluster, or the initial one. "auto"
             begins with the smallest distance among the first m + 1 different keys.
-        exact: tokens are kept as they are while all of them fit the slots (without a limit, the
-            slots of as many clusters as there are). Otherwise sampling replaces even the first.
+        exact: whether tokens are kept exactly while all of them fit in the slots (without a limit,
+            the slots of as many clusters as there are). Otherwise sampling replaces even the first.
     """
 
     two_weights = True
-    ends_pipe = True  # what is kept stands for all that came
+    ends_pipe = True  # the kept tokens represent all that came
 
     samples: Count = 64
     clusters: Count | None = 32
@@ -66,31 +66,36 @@ class SubGen(Pool):
     def __post_init__(self) -> None:
         if self.delta == "auto" and self.clusters is None:
             raise WeirError(
-                "subgen finds a delta by the number of clusters there may be; with clusters=none "
-                "it has to be given, as in delta=4.0"
+                "subgen needs a delta if clusters=none, because it chooses delta by the number of "
+                "clusters. Write, for example, delta=4.0."
             )
 
     def slots(self) -> int | None:
-        """One for each pair and each sampled key, should none of them be the same."""
+        """Return one slot for each pair and each sampled key, in case none of them are the same."""
         if self.clusters is None:
             return None
         return self.samples + self.clusters * self.per_cluster
 
     def resized(self, slots: int) -> Pool:
-        """Samples and clusters in the same proportion; what makes no whole cluster are samples."""
+        """Resize samples and clusters in proportion. A remainder too small for a cluster goes to
+        samples.
+        """
         if self.clusters is None or slots <= self.per_cluster:
             raise WeirError(
-                f"subgen with clusters of {self.per_cluster} cannot do with {slots} slots"
+                f"subgen with clusters of {self.per_cluster} needs more than {slots} slots and a "
+                "limit of clusters. Use a larger budget."
             )
         share = slots * self.clusters // (self.samples + self.clusters * self.per_cluster)
         clusters = max(1, share)
         return replace(self, samples=slots - clusters * self.per_cluster, clusters=clusters)
 
     def state(self, like: Slots) -> dict[str, Tensor]:
-        """The fields of `Clusters`, and for each head of each row: `came`, tokens so far, int64;
-        `still`, whether they are still kept as they are, bool; `mu`, the sum of the squared lengths
-        of their values, float64; and `pairs`, the list M as slots [batch, kv_heads, samples],
-        int64, -1 as long as there is none.
+        """Make the state.
+
+        It has the fields of `Clusters`, and for each head of each row: `came`, tokens so far,
+        int64; `still`, whether they are still kept exactly, bool; `mu`, the sum of the squared
+        lengths of their values, float64; and `pairs`, the list M as slots [batch, kv_heads,
+        samples], int64, -1 as long as there is none.
         """
         room = _ROOM if self.clusters is None else self.clusters
         came = like.position.new_zeros(like.position.shape[:2])
@@ -111,9 +116,9 @@ class SubGen(Pool):
         """See `Pool.wrong_state`."""
         there = state["count"] > 0
         if bool((there[..., 1:] & ~there[..., :-1]).any()):
-            return "count leaves out a cluster"
+            return "count skips a cluster"
         if held == 0 and bool(there.any()):
-            return "samples names a slot that is not in use"
+            return "samples contains a slot that is not in use"
         return find_outside(
             {**state, "samples": state["samples"].where(there[..., None], 0)},
             **dict.fromkeys(("mu", "delta", "count"), FROM_0),
@@ -129,7 +134,10 @@ class SubGen(Pool):
         if len(new) == 0:
             return held, new
         if not new.finite:
-            raise WeirError("subgen was given a key or value that is not finite, near no cluster")
+            raise WeirError(
+                "subgen got a key or value that is not finite, so it belongs to no cluster. Check "
+                "the model."
+            )
         clusters = Clusters(*(fold.state[name] for name in Clusters.__dataclass_fields__))
         for start in range(0, len(new), PIECE):
             piece, first = new.part(start, start + PIECE), len(held) + start
@@ -140,7 +148,7 @@ class SubGen(Pool):
         return kept, new.part(0, 0)
 
     def _draw_pairs(self, new: Slots, first: int, fold: Fold) -> None:
-        """UPDATEMATRIXPRODUCT (lines 24 to 28) and line 6; arrivals lie from slot `first` on."""
+        """UPDATEMATRIXPRODUCT (lines 24 to 28) and line 6. Arrivals begin at slot `first`."""
         squared_lengths = new.values.double().square().sum(dim=3).masked_fill(~new.held, 0.0)
         weight = new.a.double().exp() * squared_lengths
         u = fold.draws.uniforms(_PAIRS, new.position, self.samples)
@@ -150,7 +158,7 @@ class SubGen(Pool):
         fold.state["mu"] = mu[..., 0]
 
     def _cluster(self, clusters: Clusters, new: Slots, first: int, fold: Fold) -> None:
-        """UPDATESOFTMAXNORMALIZER, and whether all tokens can still be kept as they are."""
+        """UPDATESOFTMAXNORMALIZER. Also finds whether all tokens can still be kept exactly."""
         before = clusters.used
         opened = clusters.take(
             new.keys,
@@ -168,8 +176,10 @@ class SubGen(Pool):
         fold.state["came"] = came[..., -1]
 
     def _drawn(self, both: Slots, clusters: Clusters, fold: Fold) -> Slots:
-        """The tokens that were drawn, with the weights of lines 29 and 30: as often as they were,
-        mu / (s |v|^2) for a pair and n_i / t for a sample of cluster i.
+        """Return the tokens that were drawn, with the weights of lines 29 and 30, times their
+        draws.
+
+        These are mu / (s |v|^2) for a pair, and n_i / t for a sample of cluster i.
         """
         pairs, still = fold.state["pairs"], fold.state["still"][..., None]
         there = (clusters.count > 0)[..., None]
@@ -178,7 +188,8 @@ class SubGen(Pool):
         times = zeros.scatter_add(2, pairs.clamp_min(0), (pairs >= 0).double())
         share = (clusters.count / self.per_cluster)[..., None].expand_as(clusters.samples)
         below = zeros.scatter_add(2, samples, share.flatten(2))
-        # Of those that were drawn alone: lengths of all values would take longer than all the rest.
+        # Only for drawn tokens: computing the lengths of all values would take longer than
+        # everything else.
         drawn = pairs.clamp_min(0)
         lengths = pick(both.values, drawn).double().square().sum(dim=3)
         each = fold.state["mu"][..., None] / (self.samples * lengths)
@@ -189,7 +200,7 @@ class SubGen(Pool):
             b=torch.where(still, both.b, below.log().to(both.b.dtype)),
         )
         stays = torch.where(still, both.held, (times > 0) | (below > 0))
-        # Where each of them lies from now on.
+        # The new slot of each of them.
         after = stays.cumsum(dim=2) - 1
         fold.state["pairs"] = after.gather(2, pairs.clamp_min(0)).where(pairs >= 0, -1)
         moved = after.gather(2, samples).view_as(clusters.samples)
@@ -198,16 +209,17 @@ class SubGen(Pool):
 
 
 def resample(total: Tensor, weight: Tensor, into: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Fill weighted reservoirs, as if arrivals came one by one: (the last that took each entry, -1
-    for none [batch, kv_heads, reservoirs, entries]; the new totals).
+    """Fill weighted reservoirs, as if arrivals came one by one.
 
-    An arrival of weight w, joining what weighs W, takes each entry with probability w / (W + w),
-    independently. So every entry is, at all times, one draw of all that came, by weight.
+    Returns the last arrival that took each entry, -1 for none [batch, kv_heads, reservoirs,
+    entries], and the new totals. An arrival of weight w that joins a weight W takes each entry with
+    probability w / (W + w), independently. So every entry is, at all times, one draw of all that
+    came, by weight.
 
     Args:
-        total: what came into each reservoir so far [batch, kv_heads, reservoirs], float64.
-        weight: of the arrivals [batch, kv_heads, n], float64; zero for none.
-        into: the reservoir each goes to [batch, kv_heads, n], int64.
+        total: total weight of each reservoir so far [batch, kv_heads, reservoirs], float64.
+        weight: weights of the arrivals [batch, kv_heads, n], float64; zero for none.
+        into: the reservoir of each arrival [batch, kv_heads, n], int64.
         u: uniform in [0, 1), of each arrival for each entry [batch, kv_heads, n, entries].
     """
     by_kernel = kernels.resample(u.device)
@@ -216,7 +228,7 @@ def resample(total: Tensor, weight: Tensor, into: Tensor, u: Tensor) -> tuple[Te
 
 
 def reservoirs(total: Tensor, weight: Tensor, into: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """`resample` in PyTorch, which a kernel must equal; arguments as there."""
+    """`resample` in PyTorch, which a kernel must equal. Arguments are the same."""
     count, entries = total.shape[2], u.shape[3]
     each = F.one_hot(into, count) * weight[..., None]
     running = torch.cat([total[:, :, None], each], dim=2).cumsum(dim=2)
@@ -264,20 +276,21 @@ class Clusters:
         limit: int | None,
         draw: Callable[[Tensor], Tensor],
     ) -> Tensor:
-        """Let keys in one after the other (UPDATESOFTMAXNORMALIZER), and return which opened
-        a cluster [batch, kv_heads, n], bool.
+        """Let keys in one after the other (UPDATESOFTMAXNORMALIZER).
 
-        All keys up to the first that is near no cluster join at once; then that one opens a
-        cluster, and so on: the loop is over the clusters that open, not over keys.
+        Returns which keys opened a cluster [batch, kv_heads, n], bool. All keys up to the first
+        that is near no cluster join at once; then that key opens a cluster, and so on. The loop is
+        over the clusters that open, not over keys.
 
         Args:
             keys: [batch, kv_heads, n, key_dim].
-            weight: what each counts for, float64; zero for none at all.
+            weight: the weight of each key, float64; zero for none.
             born: their places in the stream.
             u: uniform in [0, 1), of each key for each entry [batch, kv_heads, n, per_cluster].
             first: the slot of the first of them.
-            limit: clusters there may be; None for no limit.
-            draw: from `born` of clusters to the uniform numbers of each when it goes into another.
+            limit: the most clusters; None for no limit.
+            draw: maps `born` of clusters to the uniform numbers of each when it is joined into
+                another.
         """
         n = keys.shape[2]
         step = torch.arange(n, device=keys.device)
@@ -286,7 +299,7 @@ class Clusters:
         distances = self._distances(keys)
         while True:
             near = distances.amin(dim=3)
-            # Of equally near clusters the first. An infinite distance is equal to itself.
+            # Among equally near clusters, the first. An infinite distance is equal to itself.
             most = near * (1 + kernels.ALIKE)
             nearest = (distances <= most[..., None]).to(torch.uint8).argmax(dim=3)
             waits = (step >= done) & (weight > 0)
@@ -322,11 +335,13 @@ class Clusters:
                 distances = torch.where(here[:, :, None], _distance(keys, key), distances)
 
     def _distances(self, keys: Tensor) -> Tensor:
-        """From keys to centers [batch, kv_heads, n, clusters]; infinite where there is none."""
+        """Return distances from keys to centers [batch, kv_heads, n, clusters]; infinite where
+        there is none.
+        """
         return _distance(keys, self.centre).masked_fill(self.count[:, :, None] == 0, torch.inf)
 
     def _make_room(self, stuck: Tensor) -> None:
-        """Twice as many clusters, where one is to open and there is no place for it."""
+        """Double the number of clusters if one must open and there is no place for it."""
         room = self.count.shape[2]
         if bool((stuck & (self.used == room)).any()):
             self.count, self.born = (F.pad(t, (0, room)) for t in (self.count, self.born))
@@ -334,12 +349,13 @@ class Clusters:
             self.samples = F.pad(self.samples, (0, 0, 0, room))
 
     def _merge(self, full: Tensor, near: Tensor, draw: Callable[[Tensor], Tensor]) -> None:
-        """Double delta, and let clusters whose centers are now within it go into the oldest such.
+        """Double delta, and join clusters whose centers are now within it to the oldest such
+        cluster.
 
-        Without chains: what a cluster goes into goes nowhere itself. From 0, delta becomes the
-        smallest distance there is. Each entry of the cluster that stays becomes the other's with
-        probability n_other / (n_both). `full` are the heads [batch, kv_heads, 1], bool, and `near`
-        is how near the waiting key is to a center.
+        There are no chains: a cluster that another joins does not join a third. From 0, delta
+        becomes the smallest distance that exists. Each entry of the cluster that stays becomes the
+        other's with probability n_other / (n_both). `full` are the heads [batch, kv_heads, 1],
+        bool, and `near` is the distance of the waiting key to a center.
         """
         step = torch.arange(self.count.shape[2], device=near.device)
         between = self._distances(self.centre)
@@ -366,7 +382,9 @@ class Clusters:
 
 
 def _distance(keys: Tensor, others: Tensor) -> Tensor:
-    """Euclidean distances, float64, from differences: equal keys are at a distance of zero."""
+    """Euclidean distances, float64, from differences, so that equal keys have a distance of
+    zero.
+    """
     kernel = kernels.distances(keys.device)
     if kernel is not None:
         found: Tensor = kernel(keys, others)

@@ -1,12 +1,13 @@
-"""A weighted sample of the tail that estimates its own error.
+"""A weighted sample of the tail that estimates its error.
 
 Priority sampling (Duffield, Lund and Thorup 2007, "Priority sampling for estimation of arbitrary
-subset sums", section 1): a token of weight s draws u and has the priority s / u. The n highest
-stay, and with τ the highest priority that did not, each counts max(1, τ / s) times; sums over all
-that came are then unbiased, whatever the weights.
+subset sums", section 1): a token of weight s draws u and has the priority s / u. The n tokens with
+the highest priorities are kept. With τ the highest priority among the others, each counts max(1, τ
+/ s) times. Sums over all that came are then unbiased, whatever the weights.
 
-"Error certificates" (arXiv:2607.21475) draws such a sample once, of a whole prompt, behind tokens
-kept for sure. Here weights and random numbers of tokens never change, and τ only rises.
+"Error certificates" (arXiv:2607.21475) draws such a sample once from a whole prompt, after tokens
+that are kept for certain. Here, weights and random numbers of tokens never change, and τ only
+rises.
 """
 
 from __future__ import annotations
@@ -36,18 +37,19 @@ from weir.slab import Slots
 @pool("tail")
 @dataclass(frozen=True)
 class Tail(SizedPool, Sample):
-    """Keep a sample of all that arrives, with chances by contribution, weighted to be unbiased.
+    """Keep a sample of all arriving tokens, with probabilities by contribution, weighted to be
+    unbiased.
 
     The contribution of a token is the attention it received before it came here, times the length
     of its value. Its weight is its contribution, but at least `floor` times the mean of all that
-    came so far. Nothing flows on.
+    came so far. No token overflows.
 
     Attributes:
-        n: how many tokens are kept.
+        n: number of tokens to keep.
         attention: whether received attention is in the weight.
-        value: whether the length of the value is; with neither, all have the same chance.
-        floor: from 0 to 1; above 0 no token counts for more than about 1 / floor times what it
-            would in a uniform sample.
+        value: whether the length of the value is; with neither, all have the same probability.
+        floor: from 0 to 1; above 0, no token counts for more than about 1 / floor times its count
+            in a uniform sample.
         watch: how many of the last queries of each fold estimate the error (`report`); 0 for none.
     """
 
@@ -71,11 +73,12 @@ class Tail(SizedPool, Sample):
         return self.watch
 
     def state(self, like: Slots) -> dict[str, Tensor]:
-        """Make the state of a sample and, float64: `said`, the logarithm of each slot's weight
-        [batch, kv_heads, n]; `threshold`, the logarithm of τ, and `sum`, the sum of all
-        contributions [batch, kv_heads]. With watched queries also `watched`, their number,
-        `variance`, the sum of their relative variances, and `until`, the tokens seen at the last
-        fold [batch, kv_heads].
+        """Make the state of a sample, and further tensors in float64.
+
+        They are `said`, the logarithm of each slot's weight [batch, kv_heads, n]; `threshold`, the
+        logarithm of τ, and `sum`, the sum of all contributions [batch, kv_heads]. With watched
+        queries also `watched`, their number, `variance`, the sum of their relative variances, and
+        `until`, the tokens seen at the last fold [batch, kv_heads].
         """
         state = super().state(like)
         none = torch.zeros_like(state["came"], dtype=torch.float64)
@@ -94,7 +97,7 @@ class Tail(SizedPool, Sample):
         return wrong or super().wrong_state(state, held, ahead)
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
-        """Keep the tokens of the highest priorities; τ rises to the highest of the others."""
+        """Keep the tokens with the highest priorities. τ rises to the highest of the others."""
         state = fold.state
         old = self.came_with(held, fold)
         if self.watch:
@@ -116,10 +119,11 @@ class Tail(SizedPool, Sample):
         return self.weigh(kept, factor, fold), new.part(0, 0)
 
     def report(self, state: dict[str, Tensor], row: int) -> dict[str, Any]:
-        """Return `mean_error`, the relative standard error of the layer's outputs by the sample.
+        """Return `mean_error`, the relative standard error of the layer's outputs due to the
+        sample.
 
-        The root mean square over the row's heads and all queries watched since the stream began, so
-        the newest may be off by more; None before the first.
+        It is the root mean square over the row's heads and all queries watched since the stream
+        began, so the newest may have a larger error; None before the first.
         """
         if not self.watch:
             return {}
@@ -148,10 +152,10 @@ class Tail(SizedPool, Sample):
     def _watch(self, held: Slots, came: Slots, fold: Fold) -> None:
         """Add up the variances of the last queries' outputs over the sample as it was read.
 
-        Each token was in the sample with a probability π, the inverse of its weight. Without it the
-        output z would move by p / (1 - p) (z - v), with p the share of attention that the token and
-        those it stands for received. So its variance is Σ (1 - π) (p / (1 - p))² |v - z|², the
-        jackknife's (Särndal, Swensson and Wretman 1992, sections 5.6 and 11.5, with draws taken as
+        Each token was in the sample with a probability π, the inverse of its weight. Without it,
+        the output z would move by p / (1 - p) (z - v), with p the share of attention that the token
+        and those it represents received. So its variance is Σ (1 - π) (p / (1 - p))² |v - z|², the
+        jackknife's (Särndal, Swensson and Wretman 1992, sections 5.6 and 11.5, with draws assumed
         independent, as they nearly are).
         """
         read = fold.observed
@@ -163,7 +167,7 @@ class Tail(SizedPool, Sample):
         # Distances from differences, so that a sample of equal values has no error.
         exact = "donot_use_mm_for_euclid_dist"
         off = torch.cdist(answer.flatten(2, 3), value, compute_mode=exact).square().view_as(share)
-        # A token with all of the attention had no other to be compared with.
+        # A token with all of the attention cannot be compared with another token.
         ratio = share / (1 - share).clamp_min(torch.finfo(torch.float32).eps)
         variance = ((1 - chance)[:, :, None, None] * ratio.square() * off).sum(dim=-1)
         length = answer.square().sum(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)

@@ -26,16 +26,16 @@ from weir.slab import Slots
 @pool("uniform")
 @dataclass(frozen=True)
 class Uniform(Sample):
-    """Keep a uniform sample of all that arrives: a number of tokens, or a share of them.
+    """Keep a uniform sample of all tokens that arrive: a number of tokens, or a share of them.
 
     Attributes:
-        n: how many tokens are kept; or
+        n: number of tokens to keep; or
         rate: the probability with which each token is kept. The pool then has no limit: it grows
             with the stream, at this rate.
-        weighted: whether each token kept counts for (tokens that came) / n, or for 1 / rate, in
-            numerator and denominator, so that both sums are unbiased and nothing flows on.
-            Otherwise weights stay as they came, and other tokens flow on.
-        per_head: whether each KV head has a sample of its own; otherwise all heads of a layer share
+        weighted: whether each kept token counts for (tokens that came) / n, or for 1 / rate, in
+            numerator and denominator, so that both sums are unbiased and no token overflows.
+            Otherwise weights do not change, and other tokens overflow.
+        per_head: whether each KV head has a separate sample; otherwise all heads of a layer share
             one.
     """
 
@@ -48,8 +48,8 @@ class Uniform(Sample):
         if (self.n is None) == (self.rate is None):
             given = "neither" if self.n is None else f"both, n={self.n} and rate={self.rate}"
             raise WeirError(
-                f"uniform keeps so many tokens or a share of them, and was given {given}; "
-                "write uniform(64) or uniform(rate=0.25)"
+                f"uniform needs either a number of tokens or a rate, got {given}. Write "
+                "uniform(64) or uniform(rate=0.25)."
             )
 
     @property
@@ -58,7 +58,7 @@ class Uniform(Sample):
         return super().ends_pipe or self.rate == 1
 
     def slots(self) -> int | None:
-        """Return the number of tokens kept; None, no limit, by rate."""
+        """Return the number of tokens kept. None, no limit, by rate."""
         return self.n
 
     def state(self, like: Slots) -> dict[str, Tensor]:
@@ -66,7 +66,7 @@ class Uniform(Sample):
         return super().state(like) if self.weighted and self.n is not None else {}
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
-        """Keep the tokens whose number is below the rate, or the `n` of the lowest numbers."""
+        """Keep the tokens whose number is below the rate, or the `n` with the lowest numbers."""
         if self.rate is not None:
             return self._by_rate(self.rate, held, new, fold)
         if self.weighted:

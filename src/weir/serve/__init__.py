@@ -1,4 +1,4 @@
-"""Endless sessions of many clients at once, through one model."""
+"""Serve endless sessions of many clients with one model."""
 
 from weir.serve.client import EngineClient
 from weir.serve.engine.engine import Engine, compile_engine, sizes_of

@@ -1,6 +1,6 @@
-"""Answers that are held to a grammar after their thoughts, which may be any text.
+"""Answers that may begin with thoughts, which can be any text, and must then follow a grammar.
 
-Knows nothing about HTTP or rows.
+This file does not use HTTP or rows.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from weir.serve.structured import GrammarConstraint
 
 _NO_SPACE = "[^\\s\u0120\u010a\u010d\u0109\u2581]"
-"""A character that is not white space, in the alphabets in which tokenizers write tokens."""
+"""A character that is not white space, as written in tokenizers' token alphabets."""
 _GOES_ON = re.compile(f">.*{_NO_SPACE}", re.DOTALL)
 
 
 class ThoughtTokens:
-    """Tokens that an `AfterThoughts` must know, found when they are first needed."""
+    """The special tokens that an `AfterThoughts` needs, looked up on first use."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, stop_ids: Collection[int], vocabulary: int
@@ -41,16 +41,16 @@ class ThoughtTokens:
 
     @cached_property
     def spaces(self) -> list[int]:
-        """Tokens that models put between the thoughts and the answer."""
+        """Tokens that models write between the thoughts and the answer."""
         texts = ("\n", "\n\n")
         found = [self._tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
         return [ids[0] for ids in found if len(ids) == 1]
 
     @cached_property
     def going_on(self) -> Tensor:
-        """Tokens that could end the thoughts and begin the answer at once.
+        """Tokens that could both end the thoughts and begin the answer.
 
-        The grammar would not see that beginning.
+        The grammar would not see the beginning of the answer in such a token.
         """
         count = min(self._vocabulary, len(self._tokenizer))
         tokens = self._tokenizer.convert_ids_to_tokens(list(range(count)))
@@ -59,33 +59,36 @@ class ThoughtTokens:
         return torch.tensor([n for n in found if n not in special], dtype=torch.int64)
 
     def decode(self, ids: list[int]) -> str:
-        """The text of some tokens."""
+        """Decode some tokens to text."""
         return str(self._tokenizer.decode(ids))
 
 
 class AfterThoughts:
-    """The grammar that one answer is held to after its thoughts.
+    """The grammar that one answer must follow after its thoughts.
 
-    An answer may begin with thoughts or not. They end with `</think>`, and cannot end the answer.
+    An answer may begin with thoughts or without. Thoughts end with `</think>`, which cannot end the
+    answer.
 
     Args:
-        is_open: whether the prompt has opened the thoughts already.
+        is_open: whether the prompt has already opened the thoughts.
     """
 
     def __init__(self, inner: GrammarConstraint, tokens: ThoughtTokens, *, is_open: bool) -> None:
         self._inner = inner
         self._tokens = tokens
-        self._opening = None if is_open else list(tokens.opening)  # what is left of `<think>`
+        self._opening = (
+            None if is_open else list(tokens.opening)
+        )  # the part of `<think>` that is still to come
         self._state = "thoughts" if is_open else "start"
         self._recent: list[int] = []  # the newest tokens of the thoughts
 
     @property
     def done(self) -> bool:
-        """Whether the answer is complete."""
+        """Return whether the answer is complete."""
         return self._state in ("start", "answer") and self._inner.done
 
     def allow(self, logits: Tensor) -> Tensor:
-        """Set the logits [vocabulary] of tokens that may not come next to -inf, in place."""
+        """Set the logits [vocabulary] of tokens that are not allowed next to -inf, in place."""
         tokens = self._tokens
         if self._state == "opening":
             assert self._opening

@@ -1,8 +1,7 @@
-"""Conversations whose system messages have changed, continued with a note about the change.
+"""Continue conversations whose system messages have changed, with a note about the change.
 
-Agents put the time, the folder's files or the state of git into the system message. Each change
-makes the history another one, which would be read again from its beginning. Knows nothing about
-tokens.
+Agents put the time, the folder's files or the state of git in the system message. Each change makes
+a different history, which would otherwise be read again from its beginning.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from dataclasses import dataclass
 from weir.serve.messages import Message, hash_prefixes
 
 MOST_NOTED = 2000
-"""Characters of a note; a change that needs more is read again."""
+"""The most characters of a note. After a larger change, the history is read again."""
 MOST_LINES = 5000
-"""Lines of system messages that are compared."""
+"""The most lines of system messages that are compared."""
 AROUND = 40
-"""Characters in front of and after a change within a long line that a note repeats."""
+"""Number of characters before and after a change within a long line that a note repeats."""
 MOST_KEPT = 4096
-"""Turns that are remembered, of all owners together."""
+"""Number of turns that are remembered, of all owners together."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +31,8 @@ class Outline:
 
     Attributes:
         systems: the texts of the system messages before the first answer.
-        hashes: of each prefix of the history, by its number of messages: what it says apart from
-            those system messages. Histories that differ in nothing else have the same.
+        hashes: hash of each prefix of the history, by its number of messages, without those system
+            messages. Histories that differ only in them have the same hashes.
     """
 
     systems: tuple[str, ...]
@@ -41,7 +40,7 @@ class Outline:
 
     @classmethod
     def of(cls, root: str, messages: Sequence[Message]) -> Outline:
-        """The outline of a history; `root` is that of its hashes."""
+        """Return the outline of a history. `root` is the root of its hashes."""
         roles = [message.role for message in messages]
         start = roles.index("assistant") if "assistant" in roles else len(roles)
         first = [n for n in range(start) if roles[n] == "system"]
@@ -56,7 +55,7 @@ class Outline:
 
 
 class ChangedPrefixes:
-    """Remembers the newest turns by their outlines. Called from any thread."""
+    """Remembers the newest turns by their outlines. Can be called from any thread."""
 
     def __init__(self, most: int = MOST_KEPT) -> None:
         self._most = most
@@ -64,7 +63,7 @@ class ChangedPrefixes:
         self._lock = threading.Lock()
 
     def add(self, owner: str, outline: str, node: str, systems: tuple[str, ...]) -> None:
-        """Remember that a turn ends a history with this outline, under these system messages."""
+        """Remember that a turn ends a history with this outline and these system messages."""
         with self._lock:
             self._kept[owner, outline] = node, systems
             self._kept.move_to_end((owner, outline))
@@ -72,14 +71,15 @@ class ChangedPrefixes:
                 self._kept.popitem(last=False)
 
     def find(self, owner: str, outline: str) -> tuple[str, tuple[str, ...]] | None:
-        """Return the newest turn with an outline, and the system messages that it was under."""
+        """Return the newest turn with an outline, and its system messages."""
         with self._lock:
             return self._kept.get((owner, outline))
 
 
 def describe_change(old: Sequence[str], new: Sequence[str]) -> str | None:
-    """Write the note that tells a model how its system messages have changed; None if that is
-    longer than a note may be.
+    """Write the note that tells a model how its system messages have changed.
+
+    Returns None if the note would be too long.
     """
     before = [line for text in old for line in text.splitlines()]
     after = [line for text in new for line in text.splitlines()]
@@ -103,7 +103,7 @@ def describe_change(old: Sequence[str], new: Sequence[str]) -> str | None:
 
 
 def _narrow(old: str, new: str) -> tuple[str, str]:
-    """Two texts without what is the same at their ends, but for a few words."""
+    """Cut the common beginning and end off two texts, except for a few words."""
     shorter = min(len(old), len(new))
     start = next((n for n in range(shorter) if old[n] != new[n]), shorter)
     end = next((n for n in range(shorter - start) if old[-1 - n] != new[-1 - n]), shorter - start)

@@ -1,6 +1,7 @@
-"""The client of the engine: requests of many owners become sequences, and their answers are saved.
+"""The client of the engine: turn requests into sequences, and save their answers.
 
-Stands between those who speak text and an engine that knows tokens. Knows nothing about HTTP.
+This file connects the HTTP API, which works with text, to the engine, which works with tokens. It
+does not use HTTP.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class GenerationRequest:
     Attributes:
         match: finds the prompt; called in a thread, and again if the turn that the prompt continues
             is dropped before it starts.
-        constraint: makes for each answer the format that it is held to; None for any text.
+        constraint: makes the format that each answer must follow; None for any text.
         tools: the client's functions that the model may call.
         own: the server's tools that the model may call; None if there are none.
         ignores_end: whether an answer goes on past the model's own end of a turn (`ignore_eos`).
@@ -109,7 +110,7 @@ class GenerationRequest:
 
 
 class ServerClosing(WeirError):
-    """The server ends before the answer does."""
+    """The server shuts down before the answer is complete."""
 
 
 class NoOutput(WeirError):
@@ -128,7 +129,7 @@ class CannotDrop(WeirError):
 
 @dataclass(frozen=True)
 class ToolOutput:
-    """An output of a tool that a stream has read, and where its tokens are."""
+    """An output of a tool that a stream has read, and the place of its tokens."""
 
     call: str
     place: ResultPlace
@@ -139,7 +140,7 @@ class DroppedOutput:
     """An output of a tool that was dropped.
 
     Attributes:
-        tokens: how many tokens it has; fewer may have been held.
+        tokens: how many tokens it has; fewer may have been in the cache.
         again: whether it had been dropped before.
     """
 
@@ -166,13 +167,13 @@ class PinnedOutput:
 
 @dataclass(frozen=True)
 class PromptProgress:
-    """How far a prompt is read.
+    """The progress of reading a prompt.
 
     Attributes:
         total: tokens of everything before the answer.
         cached: how many of them are not read for this request.
-        processed: how many are read, `cached` ones included.
-        waiting: whether it waits for a row.
+        processed: how many have been read, including `cached`.
+        waiting: whether the request waits for a row.
     """
 
     total: int
@@ -183,7 +184,7 @@ class PromptProgress:
 
 @dataclass(eq=False)
 class Generation:
-    """The answers to a request while they are made."""
+    """The answers to a request while they are generated."""
 
     request: GenerationRequest
     prompt: Prompt
@@ -196,15 +197,15 @@ class Generation:
     _first: list[OutputEvent] = field(default_factory=list)
 
     async def start(self, seconds: float) -> Exception | None:
-        """Wait for the first events; return why the request failed, if that was the first.
+        """Wait for the first events. Returns the error if the request failed first.
 
-        Busy if no row has become free within so many seconds.
+        Raises Busy if no row becomes free within this many seconds.
         """
         taking = asyncio.ensure_future(self.queue.take())
         try:
             done, _ = await asyncio.wait({taking}, timeout=seconds)
             if not done and self.sequences[0].stage is Stage.WAITING:
-                raise Busy("no row has become free in time")
+                raise Busy("no row became free in time. Try again later.")
             self._first = await taking
         finally:
             taking.cancel()
@@ -212,13 +213,13 @@ class Generation:
         return first.error if isinstance(first, FailureEvent) else None
 
     async def events(self) -> AsyncIterator[list[AnswerEvent]]:
-        """Events until all answers have ended; raises what one of them failed with."""
+        """Yield events until all answers have ended. Raises the error of an answer that failed."""
         events = self._first
         while True:
             good: list[AnswerEvent] = []
             for event in events:
                 if event.answer in self.finished:
-                    continue  # a failure of the whole server came after its end
+                    continue  # a failure of the whole server came after the end of this answer
                 if isinstance(event, FailureEvent):
                     self.running.discard(event.answer)
                     raise event.error
@@ -237,17 +238,19 @@ class Generation:
         self._client.close_generation(self)
 
     def call_id(self, answer: int) -> Callable[[int], str]:
-        """The function that gives the calls of an answer their ids, by their index."""
+        """Return the function that gives the calls of an answer their ids, by index."""
         return partial(call_id, self.sequences[answer].id)
 
     @property
     def cached(self) -> int:
-        """Tokens before the answer that were not read for it, known when the prompt is read."""
+        """Number of tokens before the answer that were not read for it, known once the prompt is
+        read.
+        """
         return self.prompt.cached + self.sequences[0].reused
 
     @property
     def progress(self) -> PromptProgress:
-        """How much of the prompt is read; called from any thread."""
+        """Return how much of the prompt has been read. Can be called from any thread."""
         first = self.sequences[0]
         total, cached = self.prompt.length, self.cached
         if first.stage is Stage.WAITING:
@@ -266,20 +269,20 @@ class EngineClient:
     """Submits requests of many owners to one engine.
 
     Args:
-        engine: its thread is run by this client from `open` on.
+        engine: the engine, whose thread this client runs from `open` on.
         worker: works on large requests; by default in threads.
         is_replica: whether other servers have the same sessions.
         aliases: further names of the model; "*" for all names.
         notes_changes: whether a conversation whose system messages have changed continues with a
-            note that says how, in place of being read again.
-        recall: tokens of text that has left the cache which are put before a message that asks for
-            it, if the store has an archive; 0 for none unless a request asks for them.
+            note about the change, instead of being read again.
+        recall: the most tokens of forgotten text to put before a message that asks for it, if the
+            store has an archive; 0 for none unless a request asks for them.
 
     Attributes:
-        defaults: how answers are sampled where a request does not say.
-        own_tools: the tools that the server executes itself, by name.
+        defaults: the sampling parameters of requests that set none.
+        own_tools: the tools that the server runs itself, by name.
         locked: conversations that requests are using, by owner; only the event loop changes it.
-        failure: why the engine has stopped by itself, if it did.
+        failure: the reason why the engine stopped unexpectedly, if it did.
     """
 
     def __init__(
@@ -324,15 +327,15 @@ class EngineClient:
         self._tool_threads = ThreadPoolExecutor(TOOL_THREADS, "weir-tools")
         sink = sink_of(transformers_model(engine.model).config)
         self.renderer = PromptRenderer(tokenizer, self.stop_ids, sink, limits.prompt)
-        # Turns saved with one model and policy are of no use to another.
-        # The model itself is that of the store, whatever its name.
+        # Turns saved with one model and policy cannot be used with another. The store says which
+        # model it is, whatever its name.
         kind = [str(engine.cache.policy), engine.cache.chunk, engine.cache.positions]
         root = hashlib.sha256(json.dumps(kind).encode()).hexdigest()
         self.worker = worker or Worker()
         try:
             self.worker.open(self.renderer)
-        except Exception as error:  # code that came with a model may not be found in a process
-            LOG.warning("large requests are worked on in threads: %s", error)
+        except Exception as error:  # code that came with a model may not be found in a new process
+            LOG.warning("large requests are processed in threads: %s", error)
             self.worker = Worker()
             self.worker.open(self.renderer)
         self._changes = ChangedPrefixes() if notes_changes else None
@@ -348,8 +351,9 @@ class EngineClient:
         self._thread = threading.Thread(target=self._run, name="weir-engine", daemon=True)
 
     def recall_of(self, asked: int | None) -> int:
-        """Tokens of recalled text that a request may get: what it asks for, or the server's number,
-        and at most a quarter of the slots.
+        """Return the number of tokens of recalled text that a request may get.
+
+        This is the number that it asks for, or the server's, and at most a quarter of the slots.
         """
         slots = [n for n in self.engine.cache.slots_by_layer if n is not None]
         most = self.recall if asked is None else asked
@@ -357,15 +361,16 @@ class EngineClient:
 
     @property
     def pinned(self) -> int | None:
-        """Tokens of a conversation's beginning that stay for good; None if there is no limit or
-        nothing is pinned.
+        """Number of tokens of a conversation's beginning that are never evicted.
+
+        None if there is no limit or nothing is pinned.
         """
         found = (pinned_slots(plan.spec.pipe.pools) for plan in self.engine.cache.plans)
         return min((slots for slots in found if slots is not None), default=None)
 
     @property
     def vocabulary(self) -> int:
-        """Number of tokens that the model knows."""
+        """Number of tokens in the model's vocabulary."""
         return int(self.engine.model.config.get_text_config(decoder=True).vocab_size)
 
     # --- the engine's thread
@@ -375,28 +380,29 @@ class EngineClient:
         self._thread.start()
 
     def close(self, seconds: float) -> None:
-        """Take no more requests, and wait up to so many seconds for those that run."""
+        """Accept no more requests, and wait up to this many seconds for running ones."""
         self.engine.stop()
         self._thread.join(seconds)
         self._tool_threads.shutdown(wait=False)
 
     def drain(self, seconds: float) -> None:
-        """Close, and then fail and cancel what still runs."""
+        """Close, then fail and cancel the requests that are still running."""
         self.close(seconds)
         if self._thread.is_alive():
-            for generation in self._fail_all(ServerClosing("the server is ending")):
+            for generation in self._fail_all(ServerClosing("the server is shutting down")):
                 self._cancel(generation)
 
     def _run(self) -> None:
         try:
             self.engine.run()
         except Exception as error:
-            # No sequence's fault: nothing is answered any more, and nobody must wait for it.
+            # The engine failed, not a sequence. Nothing will be answered, and no request must wait
+            # for it.
             self.failure = error
             self._fail_all(error)
 
     def _fail_all(self, error: Exception) -> list[Generation]:
-        """Tell all who wait that their answers have failed."""
+        """Tell all waiting requests that their answers have failed."""
         with self._lock:
             generations = list(self._generations)
         for generation in generations:
@@ -407,7 +413,9 @@ class EngineClient:
     # --- answers
 
     def match(self, request: GenerationRequest) -> Prompt:
-        """Find the prompt of a request, and see that its turns can be kept; called in a thread."""
+        """Find the prompt of a request, and check that its turns can be saved. Called in a
+        thread.
+        """
         prompt = request.match()
         if prompt.session is None:
             return prompt
@@ -424,7 +432,9 @@ class EngineClient:
         except StorageFull:
             if not is_hidden(prompt.session):
                 raise
-            return replace(prompt, session=None)  # it is answered, and read again next time
+            return replace(
+                prompt, session=None
+            )  # it is answered without being saved, and read again next time
         return prompt
 
     def generate(
@@ -434,7 +444,7 @@ class EngineClient:
         loop: asyncio.AbstractEventLoop,
         holder: str = "",
     ) -> Generation:
-        """Submit a request with its prompt to the engine; Busy, or a WeirError if it has ended.
+        """Submit a request with its prompt to the engine.
 
         `holder` is whose turn it takes (`TokenSequence.holder`).
         """
@@ -447,7 +457,7 @@ class EngineClient:
         generation = Generation(request, prompt, sequences, queue, self, set(answers))
         self._submit(generation)
         if prompt.parent is not None and self.store.dropped_chains(prompt.owner):
-            # What was dropped after the prompt was found.
+            # Outputs that were dropped after the prompt was found.
             gone = self.store.dropped_places(prompt.owner, prompt.parent.node)
             for place in set(gone) - set(prompt.dropped):
                 for sequence in sequences:
@@ -455,9 +465,9 @@ class EngineClient:
         return generation
 
     def restart(self, generation: Generation, prompt: Prompt) -> None:
-        """Submit a request again that has failed before its first token, with another prompt.
+        """Submit a request again with another prompt, after it failed before its first token.
 
-        Its answers keep their names, and its turn the session that the client was told.
+        Its answers keep their names, and its turn keeps the session that the client was told.
         """
         old = generation.queue
         queue = OutputQueue(old.loop, old.size, old.overrun)
@@ -478,7 +488,10 @@ class EngineClient:
             self._generations.add(generation)
         try:
             if self.failure is not None:
-                raise WeirError("the engine has failed, and nothing is answered any more")
+                raise WeirError(
+                    "the engine has failed, and the server answers no more requests. Restart the "
+                    "server; the reason is in its log."
+                )
             self.engine.submit(first)
         except WeirError:
             generation.close()
@@ -561,7 +574,7 @@ class EngineClient:
         name: str,
         arguments: str,
     ) -> None:
-        """Execute a call of one of the server's tools, and let the answer go on with the result."""
+        """Run a call of one of the server's tools, and continue the answer with the result."""
         assert request.own is not None
         sequence = processor.sequence
         try:
@@ -588,7 +601,9 @@ class EngineClient:
     def _constrain(
         self, constraint: GrammarConstraint, prompt: Prompt
     ) -> GrammarConstraint | AfterThoughts:
-        """The format of an answer to a prompt: it begins after the thoughts, if there are any."""
+        """Make the format of an answer to a prompt. It applies after the thoughts, if there are
+        any.
+        """
         if not self.renderer.may_think(prompt):
             return constraint
         is_open = self.renderer.opens_thoughts(prompt)
@@ -597,7 +612,7 @@ class EngineClient:
     def _record(
         self, request: GenerationRequest, prompt: Prompt, sequence: TokenSequence, reason: str
     ) -> TurnRecord:
-        """The record of a turn that has ended."""
+        """Make the record of a turn that has ended."""
         assert prompt.session is not None
         assert isinstance(sequence.listener, OutputProcessor)
         rounds, stats = sequence.listener.all_rounds(), sequence.listener.stats
@@ -607,7 +622,9 @@ class EngineClient:
             parts: list[AnswerPart] = []
             for number, one in enumerate(rounds):
                 text, is_first = one.text, number == 0
-                if self.renderer.thinks:  # text in the thoughts that looks like a call is not one
+                if (
+                    self.renderer.thinks
+                ):  # a text in the thoughts that looks like a call is not a call
                     is_open = before == OPEN if is_first else bool(one.opens_thoughts)
                     thoughts = ThoughtParser(is_open=is_open)
                     said = thoughts.feed(text)[1] + thoughts.finish()[1]
@@ -616,8 +633,8 @@ class EngineClient:
                 is_last = number == len(rounds) - 1
                 parts += parser.feed(text)
                 parts += parser.finish(cut=reason == "length") if is_last else parser.next_round()
-            # What the server's tools were asked and said is part of the stream, but not of the
-            # history that the client sends back.
+            # Calls and results of the server's tools are part of the stream, but not of the history
+            # that the client sends back.
             answer = join_parts(parts, partial(call_id, sequence.id))
             answer = replace(answer, content=before + answer.content)
         if self._changes is not None and prompt.outline:
@@ -645,7 +662,7 @@ class EngineClient:
         )
 
     def make_parser(self, request: GenerationRequest) -> CallParser | None:
-        """A parser of the calls in one answer; None if there are no tools to call."""
+        """Make a parser of the calls in one answer. None if there are no tools to call."""
         own = set(request.own.tools) if request.own else set()
         names = {tool.name for tool in request.tools} | own
         if not names:
@@ -653,7 +670,7 @@ class EngineClient:
         return CallParser(self.renderer.call_format, names, request.calls_only, own)
 
     def _trim(self, prompt: Prompt) -> None:
-        """Drop the owner's oldest session if a turn that is saved has begun one too many."""
+        """Drop the owner's oldest session if a saved turn has begun one too many."""
         begins = prompt.parent is None or prompt.parent.session != prompt.session
         if prompt.session is not None and begins:
             self.sessions.trim(prompt.owner)
@@ -670,7 +687,7 @@ class EngineClient:
             self.engine.cancel(sequence)
 
     def running_prompt(self, owner: str, session: str) -> Prompt | None:
-        """The prompt of a session that is being read or answered now."""
+        """Return the prompt of a session that is being read or answered now."""
         with self._lock:
             prompts = [generation.prompt for generation in self._generations]
         return next((one for one in prompts if (one.owner, one.session) == (owner, session)), None)
@@ -694,12 +711,12 @@ class EngineClient:
     def drop_output(self, owner: str, session: str, call: str) -> DroppedOutput:
         """Drop the output of a tool from a session, and from all histories that begin like it.
 
-        It is not read again, either. Dropping it again does nothing.
+        It is not read again in later turns. Dropping it a second time does nothing.
 
         Raises:
             UnknownSession: the owner has no such session.
-            NoOutput: the session has no such output, or it is not known where its tokens are.
-            CannotDrop: outputs cannot be dropped here.
+            NoOutput: the session has no such output, or the place of its tokens is not known.
+            CannotDrop: this server cannot drop outputs.
         """
         outputs, sequence = self.list_outputs(owner, session)
         found = next((one for one in outputs if one.call == call), None)
@@ -733,11 +750,11 @@ class EngineClient:
     def check_drops(self) -> None:
         """Raise CannotDrop if this server cannot drop outputs."""
         if self.is_replica:
-            raise CannotDrop("servers of a cluster cannot drop outputs yet")
+            raise CannotDrop("servers of a cluster cannot drop outputs yet. Leave weir.drop out.")
         if (why := self.engine.cache.why_not_drop()) is not None:
             raise CannotDrop(
-                f"this server cannot drop outputs: {why}; start it with another --policy, such as "
-                "weir"
+                f"this server cannot drop outputs: {why}. Start it with another --policy, such as "
+                "weir."
             )
 
     def list_outputs(
@@ -755,7 +772,7 @@ class EngineClient:
         return self._known_outputs(owner, found.head), None
 
     def _outputs_of(self, prompt: Prompt) -> list[ToolOutput]:
-        """The outputs before an answer, the newest first."""
+        """Return the outputs before an answer, the newest first."""
         dropped = self.store.dropped_chains(prompt.owner)
         own = [(one.result or "", one.where) for one in reversed(prompt.messages) if one.where]
         new = [ToolOutput(call, place) for call, place in own if place.chain not in dropped]
@@ -768,7 +785,7 @@ class EngineClient:
         return [ToolOutput(call, place) for call, place in found if place.chain not in dropped]
 
     def _drop_output(self, owner: str, output: ToolOutput) -> None:
-        """Drop an output now, from the rows of all answers under way that have read it, too."""
+        """Drop an output now, also from the rows of all running answers that have read it."""
         self.check_drops()
         place = output.place
         self.store.drop_result(owner, place.chain)
@@ -903,15 +920,17 @@ class EngineClient:
     def _describe_lost(
         self, prompt: Prompt, name: str, held: Tensor, read: int
     ) -> list[dict[str, Any]]:
-        """Describe the turns that have lost tokens by the end of one, which is saved by now."""
+        """Describe the turns that had lost tokens at the end of a turn, which is saved by now."""
         node: str | None = name
         if prompt.session is None:
             node = None if prompt.parent is None else prompt.parent.node
         return describe_forgotten(self.store, prompt.owner, node, held, read)
 
     def tell_forgotten(self, record: TurnRecord) -> str:
-        """Write a note for the model that says what has left the cache by the end of a turn; empty
-        if nothing has, or if the turn's state is not kept.
+        """Write a note for the model about the tokens that have left the cache at the end of a
+        turn.
+
+        Empty if none have, or if the turn's state is not kept.
         """
         if not record.usage.get("forgotten"):
             return ""
@@ -932,33 +951,38 @@ class EngineClient:
     # --- limits of owners
 
     def begin_request(self, owner: str) -> None:
-        """Count a request of an owner's, before anything of it is read.
+        """Count a request of an owner, before anything of it is read.
 
         Raises:
-            Busy: the owner has too many, or all owners together have.
+            Busy: the owner has too many requests, or all owners together have.
         """
         with self._lock:
             if self._requests[owner] >= self.limits.requests:
-                raise Busy("too many requests of this key or address are under way")
+                raise Busy(
+                    "too many requests of this key or address are in progress. Wait for one to "
+                    "finish."
+                )
             if self._requests.total() >= self.limits.open:
-                raise Busy("too many requests are under way")
+                raise Busy("too many requests are in progress. Try again later.")
             self._requests[owner] += 1
 
     def end_request(self, owner: str) -> None:
-        """Count a request of an owner's no longer."""
+        """Stop counting a request of an owner."""
         with self._lock:
             self._requests[owner] -= 1
             if not self._requests[owner]:
                 del self._requests[owner]
 
     def open_requests(self, owner: str) -> int:
-        """Number of requests of an owner's that have begun and not ended."""
+        """Return the number of requests of an owner that have begun and not ended."""
         with self._lock:
             return self._requests[owner]
 
 
 def _call_tool(tool: OwnTool, context: ToolContext, arguments: str) -> str:
-    """The result of a call of one of the server's tools, which may be why there is none."""
+    """Return the result of a call of one of the server's tools, or a text that says why it
+    failed.
+    """
     try:
         given = json.loads(arguments)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Which turns of a conversation have lost tokens, in words that a client or a model can read.
+"""Describe the turns of a conversation that have lost tokens, for clients and models.
 
 Knows nothing about HTTP or rows.
 """
@@ -16,26 +16,27 @@ from weir.serve.sessions.records import TurnRecord
 from weir.serve.sessions.store import SessionStore
 
 MOST_TURNS = 8
-"""Turns that are described; older ones are not."""
+"""The most turns that are described."""
 LOOKED_AT = 24
-"""Turns that are looked at, from the newest on."""
+"""The number of newest turns that are checked."""
 MOST_MESSAGES = 4
-"""Messages of a turn that are described: the first ones and the answer."""
+"""The most messages of a turn that are described: the first ones and the answer."""
 BEGINNING = 60
-"""Characters of a message that are shown."""
+"""The number of characters of a message that are shown."""
 
 
 def describe_forgotten(
     store: SessionStore, owner: str, node: str | None, held: Tensor | Sequence[int], read: int
 ) -> list[dict[str, Any]]:
-    """Describe the newest turns up to one that have lost tokens, the newest first.
+    """Describe the newest turns, up to a given one, that have lost tokens, the newest first.
 
     Args:
         store: has the records of the turns.
-        owner: whose turns they are.
+        owner: the owner of the turns.
         node: the newest turn; None for none.
-        held: the tokens of the stream that are still held, in order.
-        read: tokens of the stream that the row has read: not the last one of an answer.
+        held: the tokens of the stream that are still in the cache, in order.
+        read: number of tokens of the stream that the row has read, which excludes the last token of
+            an answer.
     """
     dropped = store.dropped_chains(owner)
     places = held.tolist() if isinstance(held, Tensor) else held
@@ -92,7 +93,7 @@ def describe_messages(
 
 
 def tell_forgotten(turns: Sequence[dict[str, Any]], tokens: int) -> str:
-    """A note that tells a model what it has forgotten."""
+    """Write a note that tells a model what it has forgotten."""
     lines = [
         f"{tokens} tokens of the earlier conversation are no longer in your memory. "
         "Do not guess what they said: ask, or use a tool."

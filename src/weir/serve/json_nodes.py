@@ -1,4 +1,4 @@
-"""Bounds of JSON that others send: its nodes are counted before anything is parsed."""
+"""Limits for JSON from clients, whose nodes are counted before anything is parsed."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ import numpy as np
 from weir.errors import WeirError
 
 MAX_NODES = 100_000
-"""Objects, lists and fields of JSON: they take much more memory and time than text."""
+"""The most objects, lists and fields in JSON. They take much more memory and time than text."""
 PIECE = 65_536
-"""Characters of a text that are counted at once: no other thread runs meanwhile."""
+"""Characters of a text that are counted at a time, because no other thread runs meanwhile."""
 
 _NO_MARKS = bytes(set(range(256)) - set(b'"{[:,'))
 
 
 class TooManyNodes(WeirError):
-    """JSON has more than it may have."""
+    """JSON has too many nodes."""
 
     def __init__(self, most: int) -> None:
         super().__init__(
-            f"{MAX_NODES:,} objects, lists and fields are taken, and lists of {most:,} entries "
-            "together"
+            f"the JSON can have at most {MAX_NODES:,} objects, lists and fields, and {most:,} "
+            "list entries in all. Send less"
         )
 
 
 class NodeCounter:
-    """Counts the objects, lists and fields of JSON while it comes, before anything is parsed.
+    """Counts the objects, lists and fields of JSON while it arrives, before anything is parsed.
 
     Args:
-        numbers: entries of lists that are allowed beside them, for prompts of token ids.
+        numbers: list entries that are allowed in addition, for prompts of token ids.
 
     Attributes:
         nodes: objects, lists and fields so far.
-        commas: between entries.
+        commas: commas between entries.
     """
 
     def __init__(self, numbers: int) -> None:
@@ -42,13 +42,15 @@ class NodeCounter:
         self._backslash = b""
 
     def feed_text(self, text: str) -> None:
-        """Count what is JSON in a text, and in none before it, as `feed` does."""
+        """Count JSON inside a text, from a fresh start, as `feed` does."""
         self._in_string, self._backslash = False, b""
         for at in range(0, len(text), PIECE):
             self.feed(text[at : at + PIECE].encode("utf-8", "replace"))
 
     def feed(self, chunk: bytes) -> None:
-        """Count what is outside of strings in the next part; TooManyNodes if there are too many."""
+        """Count the nodes outside of strings in the next part. Raises TooManyNodes above the
+        limit.
+        """
         chunk = self._backslash + chunk
         self._backslash = b"\\" * ((len(chunk) - len(chunk.rstrip(b"\\"))) % 2)
         chunk = chunk[: len(chunk) - len(self._backslash)]

@@ -1,4 +1,4 @@
-"""Limits of a server, one for every number that a client could drive up."""
+"""Limits of a server, one for every number that a client could increase."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from dataclasses import dataclass, fields
 from weir.errors import WeirError
 
 MEMORY_OF_BYTE = 24
-"""Bytes of memory for one byte of a body, where each is a token of its own and waits for a row."""
+"""Bytes of memory for a byte of a body in the worst case: each is a token that waits for a row."""
 NODE = 64
-"""Bytes of a body that an object, list or field counts for beside its own: for its memory, and for
-the time that the collector of garbage takes to look at it."""
+"""Bytes of a body that an object, list or field counts for, besides its text.
+
+This is for its memory, and for the time of the garbage collector.
+"""
 
 
 def share_of(whole: int) -> int:
@@ -20,29 +22,29 @@ def share_of(whole: int) -> int:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a server. A client is a key, or without keys an address.
+    """Limits of a server. A client is a key or, without keys, an address.
 
     Attributes:
         body: bytes of the body of a request.
-        bodies: bytes of the bodies of all requests under way, with `NODE` for each object; of one
-            client a share.
-        reading: bodies of one client that are read at once; a further one ends one that is slow.
+        bodies: bytes of the bodies of all requests in progress, plus `NODE` for each object. One
+            client may take a share.
+        reading: bodies of one client that are read at once. One more ends a slow one.
         parcel: bytes of a session's file that is imported or exported.
         prompt: tokens that one request may feed.
         answer: tokens of an answer.
         answer_default: tokens of a chat's answer if the client does not say.
         queue: sequences that may wait for a row.
-        requests: of one client at once, waiting ones included.
+        requests: requests of one client at once, including waiting ones.
         open: requests of all clients at once.
-        sessions: of one key; a new one replaces the one used longest ago.
-        texts: bytes of a key's responses, and as many of its conversations; the oldest go first.
+        sessions: sessions of one key. A new one replaces the least recently used.
+        texts: bytes of a key's responses, and the same for its conversations. The oldest are
+            deleted first.
         wait: seconds that a sequence waits for a row.
-        stall: seconds that a client may leave what is sent to it unread, or the rest of its body
-            unsent.
-        ping: seconds after which a stream that is silent gets something that clients ignore.
+        stall: seconds that a client may leave data unread, or the rest of its body unsent.
+        ping: seconds after which a silent stream gets something that clients ignore.
         report: the same, for a client that asks for the progress of its prompt.
         unread: tokens of an answer that may wait for the client.
-        drain: seconds that running answers have to end when the server ends.
+        drain: seconds that running answers get to finish when the server shuts down.
     """
 
     body: int = 16_000_000
@@ -66,11 +68,13 @@ class Limits:
 
     @property
     def memory(self) -> int:
-        """Bytes that all requests under way may take: their bodies, texts and tokens."""
+        """Bytes that all requests in progress may take: their bodies, texts and tokens."""
         return MEMORY_OF_BYTE * self.bodies
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, bool) or not 0 < value < 2**53:
-                raise WeirError(f"the limit {field.name} must be over 0, not {value!r}")
+                raise WeirError(
+                    f"the limit {field.name} must be a number greater than 0, got {value!r}"
+                )

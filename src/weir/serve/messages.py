@@ -1,8 +1,8 @@
 """Messages of a conversation, and the hashes by which a saved history is found again.
 
-A client sends its whole history with every turn. Rendered and tokenized again it would differ from
-what was fed, so every prefix of it is hashed message by message instead, and the turn starts at the
-longest prefix that was saved. Knows nothing about tokens, owners or disks.
+A client sends its whole history with every turn. Rendering and tokenizing the history again would
+give other tokens than those that were fed. So every prefix is hashed, message by message, and the
+turn starts at the longest prefix that was saved.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from typing import Any, NamedTuple
 from weir.errors import WeirError, quote
 
 THINKING = re.compile(r"\A\s*<think>.*?(</think>\s*|\Z)", re.DOTALL)
-"""The thoughts in front of an answer, which clients leave out of the history they send. In an
-answer that was cut they may have no end."""
+"""The thoughts before an answer, which clients leave out of the history that they send.
+
+In an answer that was cut off, the thoughts may have no end.
+"""
 PART = 65_536
 """Characters of a content that are encoded at once."""
 DROPPED = "[This output was dropped.]"
@@ -31,20 +33,22 @@ _encode = json.JSONEncoder(sort_keys=True).encode
 
 @dataclass(frozen=True)
 class Call:
-    """A call of one of the client's functions; `arguments` are JSON, unless it was cut short."""
+    """A call of one of the client's functions. `arguments` are JSON, unless they were cut off."""
 
     id: str
     name: str
     arguments: str
 
     def for_chat(self, arguments: Any) -> dict[str, Any]:
-        """The call as chats have it, with its arguments as text or values."""
+        """Return the call in the format of chats, with its arguments as text or as values."""
         function = {"name": self.name, "arguments": arguments}
         return {"id": self.id, "type": "function", "function": function}
 
     def parse_arguments(self) -> Any:
-        """The arguments as values; as text if they are not JSON, or have lone surrogates, which no
-        text can have.
+        """Return the arguments as values.
+
+        Returns them as text if they are not JSON, or if they have lone surrogates, which no text
+        can have.
         """
         try:
             found = json.loads(self.arguments)
@@ -56,10 +60,10 @@ class Call:
 
 
 class ResultPlace(NamedTuple):
-    """Where the tokens of a tool's result are in a stream: the first, and the one after the last.
+    """The place of a tool result's tokens in a stream: the first, and the one after the last.
 
-    `chain` is the hash of all messages up to the result, by which the same result is known wherever
-    its history is read.
+    `chain` is the hash of all messages up to the result. It identifies the result wherever its
+    history is read.
     """
 
     start: int
@@ -73,10 +77,10 @@ class Message:
 
     Attributes:
         role: "system", "user", "assistant" or "tool".
-        name: of the author, or of the function whose result it is; None for most.
+        name: the name of the author, or of the function whose result it is; None for most.
         result: the id of the call whose result it is.
-        place: the index of that call among those made last before it.
-        where: of a result that was read, where its tokens are; None if not known.
+        place: the index of that call among the latest calls before it.
+        where: the place of its tokens, if it is a result that was read; None if unknown.
     """
 
     role: str
@@ -88,7 +92,7 @@ class Message:
     where: ResultPlace | None = field(default=None, compare=False)
 
     def for_template(self) -> dict[str, Any]:
-        """The message as chat templates take it."""
+        """Return the message in the format of chat templates."""
         message: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.name is not None:
             message["name"] = self.name
@@ -99,7 +103,7 @@ class Message:
         return message
 
     def to_json(self) -> list[Any]:
-        """The message as values of JSON, for `from_json`."""
+        """Return the message as JSON values, for `from_json`."""
         fields: list[Any] = [self.role, self.content, self.name]
         if not self.calls and self.result is None:
             return fields
@@ -109,7 +113,9 @@ class Message:
 
     @classmethod
     def from_json(cls, fields: Sequence[Any]) -> Message:
-        """The message that `to_json` was called on; TypeError or ValueError for other values."""
+        """Return the message from the values of `to_json`. Raises TypeError or ValueError for
+        others.
+        """
         role, content, name, *more = fields
         calls, result, place, *where = more or ([], None, None)
         found = ResultPlace(*where[0]) if where else None
@@ -117,17 +123,19 @@ class Message:
         return cls(role, content, name, calls, result, place, found)
 
     def canonical(self) -> str:
-        """A text that is the same for all ways in which clients send this message back.
+        """Return a text that is the same for all ways in which clients send this message back.
 
-        Line ends are one character, and outer white space is left out; of an assistant's message
-        also thoughts and its name. Of calls, names and arguments count, but not how the JSON is
-        formatted or its numbers are written, nor ids; of a result, the place of its call.
+        Line ends are one character, and outer white space is left out. An assistant's message is
+        also without thoughts and name. For calls, names and arguments count, but not ids, the
+        formatting of the JSON or the notation of numbers. For a result, the place of its call
+        counts.
         """
         return "".join(self.canonical_parts())
 
     def canonical_parts(self) -> Iterator[str]:
-        """The parts of `canonical`, of which a long message has many: a character may be six of its
-        JSON.
+        """Yield the parts of `canonical`.
+
+        A long message has many, because a character can take six characters of JSON.
         """
         content, name = self.content.replace("\r\n", "\n"), self.name
         if self.role == "assistant":
@@ -147,7 +155,9 @@ class Message:
 
 
 def same_value(value: Any) -> Any:
-    """A value of JSON in which numbers that are equal are the same: 1.0 is 1, and 1e2 is 100."""
+    """Return a JSON value in which equal numbers are the same: 1.0 becomes 1, and 1e2 becomes
+    100.
+    """
     if isinstance(value, dict):
         return {name: same_value(each) for name, each in value.items()}
     if isinstance(value, list):
@@ -156,7 +166,7 @@ def same_value(value: Any) -> Any:
 
 
 class StrayResult(WeirError):
-    """A tool result whose call was not made before it, or has a result already.
+    """A tool result whose call was not made before it, or already has a result.
 
     Attributes:
         behind: number of results that come after it.
@@ -165,20 +175,22 @@ class StrayResult(WeirError):
 
     def __init__(self, number: int, behind: int, call: str, *, twice: bool) -> None:
         super().__init__(
-            f"the call {quote(call)} has its result already: leave the second out"
+            f"the call {quote(call)} already has a result. Leave out the second one"
             if twice
-            else f"there is no call {quote(call)}: a result has the id of a call that the "
-            "assistant made last before it"
+            else (
+                f"there is no call {quote(call)}. A result must have the id of a call in the "
+                "latest assistant message before it"
+            )
         )
         self.number = number
         self.behind = behind
 
 
 def link_results(messages: Sequence[Message], before: Sequence[Message] = ()) -> list[Message]:
-    """Fill in `name` and `place` of tool results; StrayResult if one has no open call before it.
+    """Fill in `name` and `place` of tool results. Raises StrayResult for one without an open call.
 
     Args:
-        before: what was said right before.
+        before: the messages right before these.
     """
     linked = []
     for message in _link(messages, before):
@@ -189,15 +201,15 @@ def link_results(messages: Sequence[Message], before: Sequence[Message] = ()) ->
 
 
 def find_stray_results(messages: Sequence[Message]) -> list[StrayResult]:
-    """All results that `link_results` would refuse, in order."""
+    """Return all results that `link_results` would refuse, in order."""
     return [found for found in _link(messages) if isinstance(found, StrayResult)]
 
 
 def _link(
     messages: Sequence[Message], before: Sequence[Message] = ()
 ) -> Iterator[Message | StrayResult]:
-    made: Sequence[Call] = ()  # the calls made last
-    waiting: list[int] = []  # the places of those that have no result yet
+    made: Sequence[Call] = ()  # the latest calls
+    waiting: list[int] = []  # the places of calls without a result
     for number, message in enumerate([*before, *messages], -len(before)):
         if message.calls:
             made, waiting = message.calls, list(range(len(message.calls)))
@@ -217,10 +229,10 @@ def _link(
 
 
 def hash_prefixes(root: str, messages: Sequence[Message]) -> list[str]:
-    """The hash of the prefix that ends with each message, in hexadecimal.
+    """Return the hash of each prefix, which ends with one of the messages, in hexadecimal.
 
     Args:
-        root: hash of what comes before: of an earlier prefix, or of the model and how it is served.
+        root: hash of the text before: of an earlier prefix, or of the model and its settings.
     """
     hashes = []
     for message in messages:
@@ -233,5 +245,5 @@ def hash_prefixes(root: str, messages: Sequence[Message]) -> list[str]:
 
 
 def call_id(node: str, number: int) -> str:
-    """The id of a call; that of the turn that makes it cannot be told from it."""
+    """Return the id of a call. The id of its turn cannot be computed from it."""
     return f"call_{hashlib.sha256(f'{node} {number}'.encode()).hexdigest()[:24]}"

@@ -1,6 +1,6 @@
 """From messages to a prompt: the saved turn that they continue, and the tokens after it.
 
-Knows nothing about engines, rows or HTTP.
+This file does not use engines, rows or HTTP.
 """
 
 from __future__ import annotations
@@ -53,25 +53,25 @@ from weir.stream import (
 from weir.stream.archive import Excerpt, write_quotes
 
 LONG = 65_536
-"""Characters of a history that is worked on apart from short ones."""
+"""Number of characters from which a history is processed apart from short ones."""
 LOOKUPS = 256
-"""Answers of a history, from the newest on, that are looked up among saved turns."""
+"""Number of newest answers of a history that are looked up among saved turns."""
 NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
 """No further variables for a chat template."""
 Tell = Callable[[TurnRecord], str]
 """Writes a note for the model about the turn that a prompt continues."""
 BESIDE = 64
-"""Characters that a message counts for beside its own."""
+"""Number of characters that a message counts for, besides its text."""
 
 
 @dataclass(frozen=True)
 class RecalledText:
-    """Text that has left the cache, as it is quoted in front of a user's message.
+    """Text that has left the cache, quoted before a user's message.
 
     Attributes:
         text: the quotations as they are fed.
-        excerpts: what they quote, the best first.
-        tokens: of the text.
+        excerpts: the quoted excerpts, the best first.
+        tokens: number of tokens of the text.
     """
 
     text: str
@@ -79,7 +79,7 @@ class RecalledText:
     tokens: int
 
     def to_json(self) -> dict[str, Any]:
-        """Return what `usage.weir.recalled` tells of it."""
+        """Return the value of `usage.weir.recalled` for it."""
         told = [
             {
                 "role": one.role,
@@ -98,16 +98,17 @@ class Prompt:
     """The tokens that a request feeds to the model, and the turn that they continue.
 
     Attributes:
-        ids: what is fed, one token or more.
-        owner: hash of the client's key; empty where the server needs none.
+        ids: the tokens to feed, at least one.
+        owner: hash of the client's key; empty if the server needs none.
         parent: the saved turn that they continue; None at the beginning of a stream.
-        session: the session that the new turn belongs to; None if it is not saved.
-        messages: those that are new since `parent`.
-        beginning: how many of `ids` are the stream's beginning, which stays; without `parent` only.
+        session: the session of the new turn; None if it is not saved.
+        messages: the messages that are new since `parent`.
+        beginning: how many of `ids` are the stream's beginning, which is never evicted; without
+            `parent` only.
         header: how many at the end of `ids` are the header of the answer.
         prefill: the beginning of the answer, which the client has written.
-        reread: what of the history is read again, and why; None if nothing is.
-        note: text in front of the new messages that says how the system messages have changed.
+        reread: the part of the history that is read again, and the reason; None if none is.
+        note: a text before the new messages that says how the system messages have changed.
         systems: the system messages before the first answer.
         outline: hash of what the history says apart from those; empty if it is not to be known.
         places: where the results among `messages` are in `ids`, by the index of their message.
@@ -138,12 +139,14 @@ class Prompt:
 
     @property
     def cached(self) -> int:
-        """Tokens that need not be fed: all before but the last, which is still pending."""
+        """Number of tokens that need not be fed: all before, except the last one, which is
+        pending.
+        """
         return 0 if self.parent is None else self.parent.seen - 1
 
     @property
     def length(self) -> int:
-        """Tokens of everything before the answer."""
+        """Number of tokens of everything before the answer."""
         return len(self.ids) + (0 if self.parent is None else self.parent.seen)
 
 
@@ -157,16 +160,16 @@ class UnknownOutput(WeirError):
 
     def __init__(self, number: int, call: str, field: str) -> None:
         super().__init__(
-            f"there is no output of the call {quote(call)} in this history; name the id of a call "
+            f"there is no output of the call {quote(call)} in this history. Use the id of a call "
             "whose output was sent"
         )
         self.number, self.field = number, field
 
 
 class PromptRenderer:
-    """Renders messages for one model, to `most` tokens. Called from any thread.
+    """Renders messages for one model, to at most `most` tokens. Can be called from any thread.
 
-    WeirError if the model's chat template fails, or does not come to an end.
+    Raises WeirError if the model's chat template fails, or does not finish.
     """
 
     def __init__(
@@ -186,34 +189,38 @@ class PromptRenderer:
             self._call_format: CallFormat | WeirError = format_of(tokenizer)
         except WeirError as error:
             self._call_format = error
-        # A tokenizer prints its warning about padding in the first call: now, before any thread.
+        # A tokenizer prints its warning about padding in the first call. Let it do so before any
+        # thread.
         tokenizer("x")
-        self._template.header([])  # a template that is broken is better known now
+        self._template.header([])  # find a broken template as early as possible
         self.variables = template_variables(tokenizer)
         self._places = SystemPlaces()
         if self._template.templated:
             self._places = SystemPlaces.of(lambda turns: render_chat(tokenizer, turns))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Another process makes its own, of the same."""
+        """Let another process create its own renderer with the same settings."""
         return PromptRenderer, self._made_of
 
     @property
     def is_line_based(self) -> bool:
-        """Whether a message is a line of its own: the model has no chat template."""
+        """Whether each message is one line, because the model has no chat template."""
         return not self._template.templated
 
     @property
     def call_format(self) -> CallFormat:
-        """The format in which the model writes tool calls; WeirError if it is not known."""
+        """Return the format in which the model writes tool calls. Raises WeirError if it is not
+        known.
+        """
         if isinstance(self._call_format, WeirError):
             raise WeirError(str(self._call_format))
         return self._call_format
 
     @cached_property
     def can_answer_calls(self) -> bool:
-        """Whether the template renders the result of a call without the messages before it, so
-        that an answer can go on with it.
+        """Return whether the template can render the result of a call alone.
+
+        If so, an answer can continue with the result.
         """
         tool, result = Tool("x"), Message("tool", "x", "x", result="call_x", place=0)
         try:
@@ -223,7 +230,7 @@ class PromptRenderer:
 
     @property
     def call_tokens(self) -> dict[str, int]:
-        """The texts around a call that are special tokens, with their ids."""
+        """Return the texts around a call that are special tokens, with their ids."""
         known = self._tokenizer.added_tokens_decoder.items()
         special = {token.content: number for number, token in known if token.special}
         form = self.call_format
@@ -231,7 +238,7 @@ class PromptRenderer:
         return {text: special[text] for text in around if text in special}
 
     def render_text(self, text: str) -> list[int]:
-        """Tokenize a text as it is."""
+        """Tokenize a text without a template."""
         return self._sink.first(self._encoder.encode(text, special=True))
 
     def render(
@@ -240,10 +247,10 @@ class PromptRenderer:
         tools: Sequence[Tool],
         variables: Mapping[str, Any] = NO_VARIABLES,
     ) -> Prompt:
-        """Render a conversation from its beginning; WeirError if the template refuses it.
+        """Render a conversation from its beginning. Raises WeirError if the template refuses it.
 
-        PromptTooLong without rendering it where there are more messages than tokens: every template
-        makes a token of a message.
+        Raises PromptTooLong without rendering if there are more messages than tokens, because every
+        template makes at least one token from a message.
         """
         if self._most is not None and len(messages) > self._most:
             raise PromptTooLong(self._most)
@@ -265,10 +272,11 @@ class PromptRenderer:
         tools: Sequence[Tool],
         variables: Mapping[str, Any] = NO_VARIABLES,
     ) -> Prompt | None:
-        """Render what follows an answer that ends with the token `last`; None if the template
-        cannot render these messages without those before.
+        """Render the messages after an answer that ends with the token `last`.
+
+        Returns None if the template cannot render these messages without the earlier ones.
         """
-        # Where a system message describes the tools, that was said at the beginning.
+        # If a system message describes the tools, it is at the beginning and was already read.
         in_template = isinstance(self._call_format, CallFormat) and self._call_format.in_template
         messages = self._places.place(_with_marks(messages), at_start=False)
         places: list[TextPlace] = []
@@ -282,7 +290,7 @@ class PromptRenderer:
         except PromptTooLong:
             raise
         except WeirError:
-            return None  # the template looks at more of the history than is here
+            return None  # the template needs more of the history
 
     def begin_answer(self, prompt: Prompt, text: str) -> Prompt:
         """Add the beginning of the answer to a prompt."""
@@ -291,41 +299,44 @@ class PromptRenderer:
         return replace(prompt, ids=[*prompt.ids, *ids], header=header, prefill=text)
 
     def quote(self, excerpts: Sequence[Excerpt], most: int) -> RecalledText | None:
-        """Write excerpts as quotations of at most so many tokens; None if none fits."""
+        """Write excerpts as quotations of at most this many tokens. None if none fits."""
         text, used = write_quotes(excerpts, most, self._count_quoted)
         return RecalledText(text, tuple(used), self._count_quoted(text)) if used else None
 
     def _count_quoted(self, text: str) -> int:
-        """Count the tokens of a text that may not have control tokens."""
+        """Count the tokens of a text that may not contain control tokens."""
         return len(self._encoder.encode(self._encoder.mark(text)))
 
     @property
     def thinks(self) -> bool:
-        """Whether the model's chat template knows thoughts in front of answers."""
+        """Whether the model's chat template supports thoughts before answers."""
         return self._template.templated and OPEN in str(self._tokenizer.chat_template)
 
     def opens_thoughts(self, prompt: Prompt) -> bool:
-        """Whether the end of a prompt opens the thoughts, so that the answer begins inside."""
+        """Return whether the end of a prompt opens the thoughts, so that the answer begins inside
+        them.
+        """
         if not self.thinks:
             return False
         return self._end_of(prompt).endswith(OPEN)
 
     def may_think(self, prompt: Prompt) -> bool:
-        """Whether an answer to a prompt may begin with thoughts, or continue them: not if the
-        prompt has ended them, or has begun the answer itself.
+        """Return whether an answer to a prompt may begin with thoughts, or continue them.
+
+        It may not if the prompt has ended the thoughts, or has begun the answer.
         """
         if not self.thinks or (prompt.prefill and not self.opens_thoughts(prompt)):
             return False
         return not self._end_of(prompt).endswith(CLOSE)
 
     def _end_of(self, prompt: Prompt) -> str:
-        """The end of a prompt, without white space after it."""
+        """Return the end of a prompt, without white space after it."""
         return str(self._tokenizer.decode(prompt.ids[-len(CLOSE) - 2 :])).rstrip()
 
     def check(self, prompt: Prompt) -> Prompt:
-        """Refuse a prompt without tokens or with too many."""
+        """Refuse a prompt without tokens, or with too many."""
         if not prompt.ids:
-            raise WeirError("that makes no tokens; say something")
+            raise WeirError("the messages contain no tokens. Send some text.")
         if self._most is not None and len(prompt.ids) > self._most:
             raise PromptTooLong(self._most)
         return prompt
@@ -333,24 +344,24 @@ class PromptRenderer:
     def _for_template(
         self, messages: Sequence[Message], tools: Sequence[Tool]
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Messages and tools as the template takes them."""
+        """Return messages and tools in the format of the template."""
         if isinstance(self._call_format, WeirError):
             return [message.for_template() for message in messages], []
         return self._call_format.for_template(messages, tools)
 
 
 class PromptMatcher:
-    """Makes prompts of histories, for one model.
+    """Makes prompts from histories, for one model.
 
     Args:
-        root: hash that sets histories of this model and policy apart from others.
-        worker: works on long histories, opened with the renderer; short ones do not wait for it.
-        changes: turns that a history continues although its system messages have changed; None if
+        root: hash that distinguishes histories of this model and policy from others.
+        worker: works on long histories, opened with the renderer. Short ones do not wait for it.
+        changes: turns that a history continues even if its system messages have changed; None if
             such a history is read again.
         room: the slots for pinned results; None if there are none.
 
-    Its methods raise PromptTooLong for more tokens than a request may feed, and a WeirError for
-    none, or where the template refuses the messages.
+    Its methods raise PromptTooLong for more tokens than a request may feed, and WeirError for no
+    tokens or if the template refuses the messages.
     """
 
     def __init__(
@@ -373,11 +384,11 @@ class PromptMatcher:
         self._quote = renderer.quote
 
     def hold(self, messages: Sequence[Message]) -> Handle:
-        """Hold a history to be worked on.
+        """Hold a history to be processed.
 
-        Were all threads to hash and render at once, the engine's would wait for the interpreter
-        behind each of them. So one works on a long history, another on a short one, and a third on
-        one whose template turns out to be slow, or to have no end.
+        If all threads hashed and rendered at once, the engine's thread would wait for the
+        interpreter after each of them. So one thread works on a long history, one on a short
+        history, and one on a history whose template is slow or does not finish.
         """
         size = sum(len(message.content) for message in messages) + BESIDE * len(messages)
         return (self._short if size < LONG else self._long).hold(messages)
@@ -394,10 +405,10 @@ class PromptMatcher:
         recall: int = 0,
         pins: Sequence[str] = (),
     ) -> Prompt:
-        """Make a prompt that starts at the longest saved prefix of a history, of those that end
-        with one of the newest `LOOKUPS` answers in it.
+        """Make a prompt that starts at the longest saved prefix of a history.
 
-        With other tools described to the model, a history is another one.
+        Only prefixes that end with one of the newest `LOOKUPS` answers count. The same messages
+        with other tools are a different history.
 
         `drops` are the ids of calls whose outputs are dropped, before anything is read
         (UnknownOutput if the history does not have one). `pins` are those whose outputs are kept
@@ -528,8 +539,9 @@ class PromptMatcher:
     def _find_changed(
         self, owner: str, outline: Outline, known: int
     ) -> tuple[TurnRecord | None, str]:
-        """Find a turn that ends the same history under other system messages, and make the note
-        that says how they differ.
+        """Find a turn that ends the same history with other system messages.
+
+        Also makes the note that says how they differ.
         """
         assert self._changes is not None
         found = self._changes.find(owner, outline.hashes[known])
@@ -568,7 +580,7 @@ class PromptMatcher:
         *,
         refused: bool,
     ) -> Prompt:
-        """A prompt with the reason why answers after the `known` messages are read again."""
+        """Add to a prompt the reason why answers after the `known` messages are read again."""
         answered = prefixes[0][0] if prefixes else 0
         if known >= answered:
             return prompt
@@ -579,8 +591,9 @@ class PromptMatcher:
     def find_saved(
         self, owner: str, messages: Sequence[Message], tools: Sequence[Tool] = ()
     ) -> tuple[TurnRecord, int] | None:
-        """Find the longest saved prefix of a history, which may be all of it; returns its last turn
-        and how many messages it has.
+        """Find the longest saved prefix of a history, which may be all of it.
+
+        Returns its last turn and its number of messages.
         """
         held = self.hold([*messages, Message("user", "")])
         for known, chain in held.call(_hash_answers, self._root_of(tools)):
@@ -589,7 +602,7 @@ class PromptMatcher:
         return None
 
     def hash_prefixes(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[str]:
-        """The hash of each prefix of a history in which these tools were described."""
+        """Return the hash of each prefix of a history with these tools."""
         hashes: list[str] = self.hold(messages).call(_hash_all, self._root_of(tools))
         return hashes
 
@@ -610,8 +623,7 @@ class PromptMatcher:
         recall: int = 0,
         pins: Sequence[str] = (),
     ) -> Prompt | None:
-        """Make a prompt that continues a saved turn, in its session if no other is named; None if
-        the template cannot render these messages without those before.
+        """Make a prompt that continues a saved turn, in its session if no other is named.
 
         `drops`, `pins` and `tell` are as for `match`.
         """
@@ -693,7 +705,7 @@ class PromptMatcher:
     def _recall(
         self, parent: TurnRecord, held: Handle, known: int, most: int
     ) -> RecalledText | None:
-        """Find what the last of some messages asks in text that has left the cache."""
+        """Find forgotten text that the last of some messages asks for."""
         if most < 1 or self._store.archive is None:
             return None
         asked: str = held.call(_asked_in, known)
@@ -701,17 +713,17 @@ class PromptMatcher:
         return self._quote(found, most) if found else None
 
     def complete(self, owner: str, text: str | Sequence[int] | Handle) -> Prompt:
-        """Make a prompt of a text, or of tokens; its turn is not saved."""
+        """Make a prompt of a text or of tokens. Its turn is not saved."""
         if not isinstance(text, Handle):
             text = (self._short if len(text) < LONG else self._long).hold(text)
         return replace(_with_shared_ids(text.call(_read_text, self._vocabulary)), owner=owner)
 
 
-# What a worker does, with the renderer that it was opened with.
+# Functions that a worker runs, with the renderer that it was opened with.
 
 
 def join_notes(*notes: str) -> str:
-    """One note of several, some of which may be empty."""
+    """Join notes, some of which may be empty."""
     return "\n\n".join(filter(None, notes))
 
 
@@ -732,14 +744,17 @@ def _with_outline(prompt: Prompt, outline: Outline | None) -> Prompt:
 
 
 def _visible(session: str) -> str:
-    """The session of a turn, or a new one if that is hidden."""
+    """Return the session of a turn, or a new session if that is hidden."""
     return f"sess_{secrets.token_hex(16)}" if is_hidden(session) else session
 
 
 def _hash_answers(
     renderer: PromptRenderer, messages: Sequence[Message], root: str
 ) -> list[tuple[int, str]]:
-    """How many messages end with each of the newest answers, newest first, and their hash."""
+    """Return the numbers of messages up to each of the newest answers, newest first.
+
+    Also returns the hashes of these prefixes.
+    """
     answers = [at for at, message in enumerate(messages[:-1]) if message.role == "assistant"]
     hashes = hash_prefixes(root, messages[: answers[-1] + 1]) if answers else []
     return [(at + 1, hashes[at]) for at in reversed(answers[-LOOKUPS:])]
@@ -748,7 +763,7 @@ def _hash_answers(
 def _hash_results(
     renderer: PromptRenderer, messages: Sequence[Message], root: str, calls: Sequence[str]
 ) -> dict[str, str]:
-    """The hash of each history that ends with the newest result of one of some calls."""
+    """Return the hash of each history that ends with the newest result of one of some calls."""
     hashes = hash_prefixes(root, messages)
     pairs = zip(messages, hashes, strict=True)
     return {one.result: hashed for one, hashed in pairs if one.result and one.result in calls}
@@ -772,10 +787,10 @@ def _render_all(
     root: str,
     dropped: Collection[str],
 ) -> Prompt:
-    """The prompt of a whole history, of which `known` messages have a hash.
+    """Make the prompt of a whole history, of which `known` messages have a hash.
 
     Args:
-        root: the hash of what comes before all messages.
+        root: the hash before all messages.
         dropped: hashes of histories that end with a result that is not read.
     """
     messages, prefill = _split_prefill(messages)
@@ -785,7 +800,7 @@ def _render_all(
         shown = _without_dropped(messages, hash_prefixes(root, messages), dropped)
     plain = renderer.render(shown, tools, variables)
     rendered = renderer.begin_answer(plain, prefill)
-    # What is too long is refused by now.
+    # A prompt that is too long has been refused by now.
     hashes = hash_prefixes(root, messages) if has_results else []
     hashed = hashes[-1] if hashes else hash_prefixes(chain, messages[known:])[-1]
     placed = _with_places(messages, hashes, plain, 0, dropped) if hashes else tuple(messages)
@@ -795,7 +810,7 @@ def _render_all(
 def _without_dropped(
     messages: Sequence[Message], hashes: Sequence[str], dropped: Collection[str]
 ) -> list[Message]:
-    """Messages in which results that were dropped are not repeated."""
+    """Return messages in which dropped results are not repeated."""
     return [
         replace(message, content=DROPPED)
         if message.result is not None and hashed in dropped
@@ -812,10 +827,10 @@ def _with_places(
     dropped: Collection[str],
     skipped: int = 0,
 ) -> tuple[Message, ...]:
-    """Messages whose results know where they are in the stream.
+    """Return messages whose results have their place in the stream.
 
     Args:
-        prompt: what was rendered of them, after `skipped` other messages.
+        prompt: the rendered prompt, after `skipped` other messages.
         start: the place of its first token.
     """
     found = list(messages)
@@ -852,7 +867,7 @@ def _render_rest(
     hashes = hash_prefixes(chain, rest)
     shown = _without_dropped(rest, hashes, dropped)
     if quoted:
-        # Only what is fed has it: the history that the client sends back does not.
+        # Only the fed prompt has the note. The history that the client sends back does not.
         shown = [*shown[:-1], replace(shown[-1], content=quoted + shown[-1].content)]
     first = len(shown) + 1  # results that are repeated are marked by the numbers from here on
     quotes = [introduce(one) + mark_text(one.content, first + n) for n, one in enumerate(repeated)]
@@ -875,29 +890,31 @@ def _render_rest(
 
 
 def _asked_in(renderer: PromptRenderer, messages: Sequence[Message], known: int) -> str:
-    """The user's message that is to be answered; empty if the last message is another's."""
+    """Return the user's message to answer. Empty if the last message is not the user's."""
     last = _split_prefill(messages[known:])[0][-1:]
     return last[0].content if last and last[0].role == "user" else ""
 
 
 def _split_prefill(messages: Sequence[Message]) -> tuple[Sequence[Message], str]:
-    """Messages to answer, and the beginning of the answer: an assistant's message at their end."""
+    """Return the messages to answer, and the beginning of the answer (a last assistant message)."""
     if messages[-1].role != "assistant":
         return messages, ""
     return messages[:-1], messages[-1].content
 
 
 def _read_text(renderer: PromptRenderer, text: str | Sequence[int], vocabulary: int) -> Prompt:
-    """The prompt of a text or of tokens."""
+    """Make the prompt of a text or of tokens."""
     if isinstance(text, str):
         return renderer.check(Prompt(renderer.render_text(text)))
     wrong = next((token for token in text if not 0 <= token < vocabulary), None)
     if wrong is not None:
-        raise WeirError(f"token {quote(wrong)} does not exist; ids are 0 to {vocabulary - 1}")
+        raise WeirError(
+            f"token {quote(wrong)} does not exist. Token ids must be 0 to {vocabulary - 1}."
+        )
     return renderer.check(Prompt(list(text)))
 
 
 def _with_shared_ids(prompt: Prompt) -> Prompt:
-    """Let equal ids be one object: those of another process take 40 bytes in place of 8."""
+    """Let equal ids be one object. Those from another process take 40 bytes instead of 8."""
     same: dict[int, int] = {}
     return replace(prompt, ids=list(map(same.setdefault, prompt.ids, prompt.ids)))

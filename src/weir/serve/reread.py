@@ -1,6 +1,6 @@
-"""Why a history is read again although some of it was answered here before.
+"""Find out why a history is read again although a part of it was answered before.
 
-Compares the history with the latest conversations of its owner. Knows nothing about tokens.
+The history is compared with the latest conversations of its owner.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from weir.serve.sessions.records import TurnRecord, find_path
 from weir.serve.sessions.store import SessionStore
 
 COMPARED = 8
-"""Sessions of an owner that a history is compared with, the latest first."""
+"""Number of an owner's latest sessions that a history is compared with."""
 EXCERPT = 40
-"""Characters of each of two texts that are shown where they differ."""
+"""Number of characters of two texts that are shown where they differ."""
 
 
 @dataclass(frozen=True)
 class Reread:
-    """What of a history is read again, and why.
+    """The part of a history that is read again, and the reason.
 
     Attributes:
         start: the index of the first message that is read again.
-        messages: how many messages are, up to the last answer.
+        messages: number of messages that are read again, up to the last answer.
         why: "changed" (a message differs from the one that was answered), "tools" (the same
             messages with other tools), "template" (the chat template cannot continue a
             conversation), or "unknown" (no similar conversation is kept).
-        detail: what differs, in words.
+        detail: the difference, in words.
     """
 
     start: int
@@ -39,7 +39,7 @@ class Reread:
     detail: str
 
     def to_json(self) -> dict[str, Any]:
-        """As clients see it."""
+        """Return the values as clients see them."""
         return {
             "from_message": self.start,
             "messages": self.messages,
@@ -59,8 +59,8 @@ def find_nearest(
     best, nearest = 0, list[Message]()
     for candidate in _conversations(store, owner, session):
         same = _count_same(candidate, messages)
-        # A conversation of which all but one message is the same is nearer than one that only
-        # begins in the same way.
+        # A conversation with only one different message is closer than one that only begins in the
+        # same way.
         near = same + _count_same(candidate[same + 1 :], messages[same + 1 :])
         if near > best:
             best, nearest = near, candidate
@@ -114,14 +114,14 @@ def explain_reread(
         if at < answered:
             detail = (
                 f"the messages before messages[{at}] were answered with other tools, and "
-                f"messages[{at}] was not answered here"
+                f"messages[{at}] is new"
             )
         return Reread(known, count, "tools", detail)
     return Reread(known, count, "changed", _difference(at, nearest[at], messages[at], dropped))
 
 
 def _conversations(store: SessionStore, owner: str, session: str | None) -> list[list[Message]]:
-    """The latest conversations of an owner, that of the named session first."""
+    """Return the latest conversations of an owner, with that of the named session first."""
     latest = [one.id for one in reversed(store.list_sessions(owner))]
     names = dict.fromkeys([*([] if session is None else [session]), *latest])
     found = []
@@ -133,14 +133,14 @@ def _conversations(store: SessionStore, owner: str, session: str | None) -> list
 
 
 def _messages_of(turns: dict[str, TurnRecord]) -> list[Message]:
-    """The messages up to the newest of some turns."""
+    """Return the messages up to the newest of some turns."""
     newest = next(reversed(turns))
     parents = {node: turn.parent for node, turn in turns.items()}
     return [m for node in find_path(newest, parents) for m in turns[node].messages]
 
 
 def _count_same(one: Sequence[Message], other: Sequence[Message]) -> int:
-    """How many messages two conversations begin with that mean the same."""
+    """Return how many first messages two conversations have in common."""
     pairs = zip(one, other, strict=False)
     return next(
         (at for at, (a, b) in enumerate(pairs) if a.canonical() != b.canonical()),
@@ -152,7 +152,7 @@ def _difference(at: int, old: Message, new: Message, dropped: Collection[str]) -
     """Say in which way a message differs."""
     place = f"messages[{at}] ({new.role})"
     if old.role != new.role:
-        return f"{place} was a message of the role {old.role}"
+        return f"{place} had the role {old.role} before"
     if old.content != new.content:
         pairs = enumerate(zip(old.content, new.content, strict=False))
         shorter = min(len(old.content), len(new.content))
@@ -162,10 +162,10 @@ def _difference(at: int, old: Message, new: Message, dropped: Collection[str]) -
         was, now = (repr(text[first : first + EXCERPT]) for text in (old.content, new.content))
         return f"{place} differs from character {first} on: it was {was} and is {now}"
     if len(old.calls) != len(new.calls):
-        return f"{place} has {len(new.calls)} calls, and had {len(old.calls)}"
+        return f"{place} has {len(new.calls)} calls, and had {len(old.calls)} before"
     for n, (a, b) in enumerate(zip(old.calls, new.calls, strict=True)):
         if a.name != b.name:
-            return f"the call {n} of {place} is of {b.name!r}, and was of {a.name!r}"
+            return f"call {n} of {place} is to {b.name!r}, and was to {a.name!r} before"
         if a.arguments != b.arguments:
-            return f"the arguments of the call {n} of {place} differ"
+            return f"the arguments of call {n} of {place} differ"
     return f"{place} differs in its name or in the call that it answers"

@@ -1,8 +1,8 @@
-"""The turn of a response: which saved turn it continues, and what of the input is fed.
+"""The turn of a response: find the saved turn that it continues, and the input to feed.
 
-A response names the turn it continues, so nothing is looked for and only new input is fed. The
-whole history is fed again if instructions or tools have changed, or if the turn's checkpoint had
-to make room. Knows nothing about HTTP.
+A response names the turn it continues, so no search is needed and only new input is fed. The whole
+history is fed again if instructions or tools have changed, or if the turn's checkpoint was deleted
+to make room.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class ResponseTurn:
     """The turn of one response.
 
     Attributes:
-        instructions: a system message in front of the history; None for none.
+        instructions: a system message before the history; None for none.
         conversation: the conversation that is continued, which is locked meanwhile.
-        session: the session that the turn belongs to, if the HTTP client names one.
+        session: the session of the turn, if the HTTP client names one.
         is_stored: whether the response can be continued and retrieved.
         variables: further variables of the chat template.
         drops: ids of calls whose outputs are dropped.
@@ -68,8 +68,10 @@ class ResponseTurn:
     _new: list[Item] = field(default_factory=list)
 
     def match(self) -> Prompt:
-        """Find the prompt; WeirErrors of this file and of `PromptMatcher`, StrayResult, or
-        StorageFull if the response could not be stored.
+        """Find the prompt.
+
+        Raises WeirErrors of this file and of `PromptMatcher`, StrayResult, or StorageFull if the
+        response could not be stored.
         """
         self._after, self._new = None, self.items
         if self.is_stored:
@@ -87,9 +89,10 @@ class ResponseTurn:
         return self.client.tell_forgotten if self.tells_forgotten else None
 
     def find_saved(self) -> tuple[TurnRecord | None, list[Item]]:
-        """The saved turn that covers most of the history, and the items after it.
+        """Return the saved turn that covers most of the history, and the items after it.
 
-        StrayResult for a result without a call, PreviousNotFound without the previous response.
+        Raises StrayResult for a result without a call, and PreviousNotFound if the previous
+        response does not exist.
         """
         client, before = self.client, list[Message]()
         if self.previous is not None:
@@ -101,7 +104,7 @@ class ResponseTurn:
             before = self._history(self.previous)
         system = [] if self.instructions is None else [Message("system", self.instructions)]
         messages = link_results([*system, *before, *messages_of(self.items)])
-        # Any message may follow what is looked for.
+        # Any message may follow the turn that is searched for.
         prefixes = client.matcher.find_saved(self.owner, messages, self.tools)
         if prefixes is None:
             return None, self.items
@@ -127,7 +130,7 @@ class ResponseTurn:
     def store(self, session: str | None, body: dict[str, Any]) -> None:
         """Store the response, before the client is told of it, if its turn is saved in a session.
 
-        WeirError if it cannot be stored; then the turn is forgotten too.
+        If it cannot be stored, forgets the turn, too, and raises WeirError.
         """
         if session is None or not self.is_stored:
             return
@@ -162,10 +165,10 @@ class ResponseTurn:
         return self._from_start(self._history(previous), self.items, session)
 
     def _has_same_setup(self, found: StoredResponse | None, record: TurnRecord) -> bool:
-        """Whether a turn was answered with the same instructions and tools.
+        """Return whether a turn was answered with the same instructions and tools.
 
-        A turn without a stored response, such as one of a chat, has its first message for
-        instructions, and its hash tells whether it had these tools. It may be continued without
+        A turn without a stored response, such as a turn of a chat, has its first message as
+        instructions, and its hash shows whether it had these tools. It may be continued without
         naming either.
         """
         if found is not None:
@@ -185,20 +188,20 @@ class ResponseTurn:
         )
 
     def _matches(self, found: StoredResponse) -> bool:
-        """Whether a stored response had the instructions and tools of this one."""
+        """Return whether a stored response had the instructions and tools of this one."""
         theirs = [
             Tool(tool["name"], tool["description"], tool["parameters"])
             for tool in found.body["tools"]
         ]
         own = [self.client.own_tools.get(name) for name in found.own_tools]
         if None in own:
-            return False  # a tool that this server does not have any more
+            return False  # a tool that this server no longer has
         theirs += [each.tool for each in own if each is not None]
         same_tools = describe_tools(self.tools) == describe_tools(theirs)
         return same_tools and found.instructions == self.instructions
 
     def _path_to(self, record: TurnRecord) -> list[TurnRecord]:
-        """The turns that lead to one, itself included, as far back as they are kept."""
+        """Return the turns that lead to one, including itself, as far back as they are kept."""
         path = [record]
         while (parent := path[-1].parent) is not None:
             before = self.client.store.find_turn(record.owner, parent)
@@ -221,12 +224,14 @@ class ResponseTurn:
             if prompt is not None:
                 return prompt
         if not found.whole:
-            raise HistoryNotKept("the beginning of this conversation is not kept any more")
+            raise HistoryNotKept(
+                "the beginning of this conversation is no longer kept. Start a new conversation."
+            )
         items = [*responses.list_items(self.owner, name), *self.items]
         return self._from_start([], items, name)
 
     def _read_before(self, conversation: str) -> list[Message]:
-        """The messages of a conversation up to its newest turn."""
+        """Return the messages of a conversation up to its newest turn."""
         items = self.client.responses.list_items(self.owner, conversation)
         return messages_of(items[: len(items) + len(self.items) - len(self._new)])
 
@@ -237,11 +242,11 @@ class ResponseTurn:
         history: Callable[[], list[Message]],
         session: str | None = None,
     ) -> Prompt | None:
-        """The prompt that continues a saved turn, if the template can render it.
+        """Make the prompt that continues a saved turn, if the template can render it.
 
         Args:
-            history: all messages up to the turn's end; called only if a tool result belongs to a
-                call of an earlier turn.
+            history: returns all messages up to the turn's end; called only if a tool result belongs
+                to a call of an earlier turn.
         """
         new = messages_of(items)
         try:
@@ -257,7 +262,7 @@ class ResponseTurn:
         return self.client.matcher.extend(record, messages, *how, self.recall, self.pins)
 
     def _from_start(self, before: list[Message], items: list[Item], session: str | None) -> Prompt:
-        """The prompt of a whole history, from the longest prefix of it that is saved."""
+        """Make the prompt of a whole history, from its longest saved prefix."""
         system = [] if self.instructions is None else [Message("system", self.instructions)]
         messages = link_results([*system, *before, *messages_of(items)])
         _check(messages)
@@ -265,7 +270,7 @@ class ResponseTurn:
         return self.client.matcher.match(self.owner, messages, *how, self.recall, self.pins)
 
     def _history(self, name: str) -> list[Message]:
-        """All messages up to the end of a response, without instructions."""
+        """Return all messages up to the end of a response, without instructions."""
         parts: list[list[Message]] = []
         at: str | None = name
         while at is not None:
@@ -281,7 +286,10 @@ class ResponseTurn:
                     messages = messages[1:]  # the new instructions replace it
                 parts.append(messages)
             else:
-                raise HistoryNotKept("what led to the previous response is not kept any more")
+                raise HistoryNotKept(
+                    "the history before the previous response is no longer kept. Send the whole "
+                    "history as input."
+                )
         return [message for part in reversed(parts) for message in part]
 
 
@@ -290,12 +298,15 @@ def _not_found(previous: str) -> PreviousNotFound:
 
 
 def node_of(response: str) -> str:
-    """The id of the turn of a response."""
+    """Return the id of the turn of a response."""
     return response.removeprefix("resp_")
 
 
 def _check(messages: list[Message]) -> None:
     if not messages:
-        raise WeirError("there is nothing to answer: input is missing or empty")
+        raise WeirError("there is nothing to answer: input is missing or empty. Send some input.")
     if messages[-1].role == "assistant":
-        raise WeirError("the last item must be one to answer, not an assistant's")
+        raise WeirError(
+            "the last item is an assistant's message, which cannot be answered. Add another item "
+            "after it."
+        )

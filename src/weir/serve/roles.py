@@ -1,8 +1,8 @@
-"""System messages in places where a chat template does not take them.
+"""Move system messages to places where a chat template accepts them.
 
-Clients send several system messages, or one in the middle of a conversation. Many templates take
-one only, at the beginning; some take none. What a template takes is found by rendering small
-conversations. Knows nothing about tokens.
+Clients send several system messages, or one in the middle of a conversation. Many templates accept
+only one, at the beginning, and some accept none. The accepted places are found by rendering small
+conversations.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from weir.errors import WeirError
 from weir.serve.messages import Message
 
 GAP = "\n\n"
-"""Put between the texts of messages that become one."""
+"""Separator between the texts of messages that are joined."""
 _PROBE = "qzxv"
 _OTHER = "vxzq"
 
 Render = Callable[[list[dict[str, Any]]], str]
-"""Renders a conversation as text; WeirError if the template refuses it."""
+"""Renders a conversation as text. Raises WeirError if the template refuses it."""
 
 
 @dataclass(frozen=True)
 class SystemPlaces:
-    """Where a chat template takes system messages.
+    """The places where a chat template accepts system messages.
 
     Attributes:
         first: whether a conversation may begin with one.
@@ -39,7 +39,7 @@ class SystemPlaces:
 
     @classmethod
     def of(cls, render: Render) -> SystemPlaces:
-        """Find out where a template takes system messages, and does not leave them out."""
+        """Find out where a template accepts system messages and does not leave them out."""
 
         def takes(*roles: str) -> bool:
             texts = [_PROBE if role == "system" else "x" for role in roles]
@@ -60,13 +60,14 @@ class SystemPlaces:
         )
 
     def place(self, messages: Sequence[Message], *, at_start: bool) -> list[Message]:
-        """Bring system messages to where the template takes them.
+        """Move system messages to places that the template accepts.
 
-        System messages before the first answer come first: agents send one after the first user
-        message that is the same in all their conversations, and at the beginning it is read once.
-        Those at the beginning become one. A later one that the template does not take is appended
-        to the user message directly before it. If there is none, it is put in front of the user
-        message directly after it. If there is none either, it becomes a user message.
+        System messages before the first answer come first. Agents send one after the first user
+        message that is the same in all their conversations; at the beginning it is read only once.
+        System messages at the beginning are joined. A later one that the template does not accept
+        is appended to the user message directly before it. If there is none, it is put before the
+        text of the user message directly after it. If there is none either, it becomes a user
+        message.
 
         Args:
             at_start: whether the conversation begins with these messages.
@@ -101,7 +102,7 @@ class SystemPlaces:
         return placed
 
     def _takes(self, placed: list[Message], *, began: bool) -> bool:
-        """Whether a system message may come next."""
+        """Return whether a system message may come next."""
         if began:
             return self.later
         return self.first and (self.several or not placed)

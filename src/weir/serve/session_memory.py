@@ -1,8 +1,8 @@
-"""Report of what a session still holds: the tokens of its stream, and the pools that hold them.
+"""Report the tokens of a session's stream that the cache still holds, and the pools that hold them.
 
-The row knows which tokens it holds, and the records of turns know their ids. Either may know more:
-a row holds the beginning of a stream whose first turns are no longer kept, and no slot holds most
-of the tokens in the records. Knows nothing about HTTP.
+The row knows which tokens it holds, and the records of turns contain their ids. Either may have
+tokens that the other lacks: a row holds the beginning of a stream whose first turns are no longer
+kept, and no slot holds most of the tokens in the records.
 """
 
 from __future__ import annotations
@@ -25,17 +25,21 @@ from weir.serve.sessions.store import SessionStore
 from weir.stream import describe_tokens
 
 BLOCK = 32
-"""Tokens that are decoded together, and cached: of a growing stream, few blocks change."""
+"""Number of tokens that are decoded together and cached. In a growing stream, few blocks change."""
 NAMED = 64
-"""Turns that have lost tokens of which the messages are named: the newest ones."""
+"""Number of newest turns with lost tokens whose messages are shown."""
 CONTEXT = 4
-"""Tokens before a block that are decoded with it, for spaces and characters of several tokens."""
+"""Number of tokens before a block that are decoded with it, for spaces and multi-token
+characters.
+"""
 
 
 def running_turns(
     store: SessionStore, owner: str, sequence: TokenSequence, inspection: RowInspection
 ) -> list[TurnTokens]:
-    """The tokens of a running sequence and of those before it, as far back as they are kept."""
+    """Return the tokens of a running sequence and of earlier turns, as far back as they are
+    kept.
+    """
     turns = [] if sequence.parent is None else store.ancestry(owner, sequence.parent)
     if sequence.parent is None or turns:
         ids = [*sequence.prompt_ids, *inspection.output_ids]
@@ -56,10 +60,10 @@ def without_tokens(holding: Holding, places: Sequence[tuple[int, int]]) -> Holdi
 def _forgotten(
     seen: int, held: list[int], turns: list[TurnTokens], names: Callable[[str], list[Any] | None]
 ) -> dict[str, Any]:
-    """How many tokens no slot holds, and of which turns they are.
+    """Count the tokens that no slot holds, by turn.
 
     Args:
-        seen: tokens that the row has read.
+        seen: number of tokens that the row has read.
         held: the tokens that it still holds, in ascending order.
         names: describes the messages of a turn; None if they are not known.
     """
@@ -99,18 +103,18 @@ class MemoryReporter:
         doing: str | None = None,
         names: Callable[[str], list[Any] | None] = lambda node: None,
     ) -> dict[str, Any]:
-        """List what a row remembers, as `GET /v1/sessions/ID/memory` has it.
+        """List what a row remembers, in the format of `GET /v1/sessions/ID/memory`.
 
-        The last of the pools is "new", of tokens that wait for the next fold.
+        The last pool in the list is "new", for tokens that wait for the next fold.
 
         Args:
             turns: the tokens of its stream, by turns, as far back as they are kept.
-            most: number of held tokens that are listed: those that most layers and heads hold.
-            latest: number of tokens at the end of the stream that are listed, held or not.
-            doing: of a running turn: "reading" or "answering"; None between turns.
+            most: number of held tokens to list: those that the most layers and heads hold.
+            latest: number of tokens at the end of the stream to list, held or not.
+            doing: "reading" or "answering" for a running turn; None between turns.
             names: describes the messages of a turn by its name; None if they are not known.
         """
-        seen = holding.seen  # of a prompt that is read, only what was read
+        seen = holding.seen  # for a prompt that is being read, only the part that was read
         if doing != "reading" and turns:
             seen = max(seen, turns[-1].end)
         held = holding.tokens()
@@ -154,7 +158,7 @@ class MemoryReporter:
     def _texts(
         self, turns: list[TurnTokens], places: list[int]
     ) -> Iterator[tuple[int, tuple[str, bool]]]:
-        """The texts of tokens at ascending places, and whether they are special, where known."""
+        """Yield the texts of tokens at ascending places, and whether they are special, if known."""
         near = sorted({place - back for place in places for back in range(CONTEXT + 1)})
         ids: dict[int, int] = {}
         for turn in turns:
@@ -171,7 +175,7 @@ class MemoryReporter:
             yield from ((place, texts[place - first]) for place in inside)
 
     def _decode(self, ids: tuple[int | None, ...]) -> list[tuple[str, bool]]:
-        """Decode neighboring tokens; None stands for one whose text is not needed."""
+        """Decode neighboring tokens. None stands for a token whose text is not needed."""
         found: list[tuple[str, bool]] = []
         for gap, run in groupby(ids, key=lambda token: token is None):
             some = [token or 0 for token in run]

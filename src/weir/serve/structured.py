@@ -1,9 +1,9 @@
-"""Structured output: grammars that answers are held to, compiled and matched by llguidance.
+"""Structured output: grammars that answers must follow, compiled and matched by llguidance.
 
-A grammar is compiled in the thread that asks for it, and each answer has a matcher of its own. The
-compiler bounds most of its own work, but not nested repetitions in a pattern, nor automata that
-count multiples: their cost grows with the numbers in a client's schema, which are bounded here.
-Knows nothing about HTTP or rows.
+A grammar is compiled in the thread that asks for it, and each answer has a separate matcher. The
+compiler limits most of its work, but not nested repetitions in a pattern, or automata that count
+multiples. Their cost grows with the numbers in a client's schema, so these numbers are limited
+here.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from weir.errors import WeirError, quote, shorten
 ANY_SPACE = r"( |\n( {0,8}|\t{0,4}))"
 """White space between two tokens of JSON: a space, or a line end and an indent.
 
-It is bounded: a model could otherwise go on with nothing but white space.
+It is limited, because a model could otherwise write white space without end.
 """
 ONE_SPACE = " "
 MAX_SECONDS = 0.25
-"""Processor time of one mask; a grammar that takes longer is given up."""
+"""Processor time limit for one mask. A grammar that takes longer is given up."""
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=500_000,
     step_lexer_fuel=100_000,
@@ -44,20 +44,20 @@ _LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 MAX_BYTES = 65_536
-"""Size of a schema, written as JSON."""
+"""The most bytes of a schema, written as JSON."""
 MAX_DEPTH = 48
-"""Levels of nested lists and objects."""
+"""The most levels of nested lists and objects."""
 MAX_PATTERN = 2000
-"""Characters of all patterns together, repetitions written out."""
+"""The most characters of all patterns together, with repetitions written out."""
 MAX_MULTIPLE = 2000
-"""The least common multiple of the digits of all `multipleOf`."""
+"""The largest allowed least common multiple of the digits of all `multipleOf`."""
 
 _PARTS = re.compile(r"\{(\d*),?(\d*)\}|\[\^?\]?(?:\\.|[^\]\\])*\]?|\\?.", re.DOTALL)
-"""Parts of a pattern: the times that one is repeated, a class of characters, or a character."""
+"""Parts of a pattern: a repetition count, a class of characters, or a character."""
 
 
 class BadSchema(WeirError):
-    """A JSON schema or grammar that answers cannot be held to."""
+    """A JSON schema or grammar that answers cannot follow."""
 
 
 class GrammarCompiler:
@@ -75,7 +75,7 @@ class GrammarCompiler:
     def compile_schema(
         self, schema: Mapping[str, Any], *, strict: bool
     ) -> Callable[[], GrammarConstraint]:
-        """Compile a JSON schema; `strict` refuses unknown keywords, which else are ignored."""
+        """Compile a JSON schema. `strict` refuses unknown keywords, which are otherwise ignored."""
         check_schema(schema)
         grammar = {"grammars": [{"json_schema": add_guidance(schema, ANY_SPACE, strict=strict)}]}
         return self.compile(grammar)
@@ -83,13 +83,15 @@ class GrammarCompiler:
     def compile(
         self, grammar: Mapping[str, Any], *, stop_when_complete: bool = True
     ) -> Callable[[], GrammarConstraint]:
-        """Compile a grammar to what makes the constraint of one answer; BadSchema if it cannot be.
+        """Compile a grammar to a function that makes the constraint of one answer.
+
+        Raises BadSchema if it cannot be compiled.
 
         Args:
-            stop_when_complete: where the model has no token that ends an answer, end it as soon as
-                the grammar accepts it.
+            stop_when_complete: if the model has no token that ends an answer, end it as soon as the
+                grammar accepts it.
         """
-        with self._lock:  # one at a time, so that clients' grammars take up one thread at most
+        with self._lock:  # one at a time, so that clients' grammars take at most one thread
             began = time.thread_time()
             matcher = LLMatcher(
                 self._tokens(), json.dumps(dict(grammar)), limits=_LIMITS, log_level=0
@@ -105,25 +107,29 @@ class GrammarCompiler:
         return partial(GrammarConstraint, matcher, self._size, tokens, eager=eager)
 
     def _tokens(self) -> LLTokenizer:
-        """The tokenizer as llguidance has it, made when it is first needed: that takes a second."""
+        """The tokenizer in llguidance's form, made on first use because it takes a second."""
         if self._cached is None:
             try:
                 stop_ids = sorted(self._stop_ids) or None
-                known: Any = self._tokenizer  # a fast one, or llguidance refuses it
+                known: Any = (
+                    self._tokenizer
+                )  # llguidance refuses any tokenizer that is not a fast one
                 self._cached = from_tokenizer(
                     known, n_vocab=max(self._size, len(known)), eos_token=stop_ids
                 )
-            except Exception as error:  # llguidance raises whatever it finds
+            except Exception as error:  # llguidance raises all kinds of exceptions
                 reason = shorten(str(error))
-                raise BadSchema(f"this model's tokenizer has no grammars ({reason})") from None
+                raise BadSchema(
+                    f"this model's tokenizer cannot be used with grammars ({reason})"
+                ) from None
         return self._cached
 
 
 class GrammarConstraint:
-    """The grammar that one answer is held to, token by token.
+    """The grammar that one answer must follow, token by token.
 
     Args:
-        matcher: of the grammar, at its start; it is copied.
+        matcher: matcher of the grammar, at its start; it is copied.
         tokens: number of tokens that the matcher knows, which may be larger than `size`.
         eager: whether the answer is done as soon as the grammar accepts it.
     """
@@ -136,17 +142,19 @@ class GrammarConstraint:
 
     @property
     def done(self) -> bool:
-        """Whether the answer is complete."""
+        """Return whether the answer is complete."""
         matcher = self._matcher
         return matcher.is_stopped() or (self._eager and matcher.is_accepting())
 
     def allow(self, logits: Tensor) -> Tensor:
-        """Set the logits [vocabulary] of tokens that may not come next to -inf, in place."""
+        """Set the logits [vocabulary] of tokens that are not allowed next to -inf, in place."""
         began = time.thread_time()
         fill_next_token_bitmask(self._matcher, self._bits)
         self._check()
         if time.thread_time() - began > MAX_SECONDS:
-            raise BadSchema("what this answer must look like takes too long to work out")
+            raise BadSchema(
+                "the format of this answer takes too long to compute. Use a simpler schema."
+            )
         bits = np.unpackbits(self._bits.view(np.uint8), bitorder="little", count=self._size)
         return logits.masked_fill_(torch.from_numpy(bits == 0), -torch.inf)
 
@@ -157,44 +165,45 @@ class GrammarConstraint:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise BadSchema(f"the answer cannot be held to its grammar: {_error_of(self._matcher)}")
+            raise BadSchema(f"the answer does not follow its grammar: {_error_of(self._matcher)}")
 
 
 _SENTENCES = {
-    "NoExtensionBias": "nothing is valid to it, as where a $ref leads to itself and nothing else",
+    "NoExtensionBias": "no value fits it, for example because a $ref leads only to itself",
     "LexerTooComplex": "it is too complex",
     "ParserTooComplex": "it is too complex",
 }
-"""Sentences for the errors of which llguidance gives a name only."""
+"""Sentences for the errors that llguidance reports only by a name."""
 
 
 def _error_of(matcher: LLMatcher) -> str:
-    """The error of a matcher, as a sentence."""
+    """Return the error of a matcher as a sentence."""
     message = matcher.get_error().replace("<non-verbose/>", "").strip()
     return _SENTENCES.get(message) or shorten(message)
 
 
 def add_guidance(schema: Mapping[str, Any], spaces: str, *, strict: bool) -> dict[str, Any]:
-    """Add llguidance's options to a schema, in place of any that the client sent; `spaces` is the
-    pattern of white space between two tokens of JSON, which must be bounded.
+    """Add llguidance's options to a schema, replacing any that the client sent.
+
+    `spaces` is the pattern of white space between two tokens of JSON, which must be limited.
     """
     options = {"whitespace_pattern": spaces, "lenient": not strict}
     return {**schema, "x-guidance": options}
 
 
 def check_schema(schema: Any) -> None:
-    """Check that a schema can be compiled in bounded time (BadSchema)."""
+    """Check that a schema can be compiled in limited time (BadSchema)."""
     size = 0
     try:
-        # In parts, and no further than it may be long: a client's may have megabytes.
+        # In parts, and only up to the limit, because a client's schema may have megabytes.
         for part in json.JSONEncoder(allow_nan=False).iterencode(schema):
             size += len(part)
             if size > MAX_BYTES:
-                raise BadSchema(f"it has more than {MAX_BYTES:,} bytes")
+                raise BadSchema(f"it has more than {MAX_BYTES:,} bytes, the limit")
     except RecursionError:
         raise BadSchema(_TOO_DEEP) from None
     except (ValueError, TypeError):
-        raise BadSchema("it has numbers that JSON does not have") from None
+        raise BadSchema("it has numbers that JSON does not allow") from None
     objects = _objects(schema)
     weight, multiple = 0, 1
     for node in objects:
@@ -204,25 +213,33 @@ def check_schema(schema: Any) -> None:
         weight += sum(_weight(pattern) for pattern in patterns if isinstance(pattern, str))
         multiple = math.lcm(multiple, _digits(node.get("multipleOf")))
         if weight > MAX_PATTERN:
-            raise BadSchema(f"its patterns repeat more than {MAX_PATTERN:,} characters")
+            raise BadSchema(
+                f"its patterns, with repetitions written out, have more than {MAX_PATTERN:,} "
+                "characters, the limit"
+            )
         if multiple > MAX_MULTIPLE:
-            raise BadSchema(f"numbers cannot be held to multiples of {multiple:,}")
+            raise BadSchema(
+                f"multipleOf with {multiple:,} as the common multiple is not supported; the limit "
+                f"is {MAX_MULTIPLE:,}"
+            )
         listed = node.get("enum")
         for value in (node.get("const"), *(listed if isinstance(listed, list) else ())):
             if isinstance(value, int) and abs(value) > EXACT:
                 raise BadSchema(
-                    f"the number {value} is beyond {EXACT}, the largest that is held to exactly; "
-                    "write it as a string"
+                    f"the number {value} is beyond {EXACT}, the largest whole number that is "
+                    "exact. Write it as a string."
                 )
 
 
 EXACT = 2**53
 """The largest whole number that llguidance does not round."""
-_TOO_DEEP = f"it is nested deeper than {MAX_DEPTH} levels"
+_TOO_DEEP = f"it is nested deeper than {MAX_DEPTH} levels, the limit"
 
 
 def _objects(schema: Any) -> list[dict[str, Any]]:
-    """All objects in a schema, level by level; BadSchema if there are too many levels."""
+    """Return all objects in a schema, level by level. Raises BadSchema if there are too many
+    levels.
+    """
     found: list[dict[str, Any]] = []
     level, depth = [schema], 0
     while level:
@@ -237,20 +254,22 @@ def _objects(schema: Any) -> list[dict[str, Any]]:
 
 
 def _digits(multiple: Any) -> int:
-    """The digits of a `multipleOf`: 25 for 0.25; 1 for anything that is no number."""
+    """Return the digits of a `multipleOf`: 25 for 0.25; 1 for anything that is not a number."""
     if isinstance(multiple, bool) or not isinstance(multiple, int | float) or not multiple:
         return 1
     digits = Decimal(str(multiple)).normalize().as_tuple()
     above = digits.exponent if isinstance(digits.exponent, int) else 0
     if above > 9:
-        raise BadSchema(f"numbers cannot be held to multiples of {quote(multiple)}")
+        raise BadSchema(
+            f"multipleOf {quote(multiple)} is not supported, because it has too many decimal places"
+        )
     return int("".join(map(str, digits.digits))) * 10 ** max(0, above)
 
 
 def _weight(pattern: str) -> int:
-    """Characters of a pattern with its repetitions written out.
+    """Return the characters of a pattern with its repetitions written out.
 
-    An unbounded repetition counts once, since it needs no copies.
+    An unlimited repetition counts once, because it needs no copies.
     """
     open_groups, group, last = [], 0, 0  # weights: of outer groups, this group, its last part
     for part in _PARTS.finditer(pattern):

@@ -1,4 +1,4 @@
-"""Thoughts in front of an answer, `<think>…</think>`, told from the answer itself.
+"""Separate thoughts, `<think>…</think>`, from the answer after them.
 
 Knows nothing about tokens.
 """
@@ -23,21 +23,21 @@ class ThoughtParser:
     """Incremental parser of one answer.
 
     Args:
-        is_open: whether the prompt has opened the thoughts already.
+        is_open: whether the prompt has already opened the thoughts.
     """
 
     def __init__(self, *, is_open: bool = False) -> None:
         self._state = "thoughts" if is_open else "start"
         self._rest = ""
-        self._said = False  # whether there was any thought that is not white space
+        self._said = False  # whether there was a thought other than white space
 
     @property
     def is_thinking(self) -> bool:
-        """Whether what comes next belongs to the thoughts, or may begin them."""
+        """Whether the next text belongs to the thoughts, or may begin them."""
         return self._state in ("start", "thoughts")
 
     def feed(self, text: str) -> tuple[str, str]:
-        """Parse more text; returns what it adds to the thoughts and to the answer."""
+        """Parse more text. Returns its additions to the thoughts and to the answer."""
         self._rest += text
         thought = ""
         if self._state == "start":

@@ -1,8 +1,8 @@
-"""Work on what clients send, apart from the thread that answers: in processes where it is large.
+"""Process large requests from clients in separate processes.
 
-One interpreter runs one thread at a time. Were large bodies parsed, rendered and tokenized beside
-the engine, each of its steps would wait for them hundreds of times. Functions that are called here
-take first what the worker was opened with. Knows nothing about HTTP, prompts or rows.
+An interpreter runs one thread at a time. If large bodies were parsed, rendered and tokenized in the
+engine's process, each of the engine's steps would wait for them hundreds of times. Functions that
+are called here get the value that the worker was opened with as their first argument.
 """
 
 from __future__ import annotations
@@ -32,32 +32,37 @@ from weir.stream import make_way
 
 LOG = logging.getLogger("weir.serve")
 SECONDS = 120.0
-"""Time limit of one call: all that is done for a client is bounded, and ends far sooner."""
+"""Time limit of one call in seconds. All work for a client is limited, and ends far sooner."""
 NICE = 5
-"""By how much the processes give way to the one that answers."""
+"""Niceness of the worker processes, which lets the answering process run first."""
 PROCESSES = 2
 COLLECTED = (10_000, 10, 100)
-"""Thresholds of the collector of garbage; by default it looks at all that a large body has made
-several times while the body is parsed, which takes longer than to parse it.
+"""Thresholds of the garbage collector.
+
+By default it scans everything that a large body has created several times while the body is parsed,
+which takes longer than parsing.
 """
 RATE = 1_000_000
-"""Bytes for which a call waits a second longer than a small one of the same client."""
+"""Number of bytes for which a call waits one second longer than a small call of the same client."""
 PIECE = 1_048_576
-"""Bytes of a message that are sent at once. Python copies what a pipe receives, but only a piece at
-a time.
+"""Bytes of a message that are sent at a time.
+
+Python copies the data that a pipe receives, but only one piece at a time.
 """
 M_MMAP_THRESHOLD = -3
-"""The number that glibc's `mallopt` has for the size from which buffers are the system's own."""
+"""The number, in glibc's `mallopt`, of the size from which buffers come from the system."""
 holder_of_call: ContextVar[str] = ContextVar("holder_of_call", default="")
 """The client that a call is for."""
 
 _Step = tuple[Callable[..., Any], tuple[Any, ...]]
-"""A function, and what it is given after the value that it is called with."""
+"""A function, and its arguments after the value that it is called with."""
 
 
 class Worker:
-    """Works in the thread that asks, one call at a time; a call with a template that turns out to
-    be slow, or to have no end, makes way and goes on behind others like it.
+    """Works in the calling thread, one call at a time.
+
+    A call with a template that is slow, or does not finish, makes way and continues after other
+    such calls.
     """
 
     def __init__(self) -> None:
@@ -65,16 +70,16 @@ class Worker:
         self._opened: Any = None
 
     def open(self, given: Any) -> None:
-        """Say what functions get before what they are called with; it can be pickled."""
+        """Set the first argument of functions. It can be pickled."""
         self._opened = given
 
     @property
     def opened(self) -> Any:
-        """What functions get first."""
+        """The first argument of functions."""
         return self._opened
 
     def call(self, function: Callable[..., Any], *given: Any) -> Any:
-        """Call a function of a module; whatever it raises is raised here."""
+        """Call a function of a module. Its exceptions are raised here."""
         held = self._lock
 
         def give_way() -> None:
@@ -92,12 +97,14 @@ class Worker:
             held.release()
 
     def split(self, function: Callable[..., Any], *given: Any) -> tuple[Any, Handle]:
-        """Call a function that makes something small and something large, which is held."""
+        """Call a function that returns something small and something large. The large part is
+        held.
+        """
         small, large = self.call(function, *given)
         return small, Handle(self, large)
 
     def vet(self, function: Callable[..., Any], *given: Any) -> None:
-        """Let a process find what is wrong with something that is then worked on here."""
+        """Let a process check something that is then processed here."""
 
     def hold(self, value: Any) -> Handle:
         """Hold a value for several calls."""
@@ -105,14 +112,14 @@ class Worker:
 
 
 class Handle:
-    """A value that a worker works on."""
+    """A value that a worker processes."""
 
     def __init__(self, worker: Worker, value: Any) -> None:
         self._worker = worker
         self._value = value
 
     def get(self) -> Any:
-        """The value itself."""
+        """Return the value itself."""
         return self._value
 
     def call(self, function: Callable[..., Any], *given: Any) -> Any:
@@ -120,8 +127,9 @@ class Handle:
         return self._worker.call(function, self._value, *given)
 
     def map(self, function: Callable[..., Any], *given: Any) -> Handle:
-        """Hold what a function makes of the value; what it raises may be raised only where that is
-        used.
+        """Hold the result of a function of the value.
+
+        Its exceptions may be raised only when the result is used.
         """
         return Handle(self._worker, self.call(function, *given))
 
@@ -129,12 +137,12 @@ class Handle:
 class CallQueue:
     """Decides whose call is next.
 
-    A client has one process at a time, so that there is another one for everybody else. Clients
-    take turns. Of the calls of one client, a small one goes before a large one that came a little
-    earlier.
+    A client has one process at a time, so that there is another one for all other clients. Clients
+    take turns. Among the calls of one client, a small call goes before a large call that came a
+    little earlier.
 
     Args:
-        processes: those that are free.
+        processes: the free processes.
     """
 
     def __init__(self, processes: Iterable[WorkerOfMany]) -> None:
@@ -142,20 +150,20 @@ class CallQueue:
         self._changed = threading.Condition()
         self._waiting: list[WaitingCall] = []
         self._working: set[str] = set()
-        self._served: dict[str, int] = {}  # when a client had its last turn, on a clock of its own
+        self._served: dict[str, int] = {}  # when a client had its last turn, by a counter
         self._clock = 0
         self._is_closed = False
 
     @contextlib.contextmanager
     def take(self, holder: str, size: int) -> Iterator[WorkerOfMany]:
-        """Wait for a process for a call with so many bytes; Busy if there will be none."""
+        """Wait for a process for a call with this many bytes. Raises Busy if there will be none."""
         call = WaitingCall(holder, time.monotonic() + size / RATE)
         with self._changed:
             self._waiting.append(call)
             self._changed.wait_for(lambda: self._is_closed or (self._free and self._next() is call))
             self._waiting.remove(call)
             if self._is_closed:
-                raise Busy("the server is ending")
+                raise Busy("the server is shutting down")
             process = self._free.pop()
             self._working.add(holder)
             self._clock += 1
@@ -172,7 +180,7 @@ class CallQueue:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Let nobody wait any longer."""
+        """Stop all waiting calls."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -184,20 +192,20 @@ class CallQueue:
 
 @dataclass(frozen=True, eq=False)
 class WaitingCall:
-    """A call that waits; of one client, what is `due` first goes first."""
+    """A waiting call. Among the calls of one client, the one that is `due` first goes first."""
 
     holder: str
     due: float
 
 
 class WorkerProcess(Worker):
-    """Works in processes of low priority, each of which is started again if it is lost.
+    """Works in processes of low priority. A process that is lost is started again.
 
     Args:
-        fork: share this process' memory. There must be no other threads yet, nor open files that
-            others wait for.
-        processes: their number. With two, a client whose bodies take long to refuse cannot keep
-            others waiting.
+        fork: share the memory of this process. There must be no other threads yet, and no open
+            files that others wait for.
+        processes: number of processes. With two, a client whose bodies take long to refuse cannot
+            keep others waiting.
     """
 
     def __init__(self, *, fork: bool = False, processes: int = PROCESSES) -> None:
@@ -209,17 +217,17 @@ class WorkerProcess(Worker):
         self._queue = CallQueue(self._processes)
 
     def open(self, given: Any) -> None:
-        """Say what functions get before what they are called with."""
+        """Set the first argument of functions."""
         super().open(given)
         for process in self._processes:
             process.opened = given
             _value_of(process.ask(_Message((_keep, (given,)))))
 
     def call(self, function: Callable[..., Any], *given: Any) -> Any:
-        """Call a function; Busy if the process is lost meanwhile, WeirError if it takes too long.
+        """Call a function. Raises Busy if the process is lost, and WeirError if it takes too long.
 
-        A bytearray is sent as it is, and emptied as soon as it is sent: a large body must not be
-        here while a process works on it.
+        A bytearray is sent unchanged, and emptied as soon as it is sent, because a large body must
+        not stay here while a process works on it.
         """
         consumed = [each for each in given if isinstance(each, bytearray)]
         given = tuple(pickle.PickleBuffer(o) if isinstance(o, bytearray) else o for o in given)
@@ -230,12 +238,14 @@ class WorkerProcess(Worker):
         return _value_of(answer)
 
     def split(self, function: Callable[..., Any], *given: Any) -> tuple[Any, Handle]:
-        """Call a function that makes something small and something large, which is held."""
+        """Call a function that returns something small and something large. The large part is
+        held.
+        """
         small, data = self.call(_pack_second, function, *given)
         return small, _Packed(self, data)
 
     def vet(self, function: Callable[..., Any], *given: Any) -> None:
-        """Call a function for what it raises."""
+        """Call a function only for its exceptions."""
         self.call(function, *given)
 
     def hold(self, value: Any) -> Handle:
@@ -253,11 +263,11 @@ class WorkerOfMany:
     """One process, and the pipe to it.
 
     Args:
-        method: how it is started: "fork" or "spawn".
+        method: start method: "fork" or "spawn".
         inherited: pipes of this process that a copy of it must close.
 
     Attributes:
-        opened: what a process that is started again is opened with.
+        opened: the value that a restarted process is opened with.
     """
 
     def __init__(self, method: str, inherited: Sequence[Connection] = ()) -> None:
@@ -266,9 +276,9 @@ class WorkerOfMany:
         self._start(method, inherited)
 
     def ask(self, message: _Message, consumed: Sequence[bytearray] = ()) -> tuple[bool, Any]:
-        """Make a call; return whether it was good, and what it returned or raised.
+        """Make a call. Returns whether it succeeded, and its result or exception.
 
-        Bytearrays that are `consumed` are emptied as soon as the message is sent.
+        Bytearrays in `consumed` are emptied as soon as the message is sent.
         """
         with self._lock:
             try:
@@ -278,12 +288,14 @@ class WorkerOfMany:
                 _drop(consumed)
                 if not self.pipe.poll(SECONDS):
                     self._kill()
-                    raise WeirError("this takes too long to read; send less at once")
+                    raise WeirError("the request takes too long to process. Send less at once.")
                 answer: tuple[bool, Any] = _read(_receive(self.pipe))
             except (EOFError, OSError):
                 self._kill()
-                LOG.error("a worker process is lost, and is started again")
-                raise Busy("the process that reads large requests was lost") from None
+                LOG.error("a worker process was lost, and is started again")
+                raise Busy(
+                    "the process that handles large requests was lost. Send the request again."
+                ) from None
         return answer
 
     def close(self) -> None:
@@ -298,7 +310,7 @@ class WorkerOfMany:
     def _start(self, method: str, inherited: Sequence[Connection] = ()) -> None:
         context = multiprocessing.get_context(method)
         self.pipe, theirs = context.Pipe()
-        target: Any = context  # its `Process` is one of the method's
+        target: Any = context  # `Process` depends on the start method
         copied = [*inherited, self.pipe] if method == "fork" else []
         self._process = target.Process(
             target=_serve, args=(theirs, copied), name="weir-worker", daemon=True
@@ -307,7 +319,7 @@ class WorkerOfMany:
         theirs.close()
 
     def _restart(self) -> None:
-        """Start the process again: this one has threads by now, and cannot be copied."""
+        """Start the process again. This process has threads by now, and cannot be copied."""
         self.pipe.close()
         self._start("spawn")
         _Message((_keep, (self.opened,))).send(self.pipe)
@@ -315,11 +327,11 @@ class WorkerOfMany:
 
 
 class _Packed(Handle):
-    """A value that a process holds as bytes: one copy, whatever is done with it.
+    """A value that a process holds as bytes, in one copy, whatever is done with it.
 
     Args:
-        steps: functions that are called with the value wherever it is unpacked, each with what else
-            it is given.
+        steps: functions that are called with the value wherever it is unpacked, each with its
+            further arguments.
     """
 
     _worker: WorkerProcess
@@ -329,8 +341,9 @@ class _Packed(Handle):
         self._steps = steps
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """In the process it is the value. The bytes go there as they are, and are dropped there as
-        soon as they are read.
+        """Become the value in the other process.
+
+        The bytes are sent there unchanged, and dropped there as soon as they are read.
         """
         return _unpack, (pickle.PickleBuffer(self._value), self._steps)
 
@@ -345,7 +358,7 @@ class _Packed(Handle):
 
 
 class _Message:
-    """Something that is sent to the other process; its buffers are not copied."""
+    """A message to the other process. Its buffers are not copied."""
 
     def __init__(self, value: Any) -> None:
         self._buffers: list[pickle.PickleBuffer] = []
@@ -353,11 +366,11 @@ class _Message:
 
     @property
     def size(self) -> int:
-        """Its bytes, while it is not sent."""
+        """Its size in bytes, while it has not been sent."""
         return len(self._data) + sum(buffer.raw().nbytes for buffer in self._buffers)
 
     def send(self, pipe: Connection) -> None:
-        """Send it, and let its buffers go."""
+        """Send it, and release its buffers."""
         raws = [buffer.raw() for buffer in self._buffers]
         pipe.send_bytes(pickle.dumps([len(self._data), *(raw.nbytes for raw in raws)]))
         for raw in (memoryview(self._data), *raws):
@@ -381,27 +394,27 @@ def _drop(consumed: Sequence[bytearray]) -> None:
 def _return_large_buffers() -> None:
     """Let the C library return each large buffer to the system when it is freed.
 
-    glibc no longer does so for buffers of up to 32 MB once one of that size has been freed, as
-    happens while a model is loaded. The buffers of a body would then stay in this process.
+    glibc stops doing so for buffers of up to 32 MB once one of that size has been freed, as happens
+    while a model is loaded. The buffers of a body would then stay in this process.
     """
     with contextlib.suppress(OSError, AttributeError, TypeError):  # only glibc has it
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, PIECE)
 
 
 def _receive(pipe: Connection) -> list[bytearray]:
-    """The parts of a message of the other process: what it says, and its buffers."""
+    """Receive the parts of a message from the other process: its content and its buffers."""
     return [_receive_bytes(pipe, size) for size in pickle.loads(pipe.recv_bytes())]
 
 
 def _read(parts: list[bytearray]) -> Any:
-    """What a message says; its parts are let go."""
+    """Read the content of a message. Its parts are released."""
     data, *buffers = parts
     parts.clear()
     return pickle.loads(data, buffers=buffers)
 
 
 def _receive_bytes(pipe: Connection, size: int) -> bytearray:
-    """So many bytes, with no copy of more than a piece."""
+    """Receive this many bytes, without copying more than one piece."""
     received = bytearray(size)
     with memoryview(received) as view:
         for at in range(0, size, PIECE):
@@ -410,7 +423,7 @@ def _receive_bytes(pipe: Connection, size: int) -> bytearray:
 
 
 def _unpack(data: Any, steps: tuple[_Step, ...], *opened: Any) -> Any:
-    """The value of a handle."""
+    """Return the value of a handle."""
     value = pickle.loads(data)
     (kept,) = opened or _KEPT
     for function, given in steps:
@@ -439,10 +452,12 @@ def _serve(pipe: Connection, inherited: Sequence[Connection]) -> None:
     """Answer calls until the other end is closed."""
     for other in inherited:
         other.close()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's goes to all; answers are to end
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # a terminal sends it to all processes, but answers must finish
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.nice(NICE)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of a copied process are not there
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a copied process has no threads
     torch.set_num_threads(1)
     _return_large_buffers()
     gc.freeze()
@@ -463,19 +478,19 @@ def _answer(parts: list[bytearray]) -> _Message:
 def _failure(error: Exception) -> _Message:
     try:
         return _Message((False, (type(error), error.args, error.__dict__)))
-    except Exception:  # some hold what cannot be pickled
+    except Exception:  # some exceptions contain values that cannot be pickled
         return _Message((False, (RuntimeError, (f"{type(error).__name__}: {error}",), {})))
 
 
 def _restored(kind: type[Exception], args: tuple[Any, ...], state: dict[str, Any]) -> Exception:
-    """The exception of another process; its own constructor may want other arguments."""
+    """Return the exception of another process. Its constructor may need other arguments."""
     error = kind.__new__(kind, *args)
     error.__dict__.update(state)
     return error
 
 
 def _value_of(answer: tuple[bool, Any]) -> Any:
-    """What a call returned; raises what it raised."""
+    """Return the result of a call, or raise its exception."""
     good, value = answer
     if good:
         return value

@@ -109,13 +109,13 @@ class Format:
         for what, dim, code in (("keys", key_dim, self.keys), ("values", value_dim, self.values)):
             if code.halves and dim % 2:
                 return (
-                    f"{self.name} writes two numbers of {what} to a byte, and heads of {dim} have "
-                    "an odd one; take int8"
+                    f"{self.name} packs two numbers of {what} in a byte, but heads of {dim} have "
+                    "an odd number. Use int8."
                 )
             if code.group is not None and dim % code.group:
                 return (
-                    f"{self.name} writes {what} in groups of {code.group} numbers, and heads of "
-                    f"{dim} cannot be so divided; take int8"
+                    f"{self.name} stores {what} in groups of {code.group} numbers, but heads of "
+                    f"{dim} cannot be divided into such groups. Use int8."
                 )
         return None
 

@@ -55,7 +55,7 @@ class PromptTooLong(WeirError):
 
     def __init__(self, most: int) -> None:
         super().__init__(
-            f"that is more than the {most:,} tokens that one request may feed; send the rest in "
+            f"the prompt has more than {most:,} tokens, the limit of a request. Send the rest in "
             "further turns"
         )
 
@@ -513,7 +513,9 @@ def _check_length(name: str, template: Any) -> None:
     """Refuse a template that would take long to compile, which nothing else bounds."""
     for text in template.values() if isinstance(template, Mapping) else [template]:
         if isinstance(text, str) and (found := _too_long(text)):
-            raise BrokenTemplate(f"the chat template of {name} has {found}; give the model another")
+            raise BrokenTemplate(
+                f"the chat template of {name} has {found}. Give the model another template."
+            )
 
 
 @lru_cache(maxsize=16)
@@ -559,7 +561,7 @@ def render_chat(
     except TemplateSyntaxError as error:
         why = shorten(str(error))
         raise BrokenTemplate(
-            f"the chat template of {name} cannot be read: {why}; give the model another"
+            f"the chat template of {name} cannot be read: {why}. Give the model another template."
         ) from None
     except TemplateError as error:
         why = shorten(str(error))

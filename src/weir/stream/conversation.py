@@ -95,7 +95,7 @@ class Conversation:
         """
         plain = self.turn(text)
         if not plain:
-            raise WeirError("that makes no tokens; say something")
+            raise WeirError("the message has no tokens. Write some text.")
         quoted = self._recall(text)
         ids = self.turn(text, quoted) if quoted else plain
         self.recalled_tokens = len(ids) - len(plain)
@@ -170,7 +170,7 @@ class Conversation:
     def _lose_archive(self, error: ArchiveProblem) -> None:
         """Go on without the archive, and say so once."""
         self.archive = None
-        self._warn(f"{error} The conversation goes on, but recalls nothing from here on.")
+        self._warn(f"{error} The conversation goes on, but recalls nothing from now on.")
 
     def take_in(self, text: str, answer: str) -> None:
         """Feed a turn of the user and the model's answer, which is known, as if it had been
@@ -180,7 +180,7 @@ class Conversation:
         """
         ids = self.turn(text)
         if not ids:
-            raise WeirError("that makes no tokens; say something")
+            raise WeirError("the message has no tokens. Write some text.")
         self._resume()
         self._note(Turn(True, self.stream.seen, text, array("I", ids)))
         self._feed(text, ids)

@@ -26,7 +26,7 @@ Tokens = (
     | Mapping[str, Any]  # with `input_ids`, as a tokenizer returns them
 )
 
-NOTHING = "zero tokens were fed; a stream needs at least one"
+NOTHING = "no tokens were fed, and a stream needs at least one"
 
 
 def read_ids(given: Tokens | None, vocabulary: int) -> Tensor:
@@ -110,8 +110,8 @@ def _of_tokenizer(given: Mapping[str, Any]) -> Any:
     mask = given.get("attention_mask")
     if mask is not None and not bool(_tensor(mask).all()):
         raise WeirError(
-            "a stream takes no padding, and the attention_mask has some; feed rows of one length, "
-            "or use model.generate(..., past_key_values=weir.StreamingCache(...))"
+            "a stream cannot have padding, but the attention_mask has some. Feed rows of one "
+            "length, or use model.generate(..., past_key_values=weir.StreamingCache(...))."
         )
     return given["input_ids"]
 
@@ -193,7 +193,10 @@ def read_inputs(
             return inputs
         return replace(inputs, offsets=_check_offsets(within, inputs, model, images))
     if within is not None:
-        raise WeirError("offsets are those of embeddings; of ids and images weir makes them itself")
+        raise WeirError(
+            "offsets are only for embeddings; weir computes those of ids and images. Leave out "
+            "offsets."
+        )
     ids = read_ids(given, vocabulary)
     pictures = _pictures(given)
     if not pictures:
@@ -220,11 +223,14 @@ def _with_embeddings(
     if given is None:
         return Inputs(torch.full(vectors.shape[:2], NO_ID), vectors)
     if isinstance(given, Mapping) and _pictures(given):
-        raise WeirError("feed images or embeddings, not both; the embeddings may hold the images")
+        raise WeirError(
+            "feed either images or embeddings, not both. The embeddings may include the images."
+        )
     ids = read_ids(given, vocabulary)
     if ids.shape != vectors.shape[:2]:
         raise WeirError(
-            f"the ids of embeddings are {list(vectors.shape[:2])} like these, not {list(ids.shape)}"
+            f"the ids of embeddings must have the shape {list(vectors.shape[:2])}, got "
+            f"{list(ids.shape)}"
         )
     return Inputs(ids, vectors)
 
@@ -235,7 +241,7 @@ def _check_embeddings(embeddings: object, model: PreTrainedModel) -> Tensor:
     width, dtype = weight.shape[1], _name(weight.dtype)
     if not isinstance(embeddings, Tensor):
         raise WeirError(
-            f"embeddings are a tensor [tokens, {width}] or [batch, tokens, {width}], not "
+            f"embeddings must be a tensor [tokens, {width}] or [batch, tokens, {width}], got "
             f"{quote(embeddings)}"
         )
     if embeddings.ndim not in (2, 3) or embeddings.shape[-1] != width:
@@ -251,13 +257,13 @@ def _check_embeddings(embeddings: object, model: PreTrainedModel) -> Tensor:
     vectors = embeddings.detach()
     vectors = vectors[None] if vectors.ndim == 2 else vectors
     if vectors.shape[0] == 0 or vectors.shape[1] == 0:
-        raise WeirError("zero embeddings were fed; a stream needs at least one")
+        raise WeirError("no embeddings were fed, and a stream needs at least one")
     wrong = (~vectors.isfinite().all(dim=-1)).nonzero().tolist()
     if wrong:
         row, place = wrong[0]
         where = f" of row {row}" if vectors.shape[0] > 1 else ""
         raise WeirError(
-            f"embedding {place + 1}{where} of this call is infinite or no number; nothing was fed"
+            f"embedding {place + 1}{where} of this call is infinite or NaN, so nothing was fed"
         )
     return vectors
 
@@ -273,13 +279,15 @@ def _check_offsets(
         within = within[None]
     if not isinstance(within, Tensor) or list(within.shape) != wanted:
         what = list(within.shape) if isinstance(within, Tensor) else quote(within)
-        raise WeirError(f"the offsets of these embeddings are {wanted}, not {what}")
+        raise WeirError(f"the offsets of these embeddings must be {wanted}, got {what}")
     if not _is_whole(within) or not bool(((within >= 0) & (within < MOST_OFFSET)).all()):
         raise WeirError(
             f"offsets are whole numbers from 0 to {MOST_OFFSET - 1:,}, as models.offsets"
         )
     if bool((within[:, :, 3] < 1).any()):
-        raise WeirError("a word or image reaches 1 at least, the fourth of the offsets; 0 is none")
+        raise WeirError(
+            "the length of a word or image, the fourth of the offsets, must be at least 1, got 0"
+        )
     return within.to(torch.int64)
 
 

@@ -168,7 +168,7 @@ class SessionFile:
         self.path = _path(path)
         check_regular(self.path, "a session")
         if not self.path.is_file():
-            raise WeirError(f"there is no session file {self.path}")
+            raise WeirError(f"the session file {self.path} does not exist")
         try:
             with safe_open(str(self.path), framework="pt") as file:
                 metadata = file.metadata() or {}
@@ -185,7 +185,7 @@ class SessionFile:
                 f"{self.path} has session format {quote(found)}; this weir reads {FORMAT}"
             )
         if metadata.get(CHECKSUM) != _checksum(metadata[KEY], self._mapped):
-            raise WeirError(f"{self.path} is damaged: its checksum is not that of what it holds")
+            raise WeirError(f"{self.path} is damaged: its checksum does not match its content")
         with self.refusing():
             read_facts(_SessionFacts, facts)
         self.facts: dict[str, Any] = facts
@@ -288,7 +288,7 @@ def _check_stream(tensors: dict[str, Tensor], rows: int, vocabulary: int) -> Non
 
 def _path(path: object) -> Path:
     if not isinstance(path, str | os.PathLike):
-        raise WeirError(f"a session is a file, and its name is text, not {quote(path)}")
+        raise WeirError(f"a session must be the path of a file, got {quote(path)}")
     return Path(path)
 
 

@@ -71,7 +71,9 @@ class Stream:
         self._served = served = transformers_model(model)
         if served.get_output_embeddings() is None:  # a base model
             kind = type(served).__name__
-            raise WeirError(f"a {kind} makes no logits; take the causal language model around it")
+            raise WeirError(
+                f"a {kind} does not compute logits. Use the causal language model around it."
+            )
         self.model = model
         self._device = input_device(served)
         self._images = images_of(served.config)
@@ -113,8 +115,8 @@ class Stream:
         """
         if tokenizer is None:
             raise WeirError(
-                "archive needs the tokenizer, which makes text of what is fed: "
-                "Stream(..., archive=archive, tokenizer=tokenizer)"
+                "archive needs the tokenizer, to turn tokens into text. Use Stream(..., "
+                "archive=archive, tokenizer=tokenizer)."
             )
         if len(self._last) > 1:
             raise WeirError(
@@ -154,8 +156,8 @@ class Stream:
     def __copy__(self) -> Stream:
         """Refuse a shallow copy (WeirError): both would feed the same cache."""
         raise WeirError(
-            "a Stream cannot be copied shallowly: both would go on in one cache; copy.deepcopy "
-            "makes a second one"
+            "a Stream cannot be copied shallowly, because both copies would use one cache. Use "
+            "copy.deepcopy."
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Stream:
@@ -242,7 +244,7 @@ class Stream:
         """
         if isinstance(token_ids, Iterator):
             if embeddings is not None or offsets is not None:
-                raise WeirError("embeddings have their ids beside them in a list, not an iterator")
+                raise WeirError("the ids of embeddings must be a list, not an iterator")
             pieces = (self._read_inputs(piece) for piece in pieces_of(token_ids, PIECE))
             return self._feed(pieces, all_logits)
         inputs = self._read_inputs(token_ids, embeddings, offsets)
@@ -547,8 +549,8 @@ class Stream:
         """`_read` without a cache: token by token if some logits are NaN, and all rows alike."""
         if piece.embeddings is not None:
             raise WeirError(
-                "recompute reads its window anew from token ids, and takes neither images nor "
-                "embeddings; choose a policy that caches"
+                "recompute computes its window again from token ids, so it does not accept images "
+                "or embeddings. Use a policy that caches."
             )
         try:
             return self._keep(piece, window.forward(piece.ids, all_logits))

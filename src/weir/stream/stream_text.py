@@ -67,6 +67,4 @@ class StreamText:
 
     def _lose(self, error: ArchiveProblem) -> None:
         self.archive = None
-        warnings.warn(
-            f"{error} The stream goes on, but recalls nothing from here on.", stacklevel=4
-        )
+        warnings.warn(f"{error} The stream goes on, but recalls nothing from now on.", stacklevel=4)

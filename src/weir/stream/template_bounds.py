@@ -62,8 +62,8 @@ class Account:
         self.left -= int(min(made, self.left + 1))
         if self.left < 0:
             raise OutOfBounds(
-                f"takes too much memory: it was stopped at {self.most:,} characters; give the "
-                "model another"
+                f"takes too much memory: it was stopped at {self.most:,} characters. Give the "
+                "model another template"
             )
 
     def foresee(self, made: float) -> None:
@@ -98,8 +98,8 @@ def bounded(given: Any) -> Iterator[None]:
                 waiting = None
         if steps > MAX_STEPS or (not steps % 1000 and time.thread_time() > until):
             raise OutOfBounds(
-                f"does not come to an end: it was stopped after {MAX_STEPS:,} steps or "
-                f"{MAX_SECONDS:g} seconds; give the model another"
+                f"does not finish: it was stopped after {MAX_STEPS:,} steps or {MAX_SECONDS:g} "
+                "seconds. Give the model another template"
             )
         return trace if frame.f_code.co_filename == "<template>" else None
 

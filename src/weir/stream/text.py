@@ -50,7 +50,7 @@ def _decoded(raw: bytes, path: Path) -> str:
     except (lzma.LZMAError, EOFError) as error:
         raise WeirError(f"{path} is not a whole .xz file: {error}") from None
     if not text.strip("\0 \t\r\n\ufeff"):
-        raise WeirError(f"{path} holds no text")
+        raise WeirError(f"{path} contains no text")
     return text.removeprefix("\ufeff").replace("\r\n", "\n")
 
 
@@ -121,7 +121,7 @@ def read_stream(
     Raises WeirError if the file cannot be read, or makes no tokens to predict.
     """
     if path == "":
-        raise WeirError("no text is named: give the path of a file, or leave text out")
+        raise WeirError("no text was given. Give the path of a file, or leave out the text.")
     parts: list[Tensor] = []
     edges = [0]
     for book in read_books(path or BOOK):

@@ -127,7 +127,7 @@ class Transcript:
                 found._add(Turn(turn["user"], turn["at"], turn["text"], array("I", turn["ids"])))
         except (ValueError, KeyError, TypeError, OverflowError) as error:
             file.close()
-            raise WeirError(f"{path} holds no conversation ({error}); remove it") from None
+            raise WeirError(f"{path} is not a conversation ({error}). Remove it.") from None
         found._file = file
         return found
 

@@ -79,8 +79,8 @@ def run(
     size = sum(len(book.encode()) for book in books)
     if size < recipe.least:  # no tokenizer makes more tokens than there are bytes
         raise WeirError(
-            f"{text} has {size:,} bytes; samples of {recipe.length} take {recipe.least:,} tokens "
-            "or more: give more text, or a shorter length"
+            f"{text} has {size:,} bytes, but samples of {recipe.length} need at least "
+            f"{recipe.least:,} tokens. Use more text, or a shorter length."
         )
     digest = hashlib.sha256("".join(f"{book}\0" for book in books).encode()).hexdigest()
     begun = {"text": digest, "vocabulary": vocabulary}
@@ -100,7 +100,7 @@ def run(
             on_note(f"training on the text alone, without exercises: {error}")
             recipe = replace(recipe, exercise_rows=0)
         if (filled := backend.get_vocab_size()) < vocabulary:
-            on_note(f"the text fills a vocabulary of {filled:,} tokens, not {vocabulary:,}")
+            on_note(f"the text is enough for a vocabulary of {filled:,} tokens, not {vocabulary:,}")
         with processes.first_before_others():
             tokens = corpus.load_or_encode(common / "tokens.npy", books, tokenizer)
         if fit_tokens:
@@ -155,19 +155,19 @@ def _check_old(work: Path, out: Path, begun: dict[str, Any], recipe: TrainingRec
     noted = work / "run.json"
     if not noted.exists():
         if (out / "config.json").exists():
-            raise WeirError(f"{out} holds a model that was not trained there: give another folder")
+            raise WeirError(f"{out} holds a model that was not trained there. Use another folder.")
         return
     try:
         old = json.loads(noted.read_text("utf-8"))
         text, vocabulary, recorded = (old[name] for name in ("text", "vocabulary", "recipe"))
     except (ValueError, KeyError, TypeError):
-        raise WeirError(f"{noted} cannot be read: give another folder") from None
+        raise WeirError(f"{noted} cannot be read. Use another folder.") from None
     if text != begun["text"]:
-        raise WeirError(f"{out} holds a run on another text: give that text, or another folder")
+        raise WeirError(f"{out} holds a run on another text. Use that text, or another folder.")
     if vocabulary != begun["vocabulary"]:
         raise WeirError(
-            f"{out} was begun with vocabulary={vocabulary}, not {begun['vocabulary']}: give "
-            "that, or another folder"
+            f"{out} was begun with vocabulary={vocabulary}, got {begun['vocabulary']}. Use "
+            f"{vocabulary}, or another folder."
         )
     # Exercises are compared later, since a tokenizer that lacks their words removes them.
     replace(recipe, exercise_rows=0).check_same({**recorded, "exercise_rows": 0}, out)

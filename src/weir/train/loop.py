@@ -57,8 +57,8 @@ class Lesson:
         """Prepare a text's ids [tokens] for a recipe; refuse too short a text, or missing words."""
         if len(tokens) < recipe.least:
             raise WeirError(
-                f"the text makes {len(tokens):,} tokens; samples of {recipe.length} take "
-                f"{recipe.least:,} or more: give more text, or a shorter length"
+                f"the text has {len(tokens):,} tokens, but samples of {recipe.length} need at "
+                f"least {recipe.least:,}. Use more text, or a shorter length."
             )
         words = Words.of(tokenizer) if recipe.exercise_rows else None
         front = words.front if words else exercises.front_of(tokenizer)
@@ -322,8 +322,8 @@ def train(
             }
             if not math.isfinite(facts["objective"]):
                 raise WeirError(
-                    f"at step {step + 1} the loss is no number any more: train into another "
-                    "folder with a lower rate"
+                    f"at step {step + 1} the loss is no longer a finite number. Train in another "
+                    "folder with a lower rate."
                 )
             if looks := (step + 1) % look_every == 0 or step + 1 == recipe.steps:
                 seconds = time.monotonic() - began

@@ -49,12 +49,12 @@ class SinkKind:
             count = int(number) if colon else 1
             if not 1 <= count <= MOST_SINKS:
                 raise WeirError(
-                    f"a learnable sink has 1 to {MOST_SINKS} tokens, not {count}: "
-                    "choose none for a model without"
+                    f"a learnable sink must have 1 to {MOST_SINKS} tokens, got {count}. Use none "
+                    "for a model without a sink."
                 )
             return cls("learnable", count)
         raise WeirError(
-            f"a sink is none, zero, learnable, learnable:N with N tokens, or taught, not "
+            "sink must be none, zero, learnable, learnable:N with N tokens, or taught, got "
             f"{quote(text)}"
         )
 
@@ -155,7 +155,8 @@ class TrainingRecipe:
         object.__setattr__(self, "inner", 4 * self.width)
         if self.kv_heads != self.heads:
             raise WeirError(
-                f"an ALiBi model has as many KV heads as heads, {self.heads}, not {self.kv_heads}"
+                f"an ALiBi model must have as many KV heads as heads, {self.heads}, got "
+                f"{self.kv_heads}"
             )
         if self.kind.taught:
             raise WeirError(
@@ -164,8 +165,8 @@ class TrainingRecipe:
             )
         if self.kind.kind == "zero":
             raise WeirError(
-                "an ALiBi model has an attention of its own, without softmax-off-by-one: choose "
-                "learnable or none"
+                "an ALiBi model has its own attention, without softmax-off-by-one. Use learnable "
+                "or none."
             )
 
     @property
@@ -201,8 +202,8 @@ class TrainingRecipe:
             name = field.name
             if name != "tokens" and begun.get(name) != getattr(self, name):
                 raise WeirError(
-                    f"{where} was begun with {name}={begun.get(name)}, not {getattr(self, name)}: "
-                    "give that, or another folder"
+                    f"{where} was begun with {name}={begun.get(name)}, got {getattr(self, name)}. "
+                    "Use the first value, or another folder."
                 )
 
 

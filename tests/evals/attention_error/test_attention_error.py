@@ -188,7 +188,7 @@ def test_layers_that_slide_are_left_out_and_not_to_be_had():
     layers = [it.layer for it in heard]
     assert 0 < len(layers) < heard[0].layers
     slides = next(n for n in range(heard[0].layers) if n not in layers)
-    with pytest.raises(WeirError, match=f"layer {slides} slides over a window"):
+    with pytest.raises(WeirError, match=f"layer {slides} has its own sliding window"):
         capture(model, tokens(1, 20)[0], [slides])
     for layer in (-1, 99):
         with pytest.raises(WeirError, match="does not exist; the model's layers are 0 to"):

@@ -32,7 +32,7 @@ def test_a_file_is_read_plain_and_packed(tmp_path: Path, name: str, pack) -> Non
         (b'{"a": 1}\n\n{"a": }', r"line 3: not JSON, Expecting value \(character 7\)"),
         (b'{"a": 1}\n[1, 2]', r"line 2: expected a JSON object, not \[1, 2\]"),
         (b'{"a": 1}\n{"a": "\xff"}', "line 2: not UTF-8, byte 8 is 0xff"),
-        (b"\n \n", "holds no records"),
+        (b"\n \n", "contains no records"),
         (b"[" * 100_000, "line 1: nested too deeply"),
     ],
 )
@@ -50,7 +50,7 @@ def test_a_missing_and_a_torn_file_are_named(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(packed[:-9])
         with pytest.raises(WeirError, match=f"{name} is not a whole"):
             read_records(tmp_path / name)
-    with pytest.raises(WeirError, match="no file is named"):
+    with pytest.raises(WeirError, match="no file was given"):
         read_records("")
     (tmp_path / "b.gz").write_bytes(b"plain text")
     with pytest.raises(WeirError, match=r"b\.gz is not a whole \.gz file"):

@@ -98,9 +98,9 @@ def test_a_protocol_sets_chunk_positions_and_where_budgets_come_from():
     cell = make_grid(["nano"], "ppl", "h2o", paper="balancekv").cells[0]
     assert (cell.chunk, cell.positions, cell.policy) == (64, "original", "h2o")
     assert make_grid(["nano"], "ppl", "h2o", paper="streaming_llm", chunk=8).cells[0].chunk == 8
-    with pytest.raises(WeirError, match=r"takes its budgets from the prompt, 0\.25 of it"):
+    with pytest.raises(WeirError, match=r"sets the budgets from the prompt, 0\.25 of it"):
         make_grid(["nano"], "ppl", "h2o", paper="balancekv", budgets=[64])
-    with pytest.raises(WeirError, match="no protocol is called 'balancekw', did you mean"):
+    with pytest.raises(WeirError, match="unknown protocol 'balancekw', did you mean"):
         make_grid(["nano"], "ppl", "h2o", paper="balancekw")
 
 
@@ -109,7 +109,7 @@ def test_a_protocol_sets_chunk_positions_and_where_budgets_come_from():
     [{"models": ["nano", "nano"]}, {"seeds": [3, 3]}, {"tasks": "ppl, ppl(tokens=20000)"}],
 )
 def test_the_same_cell_twice_is_refused(twice):
-    with pytest.raises(WeirError, match="stands in this grid twice"):
+    with pytest.raises(WeirError, match="is in this grid twice"):
         make_grid(**{"models": ["nano"], "tasks": "ppl", "policies": "dense", **twice})
 
 

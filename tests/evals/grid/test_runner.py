@@ -157,9 +157,9 @@ def test_a_grid_grows_and_what_is_done_stays_as_it_is(tmp_path, toys):
     toys.runs.clear()
     run(extend_grid(path, first), path, add=True)
     assert toys.runs == []
-    with pytest.raises(WeirError, match="holds the results of another grid"):
+    with pytest.raises(WeirError, match="has the results of another grid"):
         run(make_grid(["m"], "toy(n=7)", "h2o(8)"), path, add=True)
-    with pytest.raises(WeirError, match="--resume, put more cells into it with --add"):
+    with pytest.raises(WeirError, match="--resume to continue it, --add to add cells to it"):
         run(more, path)
 
 
@@ -168,10 +168,10 @@ def test_a_file_whose_cells_are_not_these_does_not_grow(tmp_path, toys):
     grid = make_grid(["m"], "toy(n=1)", "h2o(8)")
     for wrong, said in (
         ({"zeal": 1}, "another version"),
-        ({"seed": None}, "lack a field"),
-        ({"loading": "ab"}, "lack a field"),
-        ({"loading": {"dtype": []}}, "lack a field"),
-        ({"loading": {"trust_remote_code": True}}, "give --trust-remote-code to run it"),
+        ({"seed": None}, "missing fields"),
+        ({"loading": "ab"}, "missing fields"),
+        ({"loading": {"dtype": []}}, "missing fields"),
+        ({"loading": {"trust_remote_code": True}}, "pass --trust-remote-code"),
     ):
         cell = {**grid.as_json()["cells"][0], **wrong}
         cell = {name: value for name, value in cell.items() if value is not None or name != "seed"}
@@ -221,7 +221,7 @@ def test_what_was_asked_of_other_pools_is_not_measured_under_their_name(tmp_path
 def test_models_may_be_objects(tmp_path, monkeypatch, toys, llama):
     monkeypatch.setattr(runner, "load_model", None)
     given = {"mine": (llama, None)}
-    with pytest.raises(WeirError, match="compiled of models that are loaded"):
+    with pytest.raises(WeirError, match="only models loaded by name can be compiled"):
         make_grid(given, "toy(n=1)", "h2o(8)", compiled=True)
     grid = make_grid(given, "toy(n=1)", "h2o", memory=[120_000])
     assert grid.cells[0].budget == budget_in(llama, "h2o", 120_000)
@@ -229,7 +229,7 @@ def test_models_may_be_objects(tmp_path, monkeypatch, toys, llama):
     monkeypatch.setattr(toys, "run", lambda self, subject, progress: told.append(subject) or {})
     run(grid, tmp_path / "r.jsonl", models=given)
     assert [(subject.name, subject.model) for subject in told] == [("mine", llama)]
-    with pytest.raises(WeirError, match="in this process alone; save them to folders"):
+    with pytest.raises(WeirError, match=r"only in this process. Save them to folders"):
         run(grid, tmp_path / "s.jsonl", models=given, work=runner.one_by_one)
 
 

@@ -72,5 +72,5 @@ def test_the_same_figures_make_the_same_files(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(WeirError, match="is a file, and --out is the folder"):
+    with pytest.raises(WeirError, match="is a file, and --out must be a folder"):
         InspectionPage(tmp_path / "file", "A look", "Facts.")

@@ -129,22 +129,22 @@ def test_the_section_shows_every_quarter(nano):
     assert "tokens" in picture.figure.axes[-1].get_xlabel() and picture.figure.get_supylabel()
     labels = [text.get_text() for text in picture.figure.legends[0].get_texts()]
     assert labels == ["sink", "recent", "new", "gone"]
-    assert "speak for others" not in told.text and told.fragment and told.style
+    assert "also represent other tokens" not in told.text and told.fragment and told.style
 
 
 def test_a_policy_that_weighs_is_said_to(nano):
     policy = "sink(4) | recent(28) | balance(32, block=16)"
     told = section(Inspection(*nano, "nano", TEXT, policy=policy, tokens=400))
-    assert "Slots of this policy speak for others too" in told.text
+    assert "Slots of this policy also represent other tokens" in told.text
     assert "in the numerator" in told.fragment
 
 
 def test_what_holds_nothing_and_what_cannot_be_read_is_refused(nano):
-    with pytest.raises(WeirError, match=r"recompute reads its window anew .* name another policy"):
+    with pytest.raises(WeirError, match=r"recompute caches nothing, .* Use another policy"):
         section(Inspection(*nano, "nano", TEXT, policy="recompute(budget=64)"))
     with pytest.raises(PolicyError):
         section(Inspection(*nano, "nano", TEXT, policy="sink(4) | recnt(28)"))
-    with pytest.raises(WeirError, match="3 tokens are too few; take a text of 8 or more"):
+    with pytest.raises(WeirError, match=r"3 tokens are too few. Use a text of at least 8"):
         section(Inspection(*nano, "nano", "so it"))
     with pytest.raises(WeirError, match="5,000 tokens are too many for one picture"):
         section(Inspection(*nano, "nano", TEXT, tokens=5000))
@@ -162,11 +162,11 @@ def test_the_model_is_as_it_was_afterwards(fresh_llama, ids):
 def test_moments_are_those_that_are_named(nano):
     told = section(Inspection(*nano, "nano", TEXT, tokens=100, moments=(90, 7, 90)))
     assert [moment["seen"] for moment in told.facts["moments"]] == [7, 90]
-    assert "looked at after 7, 90 tokens" in told.text
+    assert "shown after 7, 90 tokens" in told.text
     for moments, why in (
         ((101,), "no moment after 101 tokens; 100 tokens of the text are read"),
         ((0, 5), "no moment after 0 tokens"),
-        (tuple(range(1, 30)), "29 moments are too many; take 12 at most"),
+        (tuple(range(1, 30)), "29 moments are too many. Use at most 12"),
     ):
         with pytest.raises(WeirError, match=why):
             section(Inspection(*nano, "nano", TEXT, tokens=100, moments=moments))

@@ -38,7 +38,7 @@ RECORDS = [
 
 def test_a_model_counts_once_with_the_mean_of_its_sizes_and_seeds():
     (table,) = across_models(RECORDS)
-    assert table.title == "mean of 2 models beside streaming_llm"
+    assert table.title == "mean of 2 models compared with streaming_llm"
     assert table.rows == ("streaming_llm", "h2o")
     ppl, recall = table.columns
     assert (ppl.head, ppl.better) == ("ppl, ratio", "lower")

@@ -138,7 +138,7 @@ def test_files_are_reported_together_and_what_is_in_two_counts_once(tmp_path):
     third = write(tmp_path / "c.jsonl", [record("b", 2.5)])
     with pytest.raises(WeirError, match=r"a.jsonl and .*c.jsonl contradict each other: ppl"):
         read_together([first, third])
-    with pytest.raises(WeirError, match="html, md, csv, latex, pdf, bib, not 'docx'"):
+    with pytest.raises(WeirError, match=r"'docx'\. Use one of html, md, csv, latex, pdf, bib\."):
         write_report(first, tmp_path / "none", ["docx"])
 
 

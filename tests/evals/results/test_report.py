@@ -157,11 +157,11 @@ def test_results_of_nothing_are_refused(results, tmp_path):
         file.append(RECORDS[5] | {"cell": 0})
     with pytest.raises(WeirError, match="no finished cell yet"):
         write_report(path, tmp_path / "out")
-    with pytest.raises(WeirError, match="there is no results file"):
+    with pytest.raises(WeirError, match=r"the results file .* does not exist"):
         write_report(tmp_path / "missing.jsonl", tmp_path / "out")
     with pytest.raises(WeirError, match="cannot write to"):
         write_report(results, results / "below")
-    with pytest.raises(WeirError, match=r"r\.jsonl is a file, and --out is the folder of a report"):
+    with pytest.raises(WeirError, match=r"r\.jsonl is a file, and --out must be a folder"):
         write_report(results, results)
 
 

@@ -73,7 +73,7 @@ def test_a_file_that_is_there_is_never_overwritten(tmp_path):
     path = tmp_path / "r.jsonl"
     write(path, 0)
     before = path.read_bytes()
-    with pytest.raises(WeirError, match="there already; go on with --resume"):
+    with pytest.raises(WeirError, match=r"already exists. Use --resume"):
         ResultsFile(path, GRID)
     with pytest.raises(WeirError, match="the results of another grid"):
         ResultsFile(path, {**GRID, "grid": "other"}, resume=True)
@@ -112,7 +112,7 @@ def test_a_full_disk_is_one_clear_line_and_leaves_whole_lines(tmp_path, monkeypa
         results.append(record(0))
         before = path.read_bytes()
         monkeypatch.setattr(os, "write", half)
-        with pytest.raises(WeirError, match=r"no room left on the disk; .* go on with --resume"):
+        with pytest.raises(WeirError, match=r"no room left on the disk\. .* Use --resume"):
             results.append(record(1))
         assert 1 not in results.records
         monkeypatch.undo()
@@ -145,10 +145,10 @@ def test_some_records_are_kept_and_put_in_order_in_place(tmp_path):
 
 
 def test_what_is_missing_or_empty_is_named(tmp_path):
-    with pytest.raises(WeirError, match="there is no results file"):
+    with pytest.raises(WeirError, match=r"the results file .* does not exist"):
         read_results(tmp_path / "r.jsonl")
     (tmp_path / "r.jsonl").touch()
-    with pytest.raises(WeirError, match="holds no results"):
+    with pytest.raises(WeirError, match="contains no results"):
         read_results(tmp_path / "r.jsonl")
     with pytest.raises(WeirError, match="cannot write"):
         ResultsFile(tmp_path / "r.jsonl" / "below", GRID)
@@ -236,7 +236,7 @@ def test_of_another_grid_it_is_said_what_differs(tmp_path):
     ResultsFile(path, there).__exit__(None, None, None)
     here = {"grid": "b", "cells": [{"seed": s, "policy": "dense"} for s in range(6)]}
     said = r"\(seed: 1, 2, 3 and 2 more new; policy: h2o\(8\) only there\)"
-    with pytest.raises(WeirError, match=f"the results of another grid {said}; name another file"):
+    with pytest.raises(WeirError, match=f"the results of another grid {said}. Use another file"):
         ResultsFile(path, here, resume=True)
     turned = {"grid": "c", "cells": there["cells"][::-1]}
     with pytest.raises(WeirError, match="the same values in another order"):

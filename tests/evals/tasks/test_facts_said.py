@@ -197,14 +197,20 @@ def test_numbers_of_one_name_begin_differently_and_answers_are_as_long_as_asked(
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: Repeated(times=1), "times of repeated must be a whole number from 2 to 9, not 1"),
-        (lambda: Changed(times=10), "times of changed must be a whole number from 2 to 9, not 10"),
-        (lambda: Changed(samples=0), "samples of changed must be a whole number from 1 on, not 0"),
+        (lambda: Repeated(times=1), "times of repeated must be a whole number from 2 to 9, got 1"),
+        (lambda: Changed(times=10), "times of changed must be a whole number from 2 to 9, got 10"),
+        (
+            lambda: Changed(samples=0),
+            ("samples of changed must be a whole number of at least 1, got 0"),
+        ),
         (lambda: Repeated(before=0), "before of repeated must be"),
         (lambda: Repeated(farthest=15), "begin at 16, past 15"),
         (lambda: Instruction(samples=0), "samples of instruction must be"),
         (lambda: Instruction(farthest=31), "begin at 32, past 31"),
-        (lambda: Verbatim(length=1), "length of verbatim must be a whole number from 2 on, not 1"),
+        (
+            lambda: Verbatim(length=1),
+            ("length of verbatim must be a whole number of at least 2, got 1"),
+        ),
         (lambda: Verbatim(length=20, farthest=60), "begin at 64, past 60"),
     ],
 )
@@ -214,7 +220,7 @@ def test_what_makes_no_sense_is_refused(make, sentence):
 
 
 def test_where_there_is_no_room_that_is_said(nano, tmp_path):
-    with pytest.raises(WeirError, match="choose more tokens `before`"):
+    with pytest.raises(WeirError, match="Increase the number of tokens `before`"):
         Repeated(times=9, before=8, **FEW).run(reader(nano), silent)
     rng = np.random.default_rng(0)
     with pytest.raises(WeirError, match="9 tokens cannot be asked for after 8 tokens"):

@@ -97,14 +97,14 @@ def test_in_words_dense_answers_as_a_plain_loop() -> None:
 def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
     for options, said in [
         ({"format": "song"}, "format of needle must be exercises or text or none"),
-        ({"depths": 1}, "depths of needle must be a whole number from 2 on"),
+        ({"depths": 1}, "depths of needle must be a whole number of at least 2"),
         ({"longest": 100, "lengths": 2}, "would be 50 tokens; hay begins at 64"),
     ]:
         with pytest.raises(WeirError, match=said):
             Needle(**options)
     book = tmp_path / "short.txt"
     book.write_text("A short book. " * 9)
-    with pytest.raises(WeirError, match="takes a longer text"):
+    with pytest.raises(WeirError, match="needs a longer text"):
         Needle(longest=64, lengths=1, text=str(book)).run(nano(), quiet)
     with pytest.raises(WeirError, match="no chat template"):
         Needle(longest=64, lengths=1, format="text", chat=True).run(nano(), quiet)

@@ -180,11 +180,14 @@ def test_an_answer_without_words_is_not_judged():
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: Babi("qa1.txt", length=10), "length of babi must be a whole number from 100 on"),
+        (
+            lambda: Babi("qa1.txt", length=10),
+            ("length of babi must be a whole number of at least 100"),
+        ),
         (lambda: Loop(tokens=300), "multiple of 250"),
         (
             lambda: MTBench("bench.jsonl", samples=2),
-            "samples of mtbench must be a whole number from 4 on",
+            "samples of mtbench must be a whole number of at least 4",
         ),
     ],
 )

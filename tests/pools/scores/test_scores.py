@@ -200,7 +200,7 @@ def test_tova_stands_behind_what_is_the_same_in_all_heads(front):
 @pytest.mark.parametrize("front", ["heavy(4)", "reservoir(6, per_head=true)", "tova(4, true)"])
 def test_tova_is_refused_behind_what_each_head_has_its_own(front):
     name = front.partition("(")[0]
-    with pytest.raises(WeirError, match=f"behind {name} each has its own"):
+    with pytest.raises(WeirError, match=f"{name} before it keeps different ones in each"):
         policy(f"{front} | tova(8)")
     policy(f"{front} | tova(8, per_head=true)")
 

@@ -87,7 +87,7 @@ def has(store: SessionStore, name: str, checkpoint: Checkpoint) -> bool:
     try:
         found = store.load(name)
     except WeirError as error:
-        assert "not kept any more" in str(error)
+        assert "no longer kept" in str(error)
         return False
     assert same(found, checkpoint)
     return True
@@ -180,9 +180,9 @@ class PlainStore:
             path.append(at)
             at = self.turns[at][1].parent
         if not path:
-            raise WeirError("there is no such turn")
+            raise WeirError("the turn does not exist")
         if self.list_turns(owner, session):
-            raise WeirError("there is a session of this name already")
+            raise WeirError("a session with this name already exists")
         self.members += [(owner, session, each) for each in reversed(path)]
         return self.get_session(owner, session)
 

@@ -284,7 +284,7 @@ def test_a_damaged_file_is_refused_by_name_and_all_others_go_on(tmp_path, caplog
             one = store(tmp_path)
     if running or spoil is spoil_bit:
         node = one.load("n0")
-        sentence = "not kept any more" if spoil is spoil_gone else "turn 'n0' cannot be gone on"
+        sentence = "no longer kept" if spoil is spoil_gone else "turn 'n0' cannot be continued"
         with caplog.at_level(logging.WARNING), pytest.raises(WeirError, match=sentence):
             _ = node.state
     if not (running and spoil is spoil_gone):
@@ -319,7 +319,7 @@ def test_no_row_opens_a_file_elsewhere(tmp_path, name):
     db.close()
     with store(tmp_path) as one:
         assert not has(one, "n0", NODES[0])
-        with pytest.raises(WeirError, match="name of no file of a store"):
+        with pytest.raises(WeirError, match="not a file name of a store"):
             one.place._files.read(name, 5)
     assert (tmp_path / "weir.db").exists()
 
@@ -389,18 +389,18 @@ def test_a_store_whose_policy_stood_for_other_pools_is_refused(tmp_path):
 
 def test_a_folder_that_is_none_of_ours_is_refused_and_left_alone(tmp_path):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(WeirError, match="file is no folder"):
+    with pytest.raises(WeirError, match="file is not a folder"):
         store(tmp_path / "file")
     with store(tmp_path / "a") as one:
         kept(one, "n0", NODES[0])
     for end in ("", "-wal", "-shm"):
         (tmp_path / "a" / f"weir.db{end}").unlink(missing_ok=True)
     for _ in range(2):
-        with pytest.raises(WeirError, match="snapshots but no tables"):
+        with pytest.raises(WeirError, match="snapshots, but not the tables"):
             store(tmp_path / "a")
     for spoiled in (b"no database" * 1000, b""):
         (tmp_path / "a" / "weir.db").write_bytes(spoiled)
-        with pytest.raises(WeirError, match=r"is damaged|no tables"):
+        with pytest.raises(WeirError, match=r"is damaged|not the tables"):
             store(tmp_path / "a")
     assert len(files(tmp_path / "a")) == 1
     (tmp_path / "b").mkdir()

@@ -267,7 +267,7 @@ def test_a_fork_of_a_fork_sees_all_its_ancestors_to_where_it_forked():
     assert found(third, "What of the boat of Peter Tanner?") == [
         "The boat of Peter Tanner was sold."
     ]
-    with pytest.raises(WeirError, match="there is a session 'second'"):
+    with pytest.raises(WeirError, match="a session 'second' already exists"):
         archive.fork("second")
 
 

@@ -42,7 +42,7 @@ def soak(plan: Plan) -> Iterator[Row | Heard]:
         raise Skipped(f"{len(heard.errors)} turns failed, the first of them: {heard.errors[0]}")
     thirds = [heard.third(number).between for number in (2, 0)]
     if not all(thirds):
-        raise Skipped("a third of the soak saw no two tokens: give it more --minutes")
+        raise Skipped("a third of the soak had no two tokens. Use more --minutes.")
     last, first = map(median, thirds)
     third = heard.work[-1][0] / 3
     late, early = (

@@ -63,8 +63,8 @@ def find_layout(layer: Any, cache: torch.Tensor, block: int, count: int, size: i
     name = layer.attn_backend.get_name()
     if len(axes) != 1:
         raise StreamError(
-            f"the KV cache of {name} has the shape {tuple(cache.shape)}, in which weir-vllm cannot "
-            f"tell the axis of its {count} blocks"
+            f"the KV cache of {name} has the shape {tuple(cache.shape)}, in which weir-vllm "
+            f"cannot find the axis of its {count} blocks"
         )
     (axis,) = axes
     total = size * heads * width
@@ -89,8 +89,8 @@ def find_layout(layer: Any, cache: torch.Tensor, block: int, count: int, size: i
         offsets[read[places]] = places
     if (offsets < 0).any():
         raise StreamError(
-            f"a block of {name} does not hold the keys that are written into it one to one, so "
-            "weir-vllm cannot rotate sinks in it; use another --attention-backend"
+            f"a block of {name} does not store keys unchanged, so weir-vllm cannot rotate sinks "
+            "in it. Use another --attention-backend."
         )
     offsets = offsets.view(size, heads, width).transpose(0, 1)
     for inner in (size, 32, 16, 8):
@@ -101,8 +101,8 @@ def find_layout(layer: Any, cache: torch.Tensor, block: int, count: int, size: i
             if (described := _as_strides(split)) is not None:
                 return BlockLayout(axis, *described)
     raise StreamError(
-        f"the keys in a block of {name} are in an order that weir-vllm cannot describe; use "
-        "another --attention-backend"
+        f"the keys in a block of {name} are in an order that weir-vllm does not know. Use another "
+        "--attention-backend."
     )
 
 

@@ -57,10 +57,10 @@ REASONS = {
     "match": MADE,
     "outliers": SINGLE,
     "pinned": MARKS,
-    "pyramid": "its sizes depend on the number of layers; write the policy of each layer in a list",
+    "pyramid": "its sizes depend on the number of layers. Write the policy of each layer in a list",
     "pyramidkv": SINGLE,
     "qfilters": SINGLE,
-    "quantized": "it stores slots of 8 or 4 bits, and the plug-in serves exact slots only",
+    "quantized": "it stores 8-bit or 4-bit slots, and the plug-in supports only exact slots",
     "recompute": "it reads the window again for every token, and caches nothing",
     "reservoir": SINGLE,
     "residue": MADE,
@@ -75,13 +75,18 @@ REASONS = {
     "tri": SINGLE,
     "uniform": SINGLE,
     "vase": SINGLE,
-    "weir": "its slots have 4 bits and its heads differ, and the plug-in serves exact slots that "
-    "are the same for all heads",
+    "weir": (
+        "it has 4-bit slots and different slots per head, and the plug-in supports only exact "
+        "slots that are the same for all heads"
+    ),
 }
 """Why a pool or policy of weir cannot be served, by name."""
 
-FORMATTED = "slots of fewer bits (`:int8`) are not served; the plug-in serves exact slots only"
-BY_HEAD = "policies that differ by KV head are not served; all heads of a layer share their blocks"
+FORMATTED = "quantized slots (`:int8`) are not supported; the plug-in supports only exact slots"
+BY_HEAD = (
+    "policies that differ by KV head are not supported, because all heads of a layer share their "
+    "blocks"
+)
 SHOWN = 60
 """Characters of the policy that an error message quotes."""
 
@@ -168,7 +173,7 @@ def parse_policy(text: str) -> StreamPolicy:
     kept = {ends.recent is None for ends in layers}
     if len(kept) > 1:
         reader.refuse(
-            "recent(none) in some layers lets their memory grow; give every layer a limit",
+            "recent(none) in some layers lets their memory grow. Give every layer a limit",
             at=0,
         )
     return StreamPolicy(text, layers)
@@ -298,7 +303,7 @@ class _Reader:
                         self.refuse("a value without a name cannot follow one with a name", here)
                     if len(given) >= len(parameters):
                         takes = ", ".join(parameters) or "none"
-                        self.refuse(f"{name} has no such parameter (it takes {takes})", here)
+                        self.refuse(f"{name} has no such parameter (it has {takes})", here)
                     key = list(parameters)[len(given)]
                 elif key not in parameters:
                     self.refuse(f"{name} has no parameter {key!r}", here)

@@ -163,6 +163,6 @@ def register_rotary() -> None:
         there = op_registry_oot.setdefault(name, made)
         if there is not made:
             raise StreamError(
-                f"another plug-in replaces {name} by {there.__module__}.{there.__qualname__}; "
-                "weir-vllm cannot be used with it"
+                f"another plug-in has replaced {name} with "
+                f"{there.__module__}.{there.__qualname__}, and weir-vllm cannot be used with it"
             )

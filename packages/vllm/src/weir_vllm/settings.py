@@ -68,7 +68,8 @@ def read_settings(additional: Any, environment: Mapping[str, str] = os.environ) 
     both = text is not None and variable is not None
     if both and parse_policy(text).layers != parse_policy(variable).layers:
         raise StreamError(
-            f"--additional-config says {text!r} and {VARIABLE} says {variable!r}; remove one"
+            f"--additional-config says {text!r}, and {VARIABLE} says {variable!r}. Remove one of "
+            "them."
         )
     text = variable if text is None else text
     if text is None:

@@ -146,8 +146,8 @@ class Streams:
         if self.settings.policy.is_list:
             if self.full >= len(layers):
                 raise StreamError(
-                    f"the policy lists {len(layers)} layers, and the model has more that do not "
-                    "slide by themselves; give a policy for each of them"
+                    f"the policy lists {len(layers)} layers, but the model has more layers "
+                    "without a sliding window. Give a policy for each of them."
                 )
             ends = layers[self.full]
         else:
@@ -196,8 +196,8 @@ class Streams:
         policy = self.settings.policy
         if policy.is_list and self.full != len(policy.layers):
             raise StreamError(
-                f"the policy lists {len(policy.layers)} layers, and the model has {self.full} that "
-                "do not slide by themselves; give a policy for each of them"
+                f"the policy lists {len(policy.layers)} layers, but the model has {self.full} "
+                "layers without a sliding window. Give a policy for each of them."
             )
         alike: dict[Ends, tuple[Any, ...]] = {}
         size = config.cache_config.block_size
@@ -215,8 +215,8 @@ class Streams:
             window = getattr(layer, "sliding_window", None)
             if window in windows:
                 raise StreamError(
-                    f"the model's own sliding window of {window} tokens cannot be told from "
-                    f"recent({window - 1}); choose another size"
+                    f"the model's sliding window of {window} tokens cannot be distinguished from "
+                    f"recent({window - 1}). Choose another size."
                 )
 
 

@@ -155,8 +155,9 @@ def make_builder(stock: Any) -> Any:
             super().__init__(kv_cache_spec, layer_names, vllm_config, device)
             if not isinstance(kv_cache_spec, StreamSpec):
                 raise StreamError(
-                    f"vLLM stores the keys of {layer_names[0]} by a {type(kv_cache_spec).__name__} "
-                    "and not as weir-vllm asked; remove --disable-hybrid-kv-cache-manager"
+                    f"vLLM stores the keys of {layer_names[0]} in a "
+                    f"{type(kv_cache_spec).__name__}, which weir-vllm did not ask for. Remove "
+                    "--disable-hybrid-kv-cache-manager."
                 )
             layers = [vllm_config.compilation_config.static_forward_context[n] for n in layer_names]
             streams = layers[0].weir_streams
@@ -207,8 +208,8 @@ def make_builder(stock: Any) -> Any:
             if self.sinks and len(moved):
                 if self.most_rows is not None and len(moved) > self.most_rows:
                     raise StreamError(
-                        f"a step has {len(moved)} rows with rotated sinks, and there is scratch "
-                        f"for {self.most_rows}; please report this"
+                        f"a step has {len(moved)} rows with rotated sinks, but there is scratch "
+                        f"space for only {self.most_rows}. Please report this."
                     )
                 scratch = self.turner.scratch[: len(moved)].to(device)
                 table[put(moved), : self.sinks] = scratch.to(table.dtype)
@@ -339,8 +340,8 @@ class SinkTurner:
         for layer in self.layers:
             if (layer.kv_cache.shape, layer.kv_cache.dtype, type(layer.impl)) != same:
                 raise StreamError(
-                    f"{layer.layer_name} stores its keys otherwise than {first.layer_name}; "
-                    "weir-vllm needs all layers with one policy to store them alike"
+                    f"{layer.layer_name} stores its keys differently than {first.layer_name}, but "
+                    "all layers with one policy must store them in the same way"
                 )
             by_rotary.setdefault(id(streams.find_rotary(layer)), []).append(layer)
         self.stacks = [
@@ -391,7 +392,7 @@ def rotate_keys(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, neox: 
     pair = keys.shape[-1]
     if neox:
         if half % pair:
-            raise StreamError(f"{half} rotated pairs are no multiple of {pair}")
+            raise StreamError(f"{half} rotated pairs are not a multiple of {pair}")
         step = half // pair
         first, second = keys[..., :step, :], keys[..., step : 2 * step, :]
         shape = (len(cos), 1, 1, 1, step, pair)

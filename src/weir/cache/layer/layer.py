@@ -159,14 +159,14 @@ class Layer:
             was = f"{str(slab.keys.dtype).removeprefix('torch.')} on {slab.keys.device}"
             now = f"{str(keys.dtype).removeprefix('torch.')} on {keys.device}"
             raise WeirError(
-                f"the model was {was} when this cache was made and is {now}; "
-                "move it back, or make a new cache"
+                f"the model was {was} when this cache was made and is {now} now. Move it back, or "
+                "make a new cache."
             )
         if keys.shape[1] != slab.keys.shape[1] or keys.shape[3] != slab.keys.shape[3]:
             raise WeirError(
                 f"layer {self.spec.index} makes keys of {keys.shape[1]} heads of {keys.shape[3]} "
-                f"numbers, and this cache holds {slab.keys.shape[1]} of {slab.keys.shape[3]}; a "
-                "cache serves one model only"
+                f"numbers, but this cache holds {slab.keys.shape[1]} of {slab.keys.shape[3]}. "
+                "Make a new cache for this model."
             )
 
     # --- a step that an engine runs

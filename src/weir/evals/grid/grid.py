@@ -53,7 +53,7 @@ PROTOCOLS: dict[str, PaperProtocol] = {
     ),
     "subgen": PaperProtocol(
         "the prompt is read whole and compressed once to half, the largest reduction of Table 1; "
-        "positions in the stream, and all that follows is kept (section 3.2)",
+        "positions in the stream, and everything after the prompt is kept (section 3.2)",
         positions="original",
         prefill="full",
         rate=0.5,
@@ -61,7 +61,7 @@ PROTOCOLS: dict[str, PaperProtocol] = {
     ),
     "balancekv": PaperProtocol(
         "the prompt is read whole and compressed once to a quarter; positions in the stream, and "
-        "all that follows is kept (section 4.2, appendix B)",
+        "everything after the prompt is kept (section 4.2, appendix B)",
         positions="original",
         prefill="full",
         rate=0.25,
@@ -81,8 +81,8 @@ def protocol(name: str) -> PaperProtocol:
     """Look up a protocol by name; a `WeirError` if there is none."""
     if name not in PROTOCOLS:
         raise WeirError(
-            f"no protocol is called {name!r}{suggest(name, PROTOCOLS)}; there are "
-            f"{', '.join(PROTOCOLS)}"
+            f"unknown protocol {name!r}{suggest(name, PROTOCOLS)}. Use one of "
+            f"{', '.join(PROTOCOLS)}."
         )
     return PROTOCOLS[name]
 
@@ -212,11 +212,11 @@ def make_grid(
             raise WeirError(f"an evaluation needs at least one {what}")
     for seed, times in Counter(seeds).items():
         if times > 1:
-            raise WeirError(f"the seed {seed} stands in this grid twice")
+            raise WeirError(f"the seed {seed} is in this grid twice. Leave one out.")
     if compiled and isinstance(models, Mapping):
         raise WeirError(
-            "steps are compiled of models that are loaded; of those that are given "
-            "weir.compile_steps(model) does so"
+            "only models loaded by name can be compiled here. For a model object, call "
+            "weir.compile_steps(model)."
         )
     rules = PaperProtocol("", positions=positions) if paper is None else protocol(paper)
     if equal == "slots" and memory:
@@ -238,8 +238,8 @@ def make_grid(
         )
     if rules.rate is not None and (budgets or memory):
         raise WeirError(
-            f"the protocol {paper} takes its budgets from the prompt, {rules.rate:g} of it; "
-            f"leave out the {'budgets' if budgets else 'memory'} or the protocol"
+            f"the protocol {paper} sets the budgets from the prompt, {rules.rate:g} of it. Leave "
+            f"out the {'budgets' if budgets else 'memory'} or the protocol."
         )
     folds = (rules.chunk or 64) if chunk is None else chunk
 
@@ -327,8 +327,8 @@ def make_grid(
     (twice, times), *_ = Counter(cells).most_common(1)
     if times > 1:
         raise WeirError(
-            f"{twice.task} of {twice.model} under {twice.policy} with seed {twice.seed} stands in "
-            "this grid twice"
+            f"{twice.task} of {twice.model} under {twice.policy} with seed {twice.seed} is in "
+            "this grid twice. Leave one out."
         )
     return Grid(tuple(cells))
 
@@ -395,11 +395,11 @@ def extend_grid(path: Path, grid: Grid) -> Grid:
     known = {field.name for field in fields(Cell)}
     there = read_results(path)[0]["cells"]
     if any(set(cell) - known for cell in there):
-        raise WeirError(f"{path} was written by another version of weir; name another file")
+        raise WeirError(f"{path} was written by another version of weir. Use another file.")
     try:
         old = dict.fromkeys(Cell.of(cell) for cell in there)
     except (TypeError, ValueError):
-        raise WeirError(f"{path} has cells that lack a field; name another file") from None
+        raise WeirError(f"{path} has cells with missing fields. Use another file.") from None
 
     def runs_code(cell: Cell) -> bool:
         """Whether loading a cell's model runs Python code from the model's repository."""
@@ -407,7 +407,7 @@ def extend_grid(path: Path, grid: Grid) -> Grid:
 
     if any(map(runs_code, old)) and not any(map(runs_code, grid.cells)):
         raise WeirError(
-            f"{path} has cells whose models bring Python code of their own; give "
-            "--trust-remote-code to run it, and read it first"
+            f"{path} has cells whose models contain Python code. To run it, pass "
+            "--trust-remote-code; read the code first."
         )
     return Grid((*old, *(cell for cell in grid.cells if cell not in old)))

@@ -66,8 +66,8 @@ def run(
     """
     if models and work is not None:
         raise WeirError(
-            "models that are objects can be measured in this process alone; save them to folders, "
-            "and name these"
+            "model objects can be measured only in this process. Save them to folders, and name "
+            "the folders."
         )
     work = work or partial(one_by_one, models=models)
     with ResultsFile(path, grid.as_json(), resume=resume, add=add) as results:
@@ -107,7 +107,7 @@ def measure(
         metric, better = next(iter(task.metrics.items()))
         value = result.get(metric)
         if value is not None and not math.isfinite(value):
-            raise WeirError(f"there is no {metric}: {NOT_FINITE}")
+            raise WeirError(f"{metric} cannot be computed: {NOT_FINITE}")
         found = {
             "status": "done",
             "metric": metric,
@@ -142,8 +142,8 @@ def subject_of(cell: Cell, models: Mapping[str, Loaded] = MappingProxyType({})) 
     """Load the subject of a cell, unless its model is one of `models`, by name."""
     if cell.pools is not None and (pools := pools_of(cell.policy)) != cell.pools:
         raise WeirError(
-            f"{cell.policy} was {cell.pools} when this was asked for, and is {pools} now; ask for "
-            "these pools by themselves"
+            f"{cell.policy} was {cell.pools} when this cell was requested, and is {pools} now. "
+            "Request these pools instead."
         )
     model, tokenizer = models.get(cell.model) or load_model(cell.model, cell.loading, cell.compiled)
     rules = PaperProtocol("") if cell.protocol is None else protocol(cell.protocol)

@@ -85,7 +85,9 @@ def _watch_another(model: PreTrainedModel, ids: Tensor, look: Look) -> None:
     """`watch` through transformers' attention interface."""
     kind = model.config.model_type
     if getattr(model.config, "is_encoder_decoder", False):
-        raise WeirError(f"{kind} is an encoder-decoder; weir looks into decoders and encoders")
+        raise WeirError(
+            f"{kind} is an encoder-decoder, and weir inspects only decoders and encoders"
+        )
     ahead = looks_ahead(model)
     pieces = [ids] if ahead else list(ids.split(PIECE, dim=1))
     layers = int(getattr(model.config.get_text_config(), "num_hidden_layers", 1))
@@ -148,7 +150,7 @@ def _attend(
     params, mask = AttentionParams(scale, softcap, sinks), attention_mask
     if mask is not None and mask.dtype != torch.bool:
         raise WeirError(
-            "this model adds numbers of its own to its attention logits, which cannot be told from "
+            "this model adds numbers to its attention logits, which cannot be distinguished from "
             "a mask"
         )
     _showing[-1](module, query, key, mask, params)

@@ -140,17 +140,16 @@ def section(asked: Inspection) -> Section:
         )
     if isinstance(parse_policy(name), Recompute):
         raise WeirError(
-            "recompute reads its window anew for every token and holds nothing, so there is "
-            "nothing to show; name another policy"
+            "recompute caches nothing, so there is nothing to show. Use another policy."
         )
     if asked.tokens is not None and asked.tokens > MOST:
         raise WeirError(
-            f"the slots of {asked.tokens:,} tokens are too many for one picture; "
-            f"take {MOST:,} at most"
+            f"the slots of {asked.tokens:,} tokens are too many for one picture. Use at most "
+            f"{MOST:,} tokens."
         )
     ids = asked.ids(asked.tokens or USUAL)
     if len(ids) < FEWEST:
-        raise WeirError(f"{len(ids)} tokens are too few; take a text of {FEWEST} or more")
+        raise WeirError(f"{len(ids)} tokens are too few. Use a text of at least {FEWEST} tokens.")
     found = follow(asked, name, ids, moments_of(asked, len(ids)))
     strips = draw(found, len(ids), *chosen(asked))
     picture = Picture("kept", strips, f"Which tokens {name} holds in every layer and head.")
@@ -172,11 +171,11 @@ def moments_of(asked: Inspection, tokens: int) -> list[int]:
     for moment in moments:
         if not 1 <= moment <= tokens:
             raise WeirError(
-                f"there is no moment after {moment:,} tokens; {tokens:,} tokens of the text are "
-                "read, and --tokens reads more"
+                f"there is no moment after {moment:,} tokens, because only {tokens:,} tokens of "
+                "the text are read. Use --tokens to read more."
             )
     if len(moments) > MOST_MOMENTS:
-        raise WeirError(f"{len(moments)} moments are too many; take {MOST_MOMENTS} at most")
+        raise WeirError(f"{len(moments)} moments are too many. Use at most {MOST_MOMENTS}.")
     return moments
 
 
@@ -271,16 +270,16 @@ def _explain(policy: str, found: Sequence[Holding]) -> str:
     times, last = ", ".join(f"{holding.seen:,}" for holding in found), found[-1]
     weighs = any(held.above != 1 or held.below != 1 for held in last.tokens())
     others = (
-        " Slots of this policy speak for others too: tokens that are gone are still counted in an "
-        "estimate, and a token's label says for how many its slots stand."
+        " Slots of this policy also represent other tokens: evicted tokens still count in an "
+        "estimate, and a token's label says how many tokens its slots represent."
     )
     return (
-        f"A stream under {policy}, looked at after {times} tokens. A token is held by a KV head of "
-        "a layer while its own key and value lie in a slot there; its color is the pool, and "
+        f"A stream under {policy}, shown after {times} tokens. A token is held by a KV head of a "
+        "layer while its key and value are in a slot there. Its color is the pool, and "
         f'"{last.pools[-1]}" are tokens that wait for the next fold.{others if weighs else ""} '
-        "Below is the text itself. The more layers and heads hold a token, the stronger its shade "
-        "and its line; tokens without a line are gone from all of them. Point at one, or tap it, "
-        "to see who holds it."
+        "Below is the text. The more layers and heads hold a token, the stronger its shade and "
+        "its line. Tokens without a line are in no layer. Point at a token, or tap it, to see "
+        "which pools hold it."
     )
 
 

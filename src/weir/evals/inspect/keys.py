@@ -99,7 +99,8 @@ def doublings(points: int) -> tuple[int, ...]:
     """The numbers of centers for some points: 1, 2, 4, ... up to half of them."""
     if points < FEWEST:
         raise WeirError(
-            f"{points} tokens are too few to look for clusters; take a text of {FEWEST} or more"
+            f"{points} tokens are too few to look for clusters. Use a text of at least {FEWEST} "
+            "tokens."
         )
     return tuple(2**n for n in range((points // 2).bit_length()))
 

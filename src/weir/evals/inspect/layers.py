@@ -115,12 +115,12 @@ def section(asked: Inspection) -> Section:
     setup = set_up(asked, known)
     layers = [n for n in setup.kv_heads if asked.layers is None or n in asked.layers]
     if not layers:
-        raise WeirError("the chosen layers slide over windows of their own, whatever the policy")
+        raise WeirError("the chosen layers have their own sliding windows under any policy")
     ids = asked.ids(asked.tokens or setup.start + SCORED)
     if len(ids) < setup.start + LEAST:
         raise WeirError(
-            f"{len(ids):,} tokens are too few to say what sinks are worth under "
-            f"{FIRST + setup.recent} slots; it takes {setup.start + LEAST:,}"
+            f"{len(ids):,} tokens are too few to measure the effect of sinks under "
+            f"{FIRST + setup.recent} slots. Use at least {setup.start + LEAST:,} tokens."
         )
     heads = _heads(asked, known, setup, layers)
     total, done = 2 + 2 * len(layers) + len(heads), 0
@@ -157,10 +157,10 @@ def section(asked: Inspection) -> Section:
     text = (
         f"Perplexity of {facts['scored']:,} tokens read as a stream under sink({FIRST}) | "
         f"recent({setup.recent}), positions inside the cache: {facts['ppl']:,.1f} if every layer "
-        f"sees the first {FIRST} tokens, {facts['ppl_without']:,.1f} if none does. First, they are "
-        "hidden in one layer and all others see them; then one layer alone sees them. The newest "
-        "tokens are the same in all runs. A layer whose loss hardly rises could do without its "
-        "sinks."
+        f"sees the first {FIRST} tokens, {facts['ppl_without']:,.1f} if none does. First, they "
+        "are hidden in one layer and all others see them; then only one layer sees them. The "
+        "newest tokens are the same in all runs. A layer whose loss hardly rises does not need "
+        "its sinks."
     )
     pictures = [
         Picture(

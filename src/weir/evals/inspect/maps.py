@@ -47,7 +47,7 @@ MOST_PANELS = 16
 def section(asked: Inspection) -> Section:
     """The maps of the chosen layers and heads; by default all of a small model."""
     if asked.length < SHORTEST:
-        raise WeirError(f"a map of {asked.length} tokens shows nothing; take {SHORTEST} at least")
+        raise WeirError(f"a map of {asked.length} tokens shows nothing. Use at least {SHORTEST}.")
     ids = sentences(asked, asked.sequences, asked.length)
     sizes = count_heads(asked, ids)
     layers, heads = _panels(sizes, asked.layers, asked.heads)
@@ -206,8 +206,8 @@ def shares_section(asked: Inspection) -> Section:
     """The shares of every layer, or of the chosen ones; over the chosen heads."""
     if looks_ahead(asked.model):
         raise WeirError(
-            f"{asked.model.config.model_type} sees its whole text at once, so no token of it is a "
-            "late one; the maps show where its attention lies"
+            f"{asked.model.config.model_type} sees its whole text at once, so this section does "
+            "not apply to it. Use the section maps."
         )
     most = min(asked.tokens or MOST_TOKENS, window_of(asked.model.config) or MOST_TOKENS)
     ids = passages(asked, most, min(SEQUENCES, asked.sequences), SHORTEST)
@@ -221,11 +221,11 @@ def shares_section(asked: Inspection) -> Section:
     start = f" The first token is {fixed[0]} in all of them." if 0 in fixed else ""
     several = "the first sequence" if len(ids) == 1 else f"the first {len(ids)} sequences"
     text = (
-        f"Of the attention that token {long:,} gives, after the softmax: how much lies on the "
-        f"first token, and how much on the first {FIRST}, as StreamingLLM's Figure 12. Means over "
+        f"Share of the attention of token {long:,}, after the softmax, that the first token gets, "
+        f"and that the first {FIRST} tokens get, as in StreamingLLM's Figure 12. Means over "
         f"{several} of {long:,} tokens in the text; bars are one standard deviation over the "
-        f"heads of a layer."
-        f"{start} Were all tokens looked at alike, the first would get {1 / long:.2%}."
+        f"heads of a layer.{start} If attention were uniform, the first token would get "
+        f"{1 / long:.2%}."
     )
     rows = []
     for share in found:

@@ -35,7 +35,7 @@ def select_sections(only: Sequence[str] = ()) -> list[str]:
     """Select sections by name, in the order of the page; all if none is named."""
     for name in only:
         if name not in SECTIONS:
-            raise WeirError(f"there is no section {name!r}; the sections are {', '.join(SECTIONS)}")
+            raise WeirError(f"unknown section {name!r}. Use one of {', '.join(SECTIONS)}.")
     return [name for name in SECTIONS if not only or name in only]
 
 
@@ -96,7 +96,7 @@ class InspectionPage:
 
     def __init__(self, out: Path, title: str, facts: str) -> None:
         if out.exists() and not out.is_dir():
-            raise WeirError(f"{out} is a file, and --out is the folder of a page; name another")
+            raise WeirError(f"{out} is a file, and --out must be a folder. Use another name.")
         try:
             out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -130,8 +130,8 @@ class InspectionPage:
     def _write(self) -> None:
         body = render("inspect/page.html", page=self, parts=self._parts, images=self._images)
         footer = (
-            f"Made by <code>weir inspect</code>, weir {__version__}. Every picture is a file "
-            "beside this page."
+            f"Made by <code>weir inspect</code>, weir {__version__}. Every picture is a file next "
+            "to this page."
         )
         style = "figure { margin: 1rem 0; }\n" + "\n".join(s.style for s in self.sections)
         page = html_page(self.title, body, footer, style=style)

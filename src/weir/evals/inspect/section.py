@@ -185,7 +185,7 @@ def pieces(asked: Inspection, count: int, length: int) -> Tensor:
     if own < 1 or len(ids) < own:
         raise WeirError(
             f"the text is too short to inspect: it has {len(ids) + length - own} tokens, and "
-            f"sequences of {length} are asked for; take a longer text"
+            f"sequences of {length} are needed. Use a longer text."
         )
     starts = range(0, len(ids) - own + 1, own)
     return torch.tensor([[*front, *ids[begin : begin + own], *back] for begin in starts])
@@ -217,8 +217,8 @@ def longest(asked: Inspection, usual: int) -> int:
         return min(usual, window_of(asked.model.config) or MOST_TOKENS)
     if asked.tokens > MOST_TOKENS:
         raise WeirError(
-            f"queries, keys and values of {asked.tokens:,} tokens are too many to be held at once; "
-            f"take {MOST_TOKENS:,} at most"
+            f"queries, keys and values of {asked.tokens:,} tokens do not fit in memory together. "
+            f"Use at most {MOST_TOKENS:,} tokens."
         )
     return asked.tokens
 
@@ -228,6 +228,7 @@ def passages(asked: Inspection, length: int, count: int, fewest: int) -> Tensor:
     length = len(encode(asked.tokenizer, asked.text, length))
     if length < fewest:
         raise WeirError(
-            f"{length} tokens are too few; take a text, and passages of it, of {fewest} or more"
+            f"{length} tokens are too few. Use a text, and passages of it, of at least {fewest} "
+            "tokens."
         )
     return pieces(asked, count, length)

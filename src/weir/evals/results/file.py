@@ -130,8 +130,8 @@ class ResultsFile:
             _check_kind(path)
             if not (resume or add) and path.exists() and path.stat().st_size:
                 raise WeirError(
-                    f"{path} is there already; go on with --resume, put more cells into it with "
-                    "--add, or name another file"
+                    f"{path} already exists. Use --resume to continue it, --add to add cells to "
+                    "it, or another file."
                 )
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
@@ -179,9 +179,8 @@ class ResultsFile:
         grows = self._add and here[: len(there)] == there
         if found[0]["grid"] != self._grid["grid"] and not grows:
             raise WeirError(
-                f"{self.path} holds the results of another grid ({_difference(there, here)}); name "
-                "another file, or ask for the same models, tasks, policies, budgets and seeds as "
-                "before"
+                f"{self.path} has the results of another grid ({_difference(there, here)}). Use "
+                "another file, or the same models, tasks, policies, budgets and seeds as before."
             )
         self.records = {record["cell"]: record for record in found[1:]}
         if len(here) > len(there):
@@ -222,10 +221,10 @@ def read_results(path: str | Path) -> tuple[dict[str, Any], list[CellRecord]]:
     path = Path(path)
     _check_kind(path)
     if not path.exists():
-        raise WeirError(f"there is no results file {path}")
+        raise WeirError(f"the results file {path} does not exist")
     found, _ = _read_lines(path)
     if not found:
-        raise WeirError(f"{path} holds no results")
+        raise WeirError(f"{path} contains no results")
     return found[0], found[1:]
 
 
@@ -282,7 +281,7 @@ def _read_lines(path: Path) -> tuple[list[CellRecord], int]:
         if not isinstance(record, dict) or key not in record:
             raise WeirError(
                 f"{path}, line {number}: not a line that weir eval writes"
-                + (", so this is no results file" if number == 1 else "")
+                + (", so this is not a results file" if number == 1 else "")
             )
         read = JsonRecord(f"{path}, line {number}", record)
         if number == 1:
@@ -306,5 +305,5 @@ def _cannot_write(path: Path, error: OSError) -> WeirError:
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     reason = "there is no room left on the disk" if full else error.strerror
     return WeirError(
-        f"cannot write {path}: {reason}; the cells in it are whole, go on with --resume"
+        f"cannot write {path}: {reason}. The cells in it are complete. Use --resume to continue."
     )

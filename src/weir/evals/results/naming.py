@@ -131,8 +131,8 @@ def _merge_pair(there: Found, here: Found) -> Found:
         return here
     if new["status"] == "done" and new["value"] != old["value"]:
         raise WeirError(
-            f"{there[1]} and {here[1]} contradict each other: {new['setting']} of "
-            f"{new['model']} under {new['policy']}, seed {new['seed']}, is {old['value']} in one "
-            f"and {new['value']} in the other; report them apart, or leave one out"
+            f"{there[1]} and {here[1]} contradict each other: {new['setting']} of {new['model']} "
+            f"under {new['policy']}, seed {new['seed']}, is {old['value']} in one and "
+            f"{new['value']} in the other. Report them separately, or leave one out."
         )
     return there

@@ -396,9 +396,7 @@ SURE = (
 
 STYLE = "body { max-width: 60rem; } svg { min-width: 30rem; }"
 """CSS for wide tables and pictures."""
-ACROSS = (
-    "Behind a figure stand Student's 95 % interval, the standard deviation and n of the models."
-)
+ACROSS = "After a figure come Student's 95 % interval, the standard deviation and n of the models."
 
 
 CITE = (
@@ -448,7 +446,7 @@ def write_report(
     """
     for name in formats:
         if name not in FORMATS:
-            raise WeirError(f"a report is written as {', '.join(FORMATS)}, not {name!r}")
+            raise WeirError(f"unknown report format {name!r}. Use one of {', '.join(FORMATS)}.")
     paths = [results] if isinstance(results, Path) else list(results)
     cells, records = read_together(paths)
     source = ", ".join(path.name for path in paths)
@@ -476,7 +474,7 @@ def write_report(
         "bib": lambda: as_bibtex(list(papers)).encode(),
     }
     if out.exists() and not out.is_dir():
-        raise WeirError(f"{out} is a file, and --out is the folder of a report; name another")
+        raise WeirError(f"{out} is a file, and --out must be a folder. Use another name.")
     try:
         out.mkdir(parents=True, exist_ok=True)
         wanted = [name for name in FORMATS if name in formats]
@@ -503,9 +501,9 @@ def _parts(done: Sequence[CellRecord]) -> Iterator[ReportPart]:
         yield ReportPart(table.title, PAIRED, table=table)
     for table in across_models(done):
         words = (
-            "What each policy makes of a model's figures at the same bytes or slots: the ratio, or "
-            "of shares of right answers the difference. Mean over the sizes of a model, and then "
-            f"over models. {MARKS} {ACROSS}"
+            "How each policy changes a model's figures at the same bytes or slots: the ratio, or "
+            "for shares of right answers the difference. Mean over the sizes of a model, and "
+            f"then over models. {MARKS} {ACROSS}"
         )
         yield ReportPart(table.title, words, table=table)
     for table in by_distance(done):

@@ -418,7 +418,7 @@ def across_models(records: Sequence[CellRecord]) -> list[FigureTable]:
             )
             head = f"{short[setting]}, {'ratio' if better == 'lower' else 'difference'}"
             columns.append(Column(head, figures, better))
-        title = f"mean of {len(models)} models beside {REFERENCE}"
+        title = f"mean of {len(models)} models compared with {REFERENCE}"
         title = title if paper is None else f"{title}, protocol {paper}"
         tables.append(FigureTable(title, rows, tuple(columns)))
     return tables

@@ -67,7 +67,7 @@ class DocumentQA(Task):
     def __post_init__(self) -> None:
         for place in self.places():
             if place < 0 or (self.documents is not None and place >= self.documents):
-                raise WeirError(f"there is no place {place} among the documents of docqa")
+                raise WeirError(f"docqa has no document {place}")
 
     def places(self) -> list[int]:
         """The places of `gold`; empty if documents stay in the file's order."""
@@ -108,7 +108,7 @@ class DocumentQA(Task):
         """Read the questions, with their documents in order."""
         places = self.places()
         if len(places) > 1:
-            raise WeirError("docqa runs one place of gold at a time; see its settings")
+            raise WeirError("docqa runs one place of gold at a time. See its settings.")
         return [self._case(record, places) for record in read_records(self.file, self.samples)]
 
     def _case(self, record: JsonRecord, places: list[int]) -> DocumentQuestion:

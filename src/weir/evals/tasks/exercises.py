@@ -109,7 +109,7 @@ def _room(free: np.ndarray, size: int, rng: np.random.Generator) -> int:
         found = np.flatnonzero(windows.all(axis=1))
     if not len(found):
         raise WeirError(
-            "there is no room for all that is to be statement: choose more tokens `before`"
+            "the text has no room for all statements. Increase the number of tokens `before`."
         )
     return int(rng.choice(found))
 

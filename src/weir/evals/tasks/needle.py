@@ -81,7 +81,9 @@ class Needle(Task):
         size = max(BOOK_TOKENS, 2 * self.longest)
         hay = read_stream(subject.tokenizer, self.text, size).ids
         if len(hay) <= self.longest:
-            raise WeirError(f"hay of {self.longest:,} tokens takes a longer text than {len(hay):,}")
+            raise WeirError(
+                f"hay of {self.longest:,} tokens needs a longer text than {len(hay):,} tokens"
+            )
         rng = np.random.default_rng(subject.seed)
         cells, largest = [], 0
         for length in lengths:

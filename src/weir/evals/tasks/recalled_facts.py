@@ -159,8 +159,8 @@ class Recalled(Task):
             wrong = [word for word in getattr(self, name).split() if word not in known]
             if wrong:
                 raise WeirError(
-                    f"{name} of recalled has {wrong[0]!r}; it takes {', '.join(known)}, with "
-                    "spaces between them"
+                    f"{name} of recalled has {wrong[0]!r}. It accepts {', '.join(known)}, "
+                    "separated by spaces."
                 )
         if not self.tokens_back:
             raise WeirError("distances of recalled are numbers of tokens with spaces between them")
@@ -590,7 +590,7 @@ class _Run:
         """Go on from a saved state; WeirError if it is one of another task."""
         found = json.loads((folder / "progress.json").read_text())
         if (of := found.pop("task")) != str(self._task):
-            raise WeirError(f"{folder} has the state of {of}; give another state, or remove it")
+            raise WeirError(f"{folder} has the state of {of}. Use another state, or remove it.")
         stream = Stream.restore(self._subject.model, folder / found.pop("stream"))
         self._done = _RunState(**found)
         self._tallies = {

@@ -98,7 +98,7 @@ def refuse_key(
     this, matters = ("these keys", "they do") if also else ("this key", "the key does")
     raise WeirError(
         f"{header.path} says {key} = {shown[:60]}, which {why}. Without {this} {without}: load "
-        f"the model's folder or Hub id instead, or set {IGNORED}={keys} if {matters} not matter"
+        f"the model's folder or Hub id instead, or set {IGNORED}={keys} if {matters} not matter."
     )
 
 
@@ -107,14 +107,15 @@ def family_of(header: GGUFHeader) -> Family:
     kind = header.fields.get("general.type", "model")
     if kind != "model":
         raise WeirError(
-            f"{header.path} holds no model: its general.type is {kind!r}; name the model's own file"
+            f"{header.path} is not a model: its general.type is {kind!r}. Use the file of the "
+            "model."
         )
     name = header.architecture
     if name not in FAMILIES:
         raise WeirError(
-            f"{header.path} holds a model of the architecture {name!r}, which weir does not read "
-            f"from GGUF files; it reads {', '.join(FAMILIES)}. Load the model's folder or Hub id "
-            "instead"
+            f"{header.path} has a model of the architecture {name!r}, which weir cannot read from "
+            f"GGUF files. It can read {', '.join(FAMILIES)}. Load the model's folder or Hub id "
+            "instead."
         )
     experts = header.fields.get(f"{name}.expert_count", 0)
     return MIXTRAL if name == "llama" and experts else FAMILIES[name]
@@ -203,7 +204,7 @@ class _Builder:
             raise WeirError(
                 f"{self.header.path} says {self.header.architecture}.{suffix} = "
                 f"{repr(value)[:60]}, where a {'whole ' * whole}number of at least {least} is "
-                "expected; take another file of the model"
+                "expected. Use another file of the model."
             )
 
     def refuse(self, key: str, value: Any, why: str, also: Sequence[str] = ()) -> NoReturn:
@@ -219,13 +220,13 @@ class _Builder:
             if len(items) != self.fields.get(f"{self.header.architecture}.block_count"):
                 raise WeirError(
                     f"{self.header.path} says {key} = an array of {len(items)}, where one number, "
-                    "or one for each layer, is expected; take another file of the model"
+                    "or one for each layer, is expected. Use another file of the model."
                 )
             if any(item != items[0] for item in items):
                 raise WeirError(
                     f"{self.header.path} has different values of {key} for its layers, and weir "
-                    "reads only models whose layers are alike; load the model's folder or Hub id "
-                    "instead"
+                    "reads only models whose layers have the same value. Load the model's folder "
+                    "or Hub id instead."
                 )
             value = items[0]
         return _shorten(value) if isinstance(value, float) else value
@@ -236,7 +237,7 @@ class _Builder:
         if value is None:
             raise WeirError(
                 f"{self.header.path} lacks the key {self.header.architecture}.{suffix}, so its "
-                "model cannot be built; take another file of the model"
+                "model cannot be built. Use another file of the model."
             )
         return value
 
@@ -247,7 +248,7 @@ class _Builder:
         if type(value) is not int or not 1 <= value < _LARGEST:
             raise WeirError(
                 f"{self.header.path} says {key} = {value!r}, where a whole number from 1 to "
-                f"{_LARGEST - 1:,} is expected; take another file of the model"
+                f"{_LARGEST - 1:,} is expected. Use another file of the model."
             )
         return value
 
@@ -257,14 +258,14 @@ class _Builder:
         if layers > len(header.tensors):
             raise WeirError(
                 f"{header.path} says {header.architecture}.block_count = {layers:,}, but holds "
-                f"only {len(header.tensors):,} tensors; take another file of the model"
+                f"only {len(header.tensors):,} tensors. Use another file of the model."
             )
         heads = self.count("attention.head_count")
         epsilon = self.needed(self.family.epsilon)
         if type(epsilon) is not float or not 0 < epsilon < 1:
             raise WeirError(
                 f"{header.path} says {header.architecture}.{self.family.epsilon} = {epsilon!r}, "
-                "where a number between 0 and 1 is expected; take another file of the model"
+                "where a number between 0 and 1 is expected. Use another file of the model."
             )
         sizes = {
             "hidden_size": self.count("embedding_length"),
@@ -279,8 +280,8 @@ class _Builder:
         if heads % sizes["num_key_value_heads"]:
             raise WeirError(
                 f"{header.path} has {heads} attention heads, which cannot be divided among "
-                f"{sizes['num_key_value_heads']} heads of keys and values; take another file of "
-                "the model"
+                f"{sizes['num_key_value_heads']} heads of keys and values. Use another file of "
+                "the model."
             )
         if self.family.names.get("num_key_value_heads") == "":
             self.expect("attention.head_count_kv", sizes["num_key_value_heads"], heads)
@@ -289,7 +290,7 @@ class _Builder:
             if used > experts:
                 raise WeirError(
                     f"{header.path} says {header.architecture}.expert_used_count = {used:,}, but "
-                    f"has only {experts:,} experts; take another file of the model"
+                    f"has only {experts:,} experts. Use another file of the model."
                 )
         return sizes
 
@@ -308,13 +309,13 @@ class _Builder:
         if embedding is None or len(embedding.shape) != 2:
             raise WeirError(
                 f"{self.header.path} lacks the tensor token_embd.weight, so its model cannot be "
-                "built; take another file of the model"
+                "built. Use another file of the model."
             )
         rows, tokens = embedding.shape[1], self.header.fields.get("tokenizer.ggml.tokens")
         if isinstance(tokens, GGUFArray) and len(tokens) > rows:
             raise WeirError(
-                f"{self.header.path} has {len(tokens):,} tokens but embeddings for only {rows:,}; "
-                "take another file of the model"
+                f"{self.header.path} has {len(tokens):,} tokens but embeddings for only {rows:,}. "
+                "Use another file of the model."
             )
         return rows
 
@@ -331,7 +332,7 @@ class _Builder:
         if hidden % heads and self.get("attention.key_length") is None:
             raise WeirError(
                 f"{self.header.path} has a hidden size of {hidden}, which cannot be divided among "
-                f"{heads} attention heads; take another file of the model"
+                f"{heads} attention heads. Use another file of the model."
             )
         return size
 
@@ -371,8 +372,8 @@ class _Builder:
         if rotated > head or rotated % 2:
             raise WeirError(
                 f"{self.header.path} says {self.header.architecture}.rope.dimension_count = "
-                f"{rotated}, where an even number up to {head}, the size of a head, is expected; "
-                "take another file of the model"
+                f"{rotated}, where an even number up to {head}, the size of a head, is expected. "
+                "Use another file of the model."
             )
         theta = float(self.get("rope.freq_base", 10000.0))
         base: dict[str, Any] = {"rope_theta": theta}
@@ -402,7 +403,7 @@ class _Builder:
         if (long is None) != (short is None) or (kind == "longrope" and long is None):
             raise WeirError(
                 f"{self.header.path} needs the tensors rope_factors_long.weight and "
-                "rope_factors_short.weight, but lacks one of them; take another file of the model"
+                "rope_factors_short.weight, but lacks one of them. Use another file of the model."
             )
         if kind == "none":
             factor = 1.0
@@ -479,13 +480,13 @@ class _Builder:
         if not self.family.rotary or tensor.type != _F32 or tensor.shape != (rotated // 2,):
             raise WeirError(
                 f"{self.header.path} has {name} of the shape {tensor.shape} and type "
-                f"{tensor.type}, where {rotated // 2} numbers in float32 are expected; take "
-                "another file of the model"
+                f"{tensor.type}, where {rotated // 2} numbers in float32 are expected. Use "
+                "another file of the model."
             )
         numbers = [_shorten(number) for number in read_floats(tensor)]
         if not all(math.isfinite(number) and number > 0 for number in numbers):
             raise WeirError(
-                f"{tensor.path} has numbers in {name} that are not positive; download it again"
+                f"{tensor.path} has numbers in {name} that are not positive. Download it again."
             )
         return None if name == "rope_freqs.weight" and set(numbers) == {1.0} else numbers
 
@@ -502,7 +503,7 @@ def read_floats(tensor: TensorInfo) -> tuple[float, ...]:
         data = file.read(4 * n)
     if len(data) < 4 * n:
         raise WeirError(
-            f"{tensor.path} is damaged or cut off: it ends within {tensor.name}; download it again"
+            f"{tensor.path} is damaged or cut off: it ends within {tensor.name}. Download it again."
         )
     return struct.unpack(f"<{n}f", data)
 

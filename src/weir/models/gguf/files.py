@@ -38,7 +38,9 @@ def find_gguf(name: str) -> Path | None:
         found = sorted({shard_paths(file)[0] for file in models})
         if len(found) > 1:
             listed = ", ".join(file.name for file in found[:4]) + ", ..." * (len(found) > 4)
-            raise WeirError(f"the folder {name} holds several GGUF files ({listed}); name one")
+            raise WeirError(
+                f"the folder {name} holds several GGUF files ({listed}). Name one of them."
+            )
         return found[0] if found else None
     if not is_named_gguf(path):
         return path if _begins_as_gguf(path) else None

@@ -193,12 +193,12 @@ def _read_one(path: Path) -> GGUFHeader:
             magic = file.read(len(MAGIC))
             if magic != MAGIC:
                 found = _FOUND.get(magic, f"begins with {magic!r}, not {MAGIC!r}")
-                raise WeirError(f"{path} is not a GGUF file: it {found}; download it again")
+                raise WeirError(f"{path} is not a GGUF file: it {found}. Download it again.")
             return _HeaderReader(path, file, size).read()
     except OSError as error:
         raise WeirError(f"cannot read {path}: {error.strerror}") from None
     except _Damaged as error:
-        raise WeirError(f"{path} is damaged or cut off: {error}; download it again") from None
+        raise WeirError(f"{path} is damaged or cut off: {error}. Download it again.") from None
 
 
 def _merge(shards: Sequence[GGUFHeader]) -> GGUFHeader:
@@ -220,7 +220,7 @@ def _merge(shards: Sequence[GGUFHeader]) -> GGUFHeader:
     if total is not None and len(tensors) != total:
         raise WeirError(
             f"the {count} shards of {first.path} hold {len(tensors):,} tensors, but the first one "
-            f"says {total:,}; download all of them again"
+            f"declares {total:,}. Download all of them again."
         )
     holders: dict[str, Path] = {}
     for tensor in tensors:
@@ -249,8 +249,8 @@ class _HeaderReader:
             )
         if version not in (2, 3):
             raise WeirError(
-                f"{self.path} has version {version} of the GGUF format, and weir reads 2 and 3; "
-                "take another file of the model"
+                f"{self.path} has version {version} of the GGUF format, and weir reads 2 and 3. "
+                "Use another file of the model."
             )
         n_tensors, n_fields = self.count(MAX_TENSORS, "tensors"), self.count(MAX_FIELDS, "fields")
         fields: dict[str, Any] = {}

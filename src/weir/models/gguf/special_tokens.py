@@ -91,8 +91,8 @@ def _check_id(header: GGUFHeader, key: str, id: Any, tokens: int) -> int | None:
     """Return the id that a key names; None, with a warning, for one beyond the vocabulary."""
     if type(id) is not int or not 0 <= id < 1 << 32:
         raise WeirError(
-            f"{header.path} says {key} = {id!r}, where the id of a token is expected; take another "
-            "file of the model"
+            f"{header.path} says {key} = {id!r}, where the id of a token is expected. Use another "
+            "file of the model."
         )
     if id < tokens:
         return id

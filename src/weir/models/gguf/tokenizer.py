@@ -90,7 +90,7 @@ def tokenizer_of(header: GGUFHeader) -> PreTrainedTokenizerBase:
     _check_keys(header)
     words, types = _vocabulary(header)
     special = SpecialTokens.of(header)
-    with report_as(f"the tokenizer in {header.path} is broken", "; take another file of the model"):
+    with report_as(f"the tokenizer in {header.path} is broken", ". Use another file of the model."):
         made, bos = _KINDS[kind](header, words, types, special)
         made.add_special_tokens(
             [
@@ -126,8 +126,8 @@ def _check_kinds(header: GGUFHeader) -> None:
         if kind is not None and not _IS_OF_KIND[kind](value):
             shown = f"an array of {len(value)}" if isinstance(value, GGUFArray) else repr(value)
             raise WeirError(
-                f"{header.path} says {key} = {shown[:60]}, where {kind} is expected; take another "
-                "file of the model"
+                f"{header.path} says {key} = {shown[:60]}, where {kind} is expected. Use another "
+                "file of the model."
             )
 
 
@@ -153,7 +153,7 @@ def _vocabulary(header: GGUFHeader) -> tuple[list[str], list[int]]:
         seen: set[str] = set()
         twice = next(word for word in words if word in seen or seen.add(word))  # type: ignore[func-returns-value]
         raise WeirError(
-            f"{header.path} has the token {twice[:60]!r} twice; take another file of the model"
+            f"{header.path} has the token {twice[:60]!r} twice. Use another file of the model."
         )
     _numbers(header, "scores", len(words))  # refused also where they are not needed
     return words, _numbers(header, "token_type", len(words)) or []
@@ -162,8 +162,8 @@ def _vocabulary(header: GGUFHeader) -> tuple[list[str], list[int]]:
 def _without(header: GGUFHeader, key: str) -> str:
     """Return the error for a file that lacks a part of its tokenizer."""
     return (
-        f"{header.path} lacks {key}, so its tokenizer cannot be built; take another file of the "
-        "model"
+        f"{header.path} lacks {key}, so its tokenizer cannot be built. Use another file of the "
+        "model."
     )
 
 
@@ -177,14 +177,14 @@ def _numbers(header: GGUFHeader, name: str, n: int) -> list[Any] | None:
         found = f"{len(field):,} items" if isinstance(field, GGUFArray) else repr(field)[:60]
         raise WeirError(
             f"{header.path} has {n:,} tokens, but {found} in {key}, where one number for each is "
-            "expected; take another file of the model"
+            "expected. Use another file of the model."
         )
     numbers = header.array(key)
     wrong = next((at for at, each in enumerate(numbers) if not math.isfinite(each)), None)
     if wrong is not None:
         raise WeirError(
             f"{header.path} says {key} = {numbers[wrong]} for the token {wrong:,}, where a finite "
-            "number is expected; take another file of the model"
+            "number is expected. Use another file of the model."
         )
     return numbers
 
@@ -214,7 +214,7 @@ def _add_ends(
         if wanted and id is None:
             raise WeirError(
                 f"{header.path} says that every text gets the token {name}, but not which token "
-                "that is; take another file of the model"
+                "that is. Use another file of the model."
             )
         sides.append([(words[id], id)] if wanted and id is not None else [])
     front, back = sides
@@ -250,16 +250,16 @@ def _byte_level(
     name = header.fields.get("tokenizer.ggml.pre")
     if name is None:
         logging.get_logger(__name__).warning(
-            f"{header.path} does not say how words are cut (tokenizer.ggml.pre). weir cuts them by "
+            f"{header.path} does not say how words are cut (tokenizer.ggml.pre). weir uses "
             "llama.cpp's rule 'default', so tokens may differ from those that the model was "
-            "trained with; take a newer file of the model"
+            "trained with. Use a newer file of the model."
         )
         name = "default"
     if name not in PRE_TOKENIZERS:
         raise WeirError(
             f"{header.path} cuts words by the rule {name!r} (tokenizer.ggml.pre), which weir does "
             f"not know; it knows {', '.join(sorted(PRE_TOKENIZERS))}. Load the model's folder or "
-            "Hub id instead"
+            "Hub id instead."
         )
     if not isinstance(header.fields.get("tokenizer.ggml.merges"), GGUFArray):
         raise WeirError(_without(header, "tokenizer.ggml.merges"))

@@ -224,15 +224,15 @@ def check_readable(header: GGUFHeader) -> None:
         numbers = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.type)][0]
         if tensor.shape[0] % numbers:
             raise WeirError(
-                f"{tensor.path} stores {tensor.name} in rows of {tensor.shape[0]:,} numbers, which "
-                f"cannot be divided into blocks of {numbers} ({readable[tensor.type]}); download "
-                "it again"
+                f"{tensor.path} stores {tensor.name} in rows of {tensor.shape[0]:,} numbers, "
+                f"which cannot be divided into blocks of {numbers} ({readable[tensor.type]}). "
+                "Download it again."
             )
         rows, nbytes = _raw_shape(tensor)
         if (end := tensor.at + rows * nbytes) > sizes[tensor.path]:
             raise WeirError(
                 f"{tensor.path} is cut off: {tensor.name} ends at byte {end:,}, but the file has "
-                f"only {sizes[tensor.path]:,} bytes; download it again"
+                f"only {sizes[tensor.path]:,} bytes. Download it again."
             )
 
 
@@ -258,7 +258,7 @@ def plan_fillings(model: PreTrainedModel, header: GGUFHeader) -> dict[str, Filli
             f"{header.path} holds {len(left):,} tensor{'s' * (len(left) > 1)} that weir does not "
             f"know how to use: {list_some(left)}. Without "
             f"{'them' if len(left) > 1 else 'it'} a model of the type {model.config.model_type!r} "
-            "would answer wrongly; use another file of the model, or its safetensors folder"
+            "would answer wrongly; use another file of the model, or its safetensors folder."
         )
     return found
 
@@ -281,8 +281,8 @@ class _Plan:
         known = {name: number for number, name in MODEL_ARCH_NAMES.items()}
         if architecture not in LAYOUTS or architecture not in known:
             raise WeirError(
-                f"{self.header.path} holds a model of the architecture {architecture!r}, whose "
-                f"weights weir does not read; it reads {', '.join(sorted(LAYOUTS))}"
+                f"{self.header.path} has a model of the architecture {architecture!r}, whose "
+                f"weights weir cannot read. It can read {', '.join(sorted(LAYOUTS))}."
             )
         self.layout = LAYOUTS[architecture]
         self.tensors = {tensor.name: tensor for tensor in self.header.tensors}
@@ -432,9 +432,9 @@ class _Plan:
             given = tuple(reversed(tensor.shape))
             if [n for n in given if n != 1] != [n for n in shape if n != 1]:
                 raise WeirError(
-                    f"{tensor.path} stores {tensor.name} with the shape {list(given)}, but by the "
-                    f"file's own fields {name} needs {list(shape)}; download the file again, or "
-                    "use another file of the model"
+                    f"{tensor.path} stores {tensor.name} with the shape {list(given)}, but {name} "
+                    f"needs {list(shape)} according to the file's fields. Download the file "
+                    "again, or use another file of the model."
                 )
 
 
@@ -520,7 +520,7 @@ def _read_rows(tensor: TensorInfo, start: int, stop: int) -> np.ndarray:
     data = np.fromfile(tensor.path, np.uint8, count, offset=tensor.at + start * nbytes)
     if data.size < count:
         raise WeirError(
-            f"{tensor.path} is cut off: it ends within {tensor.name}; download it again"
+            f"{tensor.path} is cut off: it ends within {tensor.name}. Download it again."
         )
     return data.reshape(-1, nbytes)
 

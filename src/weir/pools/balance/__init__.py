@@ -1,4 +1,4 @@
-"""BalanceKV: halves of blocks of tokens that answer queries as the whole block does."""
+"""BalanceKV: halve blocks of tokens so that each half answers queries like the whole block."""
 
 from weir.pools.balance.balance import Balance, Sums
 from weir.pools.balance.halving import Halves, check_block

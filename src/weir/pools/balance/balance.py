@@ -26,48 +26,53 @@ from weir.pools.registry import pool
 from weir.slab import EMPTY, Slots
 
 BLOCK = 256
-"""The paper's, for a whole prompt."""
+"""The paper's block size for a whole prompt."""
 PARTS = 16
-"""Blocks of a stream are this part of the slots; with larger ones few old tokens are left."""
+"""In a stream, blocks are this part of the slots. With larger blocks, few old tokens remain."""
 MOST_BUCKET = 1000
-"""Buckets run from less this to this: whatever float32 and bfloat16 can say, and more."""
+"""Buckets are numbered from minus this to this, which covers more than float32 and bfloat16 can
+represent.
+"""
 Sums = Literal["shared", "flat", "separate"]
 
 
 @pool("balance")
 @dataclass(frozen=True)
 class Balance(SizedPool):
-    """Keep halves of halves of all that arrives, balanced, and weighted for what they stand for.
+    """Keep halves of halves of all tokens that arrive, balanced, and weighted for the tokens they
+    represent.
 
-    While there is room everything stays as it is. Then blocks are halved, the lightest tokens first
-    and of those the oldest, so the newest tokens stay exact longest. A prompt that is folded whole
-    is halved round by round, as in the paper's experiments.
+    While there is room, nothing is removed. Then blocks are halved, the lightest tokens first and
+    of those the oldest, so the newest tokens stay exact longest. A prompt that is folded whole is
+    halved in rounds, as in the paper's experiments.
 
     Attributes:
-        n: how many slots.
+        n: number of slots.
         block: the most tokens that are halved at once, an even number, at most half of the slots.
-            `none` for the paper's 256 in a prompt that is folded whole, and a 16th of the slots in
-            a stream, a half of them if eager.
-        halves: who stays of a block. pairs: one of each two neighbors, for both; exactly half, and
-            both sums are unbiased. authors: the rule of the authors' code, exactly half. paper: the
-            smaller side of the walk, at most half.
-        gamma: how strongly the walk leans against its sum s: + has probability 1/2 - gamma s. 4 in
-            the authors' code, nearly greedy; `none` for the paper's constant, nearly a fair coin.
-        temperature: of the keys in the walk; 1 in the paper, 1 and 0.1 in the authors' code.
-        constant: how much the denominator counts in the walk beside the values; the authors' code
-            has 0.025.
+            `none` for the paper's 256 in a prompt that is folded whole, and for a 16th of the slots
+            in a stream (half of them if eager).
+        halves: which tokens of a block stay. pairs: one of each two neighbors, which represents
+            both; exactly half stay, and both sums are unbiased. authors: the rule of the authors'
+            code, exactly half. paper: the smaller side of the walk, at most half.
+        gamma: how strongly the walk counteracts its sum s: + has probability 1/2 - gamma s. 4 in
+            the authors' code, which is nearly greedy; `none` for the paper's constant, nearly a
+            fair coin.
+        temperature: temperature of the keys in the walk; 1 in the paper, 1 and 0.1 in the authors'
+            code.
+        constant: how much the denominator counts in the walk compared with the values; 0.025 in the
+            authors' code.
         sets: shared: a token has one weight in both sums. flat: in the denominator each halving
             counts double, as in the authors' code, for halves=authors. separate: the paper's
             Algorithm 1, with one set for the denominator and others for the numerator, by the
             length of the value; each token then takes two slots, and `constant` is not used.
         precision: the paper's epsilon, for separate sets: when there is no room, values shorter
             than precision / sqrt(tokens so far) times the longest are erased from the numerator,
-            and the shortest where their lengths fill more buckets than there are slots.
+            and the shortest if their lengths fill more buckets than there are slots.
         eager: halve a level as soon as it has a block, as Algorithm 4 does. The policy is then not
             exact below its budget.
     """
 
-    ends_pipe = True  # what stays stands for all that came
+    ends_pipe = True  # the kept tokens represent all that arrived
 
     n: Annotated[int, Bounds(4)]
     block: int | None = None
@@ -94,8 +99,8 @@ class Balance(SizedPool):
     @property
     def largest_block(self) -> int:
         """The most tokens that are halved at once in a stream."""
-        # Eager levels keep less than a block each, so small blocks would leave slots idle; the
-        # thresholds of `schedule` cut large ones down to what fits.
+        # Eager levels keep less than a block each, so small blocks would leave slots unused. The
+        # thresholds of `schedule` reduce large blocks to a size that fits.
         parts = 2 if self.eager else PARTS
         return self.block or min(BLOCK, max(2, self.n // parts // 2 * 2))
 
@@ -105,10 +110,12 @@ class Balance(SizedPool):
         return self.sets != "shared"
 
     def state(self, like: Slots) -> dict[str, Tensor]:
-        """`level`, the level of each slot [batch, kv_heads, n], int64; -1 where it is not in use. A
-        slot in use may be empty, where a half was short, until the next fold. For separate sets
-        also the `bucket` of each, int64, and of each head [batch, kv_heads] `came`, its tokens so
-        far, int64, and `longest`, the length of their longest value, float64.
+        """Make the state of the slots.
+
+        It is `level`, the level of each slot [batch, kv_heads, n], int64; -1 for an unused slot. A
+        used slot may be empty until the next fold, if a half was short. Separate sets also have the
+        `bucket` of each slot, int64, and for each head [batch, kv_heads] `came`, its tokens so far,
+        int64, and `longest`, the length of their longest value, float64.
         """
         shape = like.position.shape[:2]
         state = {"level": like.position.new_full((*shape, self.n), EMPTY)}
@@ -120,10 +127,10 @@ class Balance(SizedPool):
 
     def wrong_state(self, state: dict[str, Tensor], held: int, ahead: int) -> str | None:
         """See `Pool.wrong_state`."""
-        # In a few slots, and in sets that have a few each, lone tokens rise to meet the next ones.
+        # With few slots, or in sets that have few each, single tokens rise to meet the next ones.
         most = LEVELS if self.sets == "separate" else max(ahead.bit_length() + 1, math.isqrt(ahead))
         if not bool((state["level"][:, :, held:] == EMPTY).all()):
-            return "level is that of a slot that is not in use"
+            return "level is set for a slot that is not in use"
         number = state.get("bucket", torch.zeros(0))
         return find_outside(
             {**state, "bucket": number.where(number != NO_BUCKET, 0)},
@@ -134,11 +141,14 @@ class Balance(SizedPool):
         )
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
-        """Let arrivals in one after the other, halving where there is no room."""
+        """Let arrivals in one after the other, and halve if there is no room."""
         if len(new) == 0:
             return held, new
         if not new.finite:
-            raise WeirError("balance was given a key or value that is not finite; it has no sum")
+            raise WeirError(
+                "balance got a key or value that is not finite, so its sums are undefined. Check "
+                "the model."
+            )
         if self.sets == "separate":
             return self._fold_separate(held, new, fold), new.part(0, 0)
         level = self._levels(held, fold)
@@ -187,10 +197,10 @@ class Balance(SizedPool):
         return kept
 
     def _levels(self, held: Slots, fold: Fold) -> Tensor:
-        """The level of each slot that counts towards a block [batch, kv_heads, slots].
+        """Return the level of each slot that counts towards a block [batch, kv_heads, slots].
 
-        Where a half was short, places of the level above are empty. Algorithm 4 (`eager`) counts
-        them; otherwise they are given back when the next tokens come.
+        If a half was short, places of the level above are empty. Algorithm 4 (`eager`) counts them.
+        Otherwise they are freed when the next tokens arrive.
         """
         level = fold.state["level"][:, :, : len(held)]
         return level if self.eager else level.where(held.held, EMPTY)
@@ -200,7 +210,7 @@ class Balance(SizedPool):
 
 
 def _with(level: Tensor, new: Slots) -> Tensor:
-    """The levels of what is held, and then level 0 for each arrival."""
+    """Join the levels of the held tokens and level 0 for each arrival."""
     return torch.cat([level, torch.where(new.held, 0, EMPTY)], dim=2)
 
 
@@ -213,8 +223,9 @@ def _sizes(level: Tensor) -> list[tuple[int, ...]]:
 
 
 def doubled(new: Slots) -> Slots:
-    """Every token twice, side by side: for the denominator alone, and for the numerator alone;
-    empty where it adds nothing.
+    """Duplicate every token: one copy for only the denominator, and one for only the numerator.
+
+    A copy is empty if it would add nothing.
     """
     nothing = torch.full_like(new.a, -torch.inf)
     below = replace(new, a=nothing, position=new.position.masked_fill(new.b.isneginf(), EMPTY))
@@ -230,7 +241,7 @@ def doubled(new: Slots) -> Slots:
 
 
 def bucket(values: Tensor) -> Tensor:
-    """The i with 2^(i-1) < ‖v‖ <= 2^i for values [..., value_dim], int64."""
+    """Return the i with 2^(i-1) < ‖v‖ <= 2^i for values [..., value_dim], int64."""
     length = values.double().norm(dim=-1)
     mantissa, exponent = torch.frexp(length)
     return torch.where(length > 0, exponent - (mantissa == 0.5).long(), NO_BUCKET).long()

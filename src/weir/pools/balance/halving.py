@@ -1,15 +1,16 @@
-"""SoftmaxBalance: halving a set of tokens so that both halves answer every query alike.
+"""SoftmaxBalance: halve a set of tokens so that both halves answer every query alike.
 
 BalanceKV (Kochetkova et al. 2025, arXiv:2502.07861), section 3.1, Algorithm 2: a walk through the
 tokens gives each a sign, chosen against the sum of the tokens so far, so that the sums with sign +
 and with sign - stay close for all queries at once. Appendix B runs it over blocks in parallel.
 
-A token is a vector: e^a v is what it adds to the numerator, e^b to the denominator, and e^<k, q> is
-an inner product of features of k and of q. The walk needs only the inner products
+A token is a vector: it adds e^a v to the numerator and e^b to the denominator, and e^<k, q> is an
+inner product of features of k and of q. The walk needs only the inner products
 
     y_ij = e^(t <k_i, k_j> scale) * (e^(a_i + a_j) <v_i, v_j> + constant * e^(b_i + b_j)),
 
-with t the temperature, and keys shifted by the mean of their block, which no softmax notices.
+with the temperature t, and keys shifted by the mean of their block, which does not change a
+softmax.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ from weir.slab import EMPTY
 LOG_2 = math.log(2)
 Halves = Literal["pairs", "authors", "paper"]
 _PANEL = 128
-"""Rows multiplied at once, an even number."""
+"""Rows multiplied at a time, an even number."""
 _AT_ONCE = 2**24
-"""Inner products held at once; blocks beyond that wait their turn."""
+"""Inner products in memory at a time. Further blocks are processed later."""
 _IN_CACHE = 2**19
-"""The same on a CPU with a kernel: 2 MB, still in the cache when the walk reads them."""
+"""The same on a CPU with a kernel: 2 MB, which is still in the cache when the walk reads them."""
 _STEEPEST = 60.0
-"""Exponents of a gain end here: a walk so far from a fair coin cannot be greedier."""
+"""Limit of a gain's exponents. A walk that is this far from a fair coin cannot be greedier."""
 
 
 class Sets(NamedTuple):
-    """Sets of tokens, each cut into blocks of the same size [sets, blocks, tokens], with a last
-    dimension for keys and values.
+    """Sets of tokens, each cut into blocks of the same size [sets, blocks, tokens].
 
-    Log-weights a and b are both -inf where there is no token; u is uniform in [0, 1).
+    Keys and values have one more dimension. Log-weights a and b are both -inf where there is no
+    token; u is uniform in [0, 1).
     """
 
     keys: Tensor
@@ -57,7 +58,9 @@ class Sets(NamedTuple):
         return _held(self.a, self.b)
 
     def even(self) -> Sets:
-        """With one more empty place in each block, if the number of places is odd."""
+        """Return the sets with one more empty place in each block, if the number of places is
+        odd.
+        """
         if self.a.shape[2] % 2 == 0:
             return self
         more = Sets(*(torch.cat([t, t[:, :, :1]], dim=2) for t in self))
@@ -69,17 +72,17 @@ class Sets(NamedTuple):
 class Gram:
     """The inner products of the tokens of some blocks.
 
-    So that nothing overflows, products are divided by e^top, and weights by the largest of a block.
-    In the authors' code (`released`) weights are divided by nothing: a walk leans the harder the
-    more its tokens stand for.
+    To avoid overflow, products are divided by e^top, and weights by the largest of a block. In the
+    authors' code (`released`) weights are not divided: the more a walk's tokens represent, the
+    stronger it counteracts.
 
     Attributes:
-        keys: less the mean of their block [blocks, tokens, key_dim], float32.
-        sums: what tokens add to both sums: e^a v over the largest e^a, and e^b over the largest,
-            times the root of the constant [blocks, tokens, value_dim + 1], float32.
+        keys: the keys minus the mean of their block [blocks, tokens, key_dim], float32.
+        sums: what tokens add to both sums: e^a v divided by the largest e^a, and e^b divided by the
+            largest, times the root of the constant [blocks, tokens, value_dim + 1], float32.
         rate: the factor of <k_i, k_j>.
         top: the largest <k, k> times the rate [blocks].
-        weight: the logarithm of what else products were divided by [blocks], to be made good as in
+        weight: the logarithm of the other divisors of products [blocks], to be compensated as in
             the authors' code; otherwise 0.
     """
 
@@ -100,7 +103,9 @@ class Gram:
         constant: float,
         released: bool = False,
     ) -> Gram:
-        """From tokens [blocks, tokens, dim] of log-weights [blocks, tokens], -inf for none."""
+        """Make the products from tokens [blocks, tokens, dim] with log-weights [blocks, tokens],
+        -inf for none.
+        """
         there = _held(a, b)[..., None]
         keys, values = keys.float(), values.float()
         full = bool(there.all())
@@ -111,7 +116,7 @@ class Gram:
             keys.masked_fill_(~there, 0.0)
         silent = a.isneginf()
         if released:
-            # A token that is in the denominator alone has a value of 1, which is weighted.
+            # A token that is only in the denominator has a value of 1, which is weighted.
             most = _largest(torch.where(silent, b, a))
             b = torch.where(silent, b, 0.0).masked_fill(b.isneginf(), -torch.inf)
             above, below, weight = (a - most).exp(), (b - most).exp(), 2 * most[:, 0]
@@ -124,8 +129,10 @@ class Gram:
         return cls(keys, sums, rate, rate * _longest(keys), weight)
 
     def products(self, pairs: bool) -> Tensor:
-        """Products for i < j of tokens [blocks, tokens, tokens], or of the differences of `pairs`
-        of neighbors [blocks, tokens / 2, tokens / 2]; what stands elsewhere means nothing.
+        """Return products for i < j of tokens [blocks, tokens, tokens].
+
+        With `pairs`, returns those of the differences of neighbors [blocks, tokens / 2, tokens /
+        2]. Other entries have no meaning.
         """
         blocks, tokens, _ = self.keys.shape
         part = 2 if pairs else 1
@@ -142,7 +149,9 @@ class Gram:
         return out
 
     def _panel(self, rows: slice, columns: slice) -> Tensor:
-        """Of some tokens with others: e^(rate <k_i, k_j> - top) <sums_i, sums_j>."""
+        """Return products of some tokens with others: e^(rate <k_i, k_j> - top) <sums_i,
+        sums_j>.
+        """
         keys, sums = self.keys, self.sums
         top = self.top[:, None, None]
         logits = torch.baddbmm(top, keys[:, rows], keys[:, columns].mT, beta=-1, alpha=self.rate)
@@ -151,9 +160,9 @@ class Gram:
 
 @dataclass(frozen=True)
 class Halving:
-    """The rule by which a set of tokens is halved, with parameters as those of `Balance`.
+    """The rule by which a set of tokens is halved, with parameters like those of `Balance`.
 
-    `flat` says that in the denominator all that stay count double, as in the authors' code.
+    `flat` counts all remaining tokens double in the denominator, as in the authors' code.
     """
 
     halves: Halves = "pairs"
@@ -165,18 +174,19 @@ class Halving:
     def __post_init__(self) -> None:
         if self.flat and self.halves != "authors":
             raise WeirError(
-                "a flat denominator is that of halves=authors, which gives tokens of one halving "
-                f"different weights; with halves={self.halves} it is the shared one"
+                "sets=flat needs halves=authors, whose halving gives tokens different weights; "
+                f"with halves={self.halves} the shared denominator already is the flat one. Use "
+                "halves=authors or sets=shared."
             )
 
     def halve(self, sets: Sets, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Halve each set; each of its blocks is walked through alone.
+        """Halve each set. The walk goes through each of its blocks separately.
 
-        A token that has no partner, or is all of its set, stays as it is.
+        A token without a partner, or a set of one token, stays unchanged.
 
         Returns:
-            (index, a, b): who stays, as places in the whole set, in order, and -1 for nobody
-            [sets, blocks * ceil(tokens / 2)]; and what they weigh from now on.
+            (index, a, b): the tokens that stay, as places in the whole set, in order, with -1 for
+                none [sets, blocks * ceil(tokens / 2)]; and their new log-weights.
         """
         sets = sets.even()
         if self.halves == "pairs" and bool(sets.held.all()):
@@ -187,7 +197,8 @@ class Halving:
         else:
             u, there = sets.u, sets.held
             if self.halves == "authors":
-                # The released code gives the first of a block the sign +: -1 is below any chance.
+                # The released code gives the first token of a block the sign +: -1 is below any
+                # probability.
                 u = u.index_fill(2, u.new_zeros(1, dtype=torch.int64), -1.0)
             signs = self._signs(sets, scale, u, there)
             stays, more = _authors(signs) if self.halves == "authors" else _smaller(signs)
@@ -203,8 +214,10 @@ class Halving:
         return order.masked_fill(nobody, EMPTY), a, b
 
     def _signs(self, sets: Sets, scale: float, u: Tensor, free: Tensor) -> Tensor:
-        """The signs of tokens, or of pairs, by a walk through each block [sets, blocks, n], bool;
-        `free` says which take part.
+        """Compute the signs of tokens, or of pairs, by a walk through each block [sets, blocks, n],
+        bool.
+
+        `free` says which ones take part.
         """
         parts = [t.flatten(0, 1) for t in (*sets[:4], u, free)]
         rate = scale * self.temperature
@@ -215,7 +228,7 @@ class Halving:
         kernel = kernels.walk(u.device)
         in_cache = u.device.type == "cpu" and kernel is not None
         at_once = max(1, (_IN_CACHE if in_cache else _AT_ONCE) // sets.a.shape[2] ** 2)
-        # As mostly in a stream, all of them at once: to cut them costs calls.
+        # All of them at once, as in most streams: splitting them would cost calls.
         few = len(parts[0]) <= at_once
         pieces = [parts] if few else zip(*(t.split(at_once) for t in parts), strict=True)
         signs = []
@@ -233,13 +246,15 @@ class Halving:
         # The largest squared length of a token's vector, or more, over e^top.
         radius = _longest(gram.sums[..., :-1]) + _longest(gram.sums[..., -1:])
         if self.halves == "pairs":
-            # Half as many vectors, and a difference is at most twice as long.
+            # There are half as many vectors, and a difference is at most twice as long.
             count, radius = (count // 2).clamp_min(2), 4 * radius
         c = 60 * count.log()
         return 1 / (2 * c * radius).clamp_min(torch.finfo(torch.float32).tiny)
 
     def _of_whole_pairs(self, sets: Sets, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-        """`halve` where every pair is whole: without sorting, as one of each pair stays."""
+        """Halve like `halve` if every pair is complete: without sorting, because one of each pair
+        stays.
+        """
         (a1, a2), (b1, b2) = ((t[..., 0::2], t[..., 1::2]) for t in (sets.a, sets.b))
         if torch.equal(a1, a2) and torch.equal(b1, b2):
             alike = torch.ones_like(a1, dtype=torch.bool)
@@ -256,11 +271,11 @@ class Halving:
         return index, a.flatten(1), b.flatten(1)
 
     def _one_of_each_pair(self, sets: Sets, scale: float) -> tuple[Tensor, Tensor]:
-        """(who stays, what is added to log-weights) [sets, blocks, tokens]: of each pair one, for
-        both.
+        """Choose one token of each pair to represent both.
 
-        Where weights are unlike, a walk's mirror image would not be as likely: a coin decides, with
-        probabilities in proportion to the weights, which is unbiased too.
+        Returns which tokens stay, and the additions to log-weights [sets, blocks, tokens]. If
+        weights differ, a walk's mirror image would not be equally likely, so a coin decides with
+        probabilities proportional to the weights, which is unbiased, too.
         """
         (a1, a2), (b1, b2), (mine, other) = (
             (t[..., 0::2], t[..., 1::2]) for t in (sets.a, sets.b, sets.held)
@@ -276,8 +291,8 @@ class Halving:
 def walk(products: Tensor, gain: Tensor, u: Tensor, free: Tensor) -> Tensor:
     """The self-balancing walk (lines 5 to 11 of Algorithm 2): signs [..., n], float32, 0 for none.
 
-    Where the paper's walk fails, because a sum went beyond its bound, the sign is certain. The
-    reference of kernels: each product is added by itself, in the order of the walk.
+    If the paper's walk fails because a sum went beyond its bound, the sign is certain. This is the
+    reference of the kernels: each product is added separately, in the order of the walk.
 
     Args:
         products: inner products [..., n, n], float32; only those above the diagonal are read.
@@ -296,10 +311,10 @@ def walk(products: Tensor, gain: Tensor, u: Tensor, free: Tensor) -> Tensor:
 
 
 def check_block(block: int, limit: int | None = None) -> None:
-    """Refuse a block that cannot be halved, or has more than `limit` tokens."""
+    """Refuse a block that cannot be halved, or that has more than `limit` tokens."""
     if block < 2 or block % 2 or (limit is not None and block > limit):
-        upward = "on" if limit is None else f"to {limit - limit % 2}"
-        raise WeirError(f"a block is an even number of tokens from 2 {upward}, not {block}")
+        upward = "of at least 2" if limit is None else f"from 2 to {limit - limit % 2}"
+        raise WeirError(f"block must be an even number of tokens {upward}, got {block}")
 
 
 def _held(a: Tensor, b: Tensor) -> Tensor:
@@ -321,8 +336,9 @@ def _largest(weight: Tensor) -> Tensor:
 def _by_coin(
     first: Tensor, alike: Tensor, u: Tensor, a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """(whether the first of each pair stays, what is added to its log-weights): by the walk where
-    weights are alike, elsewhere by a coin; all [..., pairs].
+    """Choose the tokens that stay in each pair, and the additions to their log-weights.
+
+    The walk chooses if weights are alike, and otherwise a coin; all [..., pairs].
     """
     one, two = (torch.maximum(x, y).double() for x, y in zip(a, b, strict=True))
     share = (one - torch.logaddexp(one, two)).exp()

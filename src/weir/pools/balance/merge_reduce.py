@@ -1,9 +1,9 @@
 """Merge-and-reduce over the tokens of a layer: `halving` carries out the plan of `schedule`.
 
-All blocks of a level are halved at once, those of all heads and rows of a batch together. Which
-tokens share a block depends on the order in which they came, so that a whole prompt gives what its
-tokens would one after the other. Only short halves, whose places come back when a fold begins, make
-it depend on where folds begin as well.
+All blocks of a level are halved at once, those of all heads and rows of a batch together. Tokens
+share a block depending on the order in which they came, so a whole prompt gives the same result as
+its tokens one after the other. Only short halves, whose places are freed when a fold begins, make
+the result depend on where folds begin.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ from weir.pools.counter_rng import CounterRNG
 from weir.slab import EMPTY, Slots
 
 Blocks = Sequence[Sequence[int]]
-"""The sizes of the blocks that are to be halved, by level: what `schedule.schedule` returns."""
+"""The sizes of the blocks to halve, by level, as `schedule.schedule` returns them."""
 
 
 @dataclass
 class _Queue:
-    """The tokens of one level in a row of places, the oldest first; a line is a group of a head.
+    """The tokens of one level in a line of places, the oldest first. A line is a group of a head.
 
     Attributes:
         token: which token of `Merging.line` each place has [lines, n], int64; -1 for none.
         a, b: its log-weights [lines, n].
-        used: which places count towards a block [lines, n], bool. With `halves="paper"` one may be
-            although no token is left in it.
-        full: every place is known to be in use and to have a token; then nothing has to be sorted.
+        used: which places count towards a block [lines, n], bool. With `halves="paper"` a place may
+            count although its token is gone.
+        full: whether every place is known to be in use and to have a token, so that nothing must be
+            sorted.
     """
 
     token: Tensor
@@ -50,21 +51,23 @@ class _Queue:
         return _Queue(*(t.gather(1, index) for t in self.tensors()))
 
     def packed(self) -> _Queue:
-        """The places in use alone."""
+        """Return only the places in use."""
         return self if self.full else self.pick(_in_front(self.used))
 
     def part(self, start: int, stop: int | None = None) -> _Queue:
         return _Queue(*(t[:, start:stop] for t in self.tensors()), full=self.full)
 
     def without(self, sizes: Tensor) -> _Queue:
-        """The places behind blocks of these `sizes` [lines, blocks] are in use, and no others."""
+        """Return the queue with only the places after blocks of these `sizes` [lines, blocks] in
+        use.
+        """
         place = torch.arange(self.used.shape[1], device=sizes.device)
         behind = self.used & (place >= sizes.sum(dim=1, keepdim=True))
         return replace(self, used=behind, full=False)
 
     @classmethod
     def of(cls, *queues: _Queue) -> _Queue:
-        """One queue after the other, gaps and all."""
+        """Join queues one after the other, including gaps."""
         queues = tuple(queue for queue in queues if queue.token.shape[1]) or queues[:1]
         if len(queues) == 1:
             return queues[0]
@@ -79,14 +82,15 @@ class Merging:
 
     Attributes:
         line: the tokens [batch, kv_heads, n], those of each level from the oldest on.
-        level: of each [batch, kv_heads, n], int64; -1 where there is no place.
+        level: the level of each [batch, kv_heads, n], int64; -1 where there is no place.
         halving: how blocks are halved.
-        draws: random numbers; a token of level l is given those of purpose l, and in any group
-            but the first those of purpose l + 64. In the highest level, where it may be halved
-            again and again, they also depend on the other tokens of its block.
+        draws: random numbers. A token of level l gets those of purpose l, and in any group but the
+            first those of purpose l + 64. In the highest level, where it may be halved repeatedly,
+            they also depend on the other tokens of its block.
         scale: the factor of the logits.
-        group: of each [batch, kv_heads, n], int64, with levels of its own; None for one group.
-        groups: how many there are.
+        group: the group of each [batch, kv_heads, n], int64, with separate levels; None for one
+            group.
+        groups: number of groups.
     """
 
     line: Slots
@@ -100,14 +104,14 @@ class Merging:
     def reduce(self, blocks: Sequence[Blocks]) -> tuple[Slots, Tensor, Tensor]:
         """Halve the blocks of each group of each head of each row.
 
-        Returns (who stays, their levels, -1 where there is no place, their groups), the highest
-        level first, and in it the oldest token.
+        Returns the tokens that stay, their levels (-1 where there is no place), and their groups.
+        The highest level comes first, and in it the oldest token.
         """
         batch, heads, _ = self.level.shape
         halved = max(n for of_group in blocks for n in range(LEVELS) if of_group[n] or not n)
         reached = min(halved + 1, LEVELS - 1)
         top = max(reached, int(self.level.max()) if self.level.numel() else 0)
-        # Levels that nothing reaches stay as they lie, in one piece.
+        # Levels that nothing reaches stay in place, as one piece.
         above = self._between(reached + 1, LEVELS) if self._ends is not None else None
         if above is not None:
             top = reached
@@ -147,7 +151,7 @@ class Merging:
             token = every.token.where(every.used, EMPTY)
             a, b = (t.masked_fill(token < 0, -torch.inf) for t in (every.a, every.b))
         token, a, b, mark = (t.unflatten(0, (batch, heads)) for t in (token, a, b, mark))
-        # Where there is no gap nobody is missing.
+        # Without gaps, no token is missing.
         kept = (self.line.picked(token) if every.full else self.line.take(token)).weighed(a, b)
         if self.groups == 1:
             return kept, mark, torch.zeros_like(mark)
@@ -155,8 +159,9 @@ class Merging:
 
     @cached_property
     def _ends(self) -> list[int] | None:
-        """The ends of the tokens of each level, level 0 first, if all lines lie alike without a gap
-        and tokens of higher levels are in front; None where they do not.
+        """Return the ends of the tokens of each level, level 0 first.
+
+        None unless all lines have the same layout without gaps, with tokens of higher levels first.
         """
         if self.group is not None or not self.level.numel():
             return None
@@ -168,7 +173,7 @@ class Merging:
         return ends
 
     def _queue(self, level: int) -> _Queue:
-        """The places of a level before anything is halved, by line."""
+        """Return the places of a level before anything is halved, by line."""
         if self._ends is not None:
             return self._between(level, level + 1)
         used = self.level == level
@@ -184,7 +189,7 @@ class Merging:
         return _Queue(*(t.flatten(0, 2) for t in parts)).packed()
 
     def _between(self, low: int, high: int) -> _Queue:
-        """The places of levels from `low` to below `high`, by `_ends`, each with a token."""
+        """Return the places of levels from `low` to below `high`, by `_ends`, each with a token."""
         assert self._ends is not None
         start, stop = ((*self._ends[at : at + 1], 0)[0] for at in (high, low))
         token = torch.arange(start, stop, device=self.level.device)
@@ -193,7 +198,9 @@ class Merging:
         return _Queue(token, a, b, torch.ones_like(token, dtype=torch.bool), full=True)
 
     def _halve(self, queue: _Queue, sizes: Tensor, level: int, full: bool = False) -> _Queue:
-        """The survivors of a level's blocks, of the `sizes` [lines, blocks], from the oldest on;
+        """Return the survivors of a level's blocks of the `sizes` [lines, blocks], from the oldest
+        on.
+
         `full` says that half of each stays.
         """
         lines, blocks = sizes.shape
@@ -230,15 +237,15 @@ class Merging:
             blocks = len(list(run))
             cut, done = queue.part(done, done + size * blocks), done + size * blocks
             alike = torch.full((len(queue.token), blocks), size, device=queue.token.device)
-            # A token alone rises as it is.
+            # A single token rises unchanged.
             parts.append(cut if size == 1 else self._halve(cut, alike, level, full=True))
         return _Queue.of(*parts)
 
     def _draw(self, level: int, position: Tensor, nobody: Tensor) -> Tensor:
         """Draw a uniform number for each place of blocks that has a token [lines, n].
 
-        No two blocks that are halved in the highest level hold the same tokens: the sum of their
-        places tells one from another.
+        No two blocks that are halved in the highest level hold the same tokens; the sum of their
+        places distinguishes them.
         """
         shape = (*self.level.shape[:2], self.groups, position.shape[1])
         index: Tensor | int = 0
@@ -254,7 +261,7 @@ class Merging:
 
 
 def _in_front(used: Tensor) -> Tensor:
-    """The order [lines, n] that puts the places in use first, as many as the fullest line has."""
+    """Return the order [lines, n] that puts used places first, as many as the fullest line has."""
     width = int(used.sum(dim=1).max()) if used.numel() else 0
     return (~used).to(torch.uint8).argsort(dim=1, stable=True)[:, :width]
 
@@ -262,7 +269,9 @@ def _in_front(used: Tensor) -> Tensor:
 def _whole(
     queue: _Queue, of_lines: Sequence[Sequence[int]], level: int, halving: Halving
 ) -> Sequence[int] | None:
-    """The sizes of the blocks, if they are the same in all lines and half of each, full, stays."""
+    """Return the sizes of the blocks, if they are the same in all lines and exactly half of each
+    stays.
+    """
     sizes = of_lines[0]
     if not queue.full or any(other != sizes for other in of_lines):
         return None
@@ -272,7 +281,7 @@ def _whole(
 
 
 def _padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Rows of different lengths as one tensor, filled up with zeros."""
+    """Join rows of different lengths in one tensor, padded with zeros."""
     width = max(map(len, rows))
     return torch.tensor(
         [[*row, *[0] * (width - len(row))] for row in rows], dtype=torch.int64, device=device

@@ -1,7 +1,7 @@
-"""The schedule of merge-and-reduce over an endless stream: when which level is halved.
+"""The schedule of merge-and-reduce over an endless stream: when each level is halved.
 
-BalanceKV (Kochetkova et al. 2025), section 3.2 and Algorithm 4: tokens enter level 0, a block of a
-level is halved into the next, and there every token stands for twice as many. The paper's levels
+BalanceKV (Kochetkova et al. 2025), section 3.2 and Algorithm 4: tokens enter level 0. A block of a
+level is halved into the next one, where every token represents twice as many. The paper's levels
 grow in number with the stream; here they share a fixed number of slots.
 """
 
@@ -13,18 +13,21 @@ from functools import lru_cache
 from typing import Self
 
 LEVELS = 64
-"""More than the logarithm of the length of any stream. Where few slots let lone tokens rise, they
-meet in the highest level, which is halved into itself."""
+"""More levels than the logarithm of the length of any stream.
+
+If few slots let single tokens rise, they meet in the highest level, which is halved into itself.
+"""
 NO_BUCKET = -(2**30)
-"""In place of a bucket: a value of zero is in none."""
+"""In place of a bucket for a value of zero, which is in none."""
 
 
 @lru_cache(maxsize=1024)
 def thresholds(slots: int, block: int, levels: int) -> tuple[int, ...]:
     """Compute the number of tokens at which each level may be halved, level 0 first.
 
-    A whole block for every level, as in the paper, as long as such levels fit. Then fewer from each
-    level to the one below, by the largest ratio (in steps of a 64th) that fits, but at least 2.
+    It is a whole block for every level, as in the paper, as long as such levels fit. Otherwise the
+    number decreases from each level to the one below, by the largest ratio (in steps of a 64th)
+    that fits, but is at least 2.
     """
     block = max(2, min(block, slots // 2 // 2 * 2))
     each = [block] * levels
@@ -41,8 +44,8 @@ class Group:
 
     Attributes:
         sizes: tokens of each level now, level 0 first.
-        halved: for each level the sizes of the blocks that were halved, in order. Of an odd block
-            the last token rises alone, as it is.
+        halved: for each level, the sizes of the blocks that were halved, in order. The last token
+            of an odd block rises alone and unchanged.
     """
 
     sizes: list[int] = field(default_factory=lambda: [0] * LEVELS)
@@ -54,9 +57,9 @@ class Group:
         return max((level for level, size in enumerate(self.sizes) if size), default=-1) + 1
 
     def halve(self, level: int, block: int) -> None:
-        """Halve the oldest tokens of a level: an even number, at most a block; or one rises.
+        """Halve the oldest tokens of a level, an even number up to a block, or let one rise.
 
-        What stays of a block of the highest level stays there, older than the rest of it.
+        The remaining tokens of a block of the highest level stay in that level, as its oldest.
         """
         size = min(block, max(1, self.sizes[level] // 2 * 2))
         self.halved[level].append(size)
@@ -68,9 +71,10 @@ def make_room(groups: Sequence[Group], slots: int, block: int, eager: bool = Fal
     """Halve until everything fits: the lightest level that can be halved first, its oldest tokens.
 
     While there are more tokens than slots (`eager`: or any level has its threshold), the lowest
-    level that has its threshold is halved, at most a block; of groups, which share the slots
-    evenly, the first. If none has, the lowest level that has tokens gives what it has, but the
-    highest no lone token: it could not rise.
+    level that has its threshold is halved, at most a block; with several groups, which share the
+    slots evenly, in the first such group. If no level has its threshold, the lowest level with
+    tokens is halved as far as it goes. In the highest level a single token is left alone, because
+    it could not rise.
     """
     used = [group for group in groups if group.levels]
     while (crowded := sum(sum(group.sizes) for group in used) > slots) or eager:
@@ -86,7 +90,9 @@ def make_room(groups: Sequence[Group], slots: int, block: int, eager: bool = Fal
 
 
 def _first(groups: list[Group], enough: tuple[int, ...]) -> tuple[Group, int] | None:
-    """The lowest level that has enough tokens, and the first group where it has; None if none."""
+    """Return the lowest level with enough tokens, and the first such group. None if there is
+    none.
+    """
     for level, at_least in enumerate(enough):
         for group in groups:
             if group.sizes[level] >= at_least:
@@ -98,13 +104,14 @@ def _first(groups: list[Group], enough: tuple[int, ...]) -> tuple[Group, int] | 
 def schedule(
     slots: int, block: int, eager: bool, held: tuple[int, ...], arrivals: int
 ) -> tuple[tuple[int, ...], ...]:
-    """The halvings (`Group.halved`) that arrivals lead to, as if each made room for itself.
+    """Return the halvings (`Group.halved`) that arrivals cause, as if each made room for itself.
 
-    `held` are the tokens of each level before, level 0 first; others as in `make_room`.
+    `held` are the tokens of each level before, level 0 first. Other arguments are as in
+    `make_room`.
     """
     group = Group([*held, *[0] * (LEVELS - len(held))])
     while arrivals:
-        # Nothing can happen before there is one too many, or level 0 has its threshold.
+        # Nothing can happen until there is one token too many, or level 0 has its threshold.
         step = slots + 1 - sum(group.sizes)
         if eager:
             enough = thresholds(slots, block, max(1, group.levels))[0]
@@ -118,10 +125,11 @@ def schedule(
 
 @lru_cache(maxsize=4096)
 def at_once(slots: int, block: int, tokens: int) -> tuple[tuple[int, ...], ...]:
-    """The halvings (`Group.halved`) that bring a prompt of `tokens` into the slots (Appendix B).
+    """Return the halvings (`Group.halved`) that fit a prompt of `tokens` into the slots (Appendix
+    B).
 
-    Round after round all blocks are halved. In the last round only as many tokens, the oldest, as
-    have to be; where little is compressed that is the form of Table 5: twice the excess is halved,
+    All blocks are halved in each round. In the last round, only as many of the oldest tokens as
+    necessary are. If little is compressed, this is the form of Table 5: twice the excess is halved,
     and the rest stays exact.
     """
     group = Group([tokens, *[0] * (LEVELS - 1)])
@@ -132,18 +140,18 @@ def at_once(slots: int, block: int, tokens: int) -> tuple[tuple[int, ...], ...]:
             size = min(block, left)
             group.halve(level, size)
             left -= size
-    # What is odd stays behind, one token a level; of few slots that may be too many.
+    # Odd tokens remain, one per level, which may be too many for few slots.
     make_room([group], slots, block)
     return tuple(map(tuple, group.halved))
 
 
 @dataclass
 class Head:
-    """The levels of one head with sets of their own: BalanceKV's Algorithm 1, to the letter.
+    """The levels of one head with separate sets: BalanceKV's Algorithm 1, as published.
 
     Every token enters a merge-and-reduce for the denominator, where all values count as 1, and one
-    for the numerator, in the bucket of values about as long as its own, 2^(i-1) to 2^i: so a token
-    takes two slots.
+    for the numerator, in the bucket of values of about its length, 2^(i-1) to 2^i. So a token takes
+    two slots.
 
     Attributes:
         slots, block, eager: as in `make_room`.
@@ -160,7 +168,7 @@ class Head:
     tokens: list[int] = field(default_factory=list)
 
     def hold(self, number: int, level: int) -> None:
-        """Count a token of a level, or none (-1), of the bucket `number` or the denominator."""
+        """Count a token of a level, or none (-1), in the bucket `number` or in the denominator."""
         if level >= 0 and number != NO_BUCKET and number not in self.open:
             free = set(range(1, len(self.groups) + 1)) - set(self.open.values())
             self.open[number] = min(free)
@@ -172,10 +180,10 @@ class Head:
             self.groups[group].sizes[level] += 1
 
     def make_room(self, short: float) -> None:
-        """Erase buckets of values up to `short`, if there is no room, and then halve.
+        """Erase buckets of values up to `short` if there is no room, and then halve.
 
-        The last token of a group cannot be halved away, so where there are more groups than slots,
-        those of the shortest values are erased too.
+        The last token of a group cannot be halved away. So if there are more groups than slots, the
+        groups of the shortest values are erased, too.
         """
         if sum(sum(group.sizes) for group in self.groups) > self.slots:
             for number in [number for number in self.open if 2.0**number <= short]:
@@ -186,17 +194,19 @@ class Head:
         make_room([self.groups[0], *longest], self.slots, self.block, self.eager)
 
     def _erase(self, number: int) -> None:
-        """Let go of all tokens of a bucket."""
+        """Evict all tokens of a bucket."""
         gone = self.open.pop(number)
         self.groups[gone] = Group()
         self.tokens = [-1 if group == gone else group for group in self.tokens]
 
     def padded(self, groups: int) -> list[Group]:
-        """Its groups, and as many without tokens as it takes to make so many."""
+        """Return its groups, padded with empty groups to this number."""
         return [*self.groups, *(Group() for _ in range(groups - len(self.groups)))]
 
     def buckets(self, groups: int) -> list[int]:
-        """The bucket of each group, of so many; `NO_BUCKET` for the denominator and for none."""
+        """Return the bucket of each group, padded to this number; `NO_BUCKET` for the denominator
+        and none.
+        """
         numbers = {group: number for number, group in self.open.items()}
         return [numbers.get(group, NO_BUCKET) for group in range(groups)]
 
@@ -210,9 +220,9 @@ class Head:
         levels: Sequence[int],
         short: Sequence[float],
     ) -> Self:
-        """Let tokens in, given their buckets and levels; the last ones, two by two, are arrivals.
+        """Let tokens in, given their buckets and levels. The last ones, in pairs, are arrivals.
 
-        Lines 4 to 15 of Algorithm 1; of each arrival `short` is the length of values that may be
+        Lines 4 to 15 of Algorithm 1. For each arrival, `short` is the length of values that may be
         erased.
         """
         head = cls(slots, block, eager)

@@ -1,1 +1,1 @@
-"""Scores of the field, by which a pool keeps tokens: one a file."""
+"""Scores from the literature by which a pool keeps tokens, one per file."""

@@ -22,22 +22,22 @@ from weir.slab import Slots
 @pool("caote")
 @dataclass(frozen=True)
 class Caote(Asking):
-    """Keep the tokens without which the output would move most, each KV head its own.
+    """Keep the tokens without which the output would move most, separately for each KV head.
 
-    The error is that of each of the last queries, over all that it sees, with the tokens of other
-    pools among it; its mean over them and the query heads of the group decides. With `window=1` it
-    is the paper's on top of TOVA.
+    The error is that of each of the last queries, over all tokens that it sees, including those of
+    other pools. Its mean over these queries and the query heads of the group is the score. With
+    `window=1` it is the paper's score on top of TOVA.
 
     Attributes:
-        n: how many tokens are kept.
-        window: how many of the last queries are asked.
+        n: number of tokens to keep.
+        window: how many of the last queries are used.
     """
 
     n: int
     window: Count = 32
 
     def score(self, slots: Slots, fold: Fold) -> Tensor:
-        """The mean error without each token [batch, kv_heads, slots], float32."""
+        """Return the mean error without each token [batch, kv_heads, slots], float32."""
         share = self.attention(slots, fold)
         output = fold.observed.answers[:, :, :, -self.window :].float()
         group = output.shape[2]

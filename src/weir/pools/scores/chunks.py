@@ -1,8 +1,8 @@
-"""Whole spans stay: neighboring tokens are kept together, or evicted together.
+"""Whole spans: keep or evict neighboring tokens together.
 
-ChunkKV (Liu et al. 2025, "ChunkKV: Semantic-Preserving KV Cache Compression for Efficient Long-
-Context LLM Inference", arXiv:2502.00299), Algorithm 1: any score of tokens is averaged over spans
-of places of the stream, and the spans of the highest average stay whole.
+ChunkKV (Liu et al. 2025, "ChunkKV: Semantic-Preserving KV Cache Compression for Efficient
+Long-Context LLM Inference", arXiv:2502.00299), Algorithm 1: any score of tokens is averaged over
+spans of places of the stream, and the spans with the highest average are kept whole.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from weir.slab import Slots
 @pool("chunks")
 @dataclass(frozen=True)
 class Chunks(PoolWrapper):
-    """Keep whole spans by the average of another pool's score, each KV head its own.
+    """Keep whole spans by the average of another pool's score, separately for each KV head.
 
-    The average is over those of its tokens that are there. Slots that the last whole span leaves go
-    to the best tokens of the next best. A token whose score is infinite stays before all spans, and
-    counts nothing in them.
+    The average is over the tokens of a span that are still there. Slots left by the last whole span
+    go to the best tokens of the next best span. A token with an infinite score is kept before all
+    spans, and does not count in them.
 
     Attributes:
-        pool: one that keeps tokens by a score, with as many slots as it says.
-        size: how many places of the stream a span has; 10 in the paper, 20 in kvpress.
+        pool: a pool that keeps tokens by a score, with as many slots as it says.
+        size: number of places in the stream per span; 10 in the paper, 20 in kvpress.
     """
 
     pool: Pool
@@ -42,13 +42,13 @@ class Chunks(PoolWrapper):
     def __post_init__(self) -> None:
         if not isinstance(self.pool, Ranked):
             raise WeirError(
-                "chunks goes around a pool that keeps tokens by a score, as in "
-                f"chunks(heavy(64), size=8), and {self.pool.name} is none"
+                "chunks needs an inner pool that keeps tokens by a score, as in "
+                f"chunks(heavy(64), size=8), got {self.pool.name}"
             )
         if self.size > self.pool.slots():
             raise WeirError(
-                f"a span of chunks has 1 place to as many as there are slots, {self.pool.slots()}, "
-                f"not {self.size}"
+                f"size of chunks must be from 1 to the number of slots, {self.pool.slots()}, got "
+                f"{self.size}"
             )
 
     @property
@@ -58,7 +58,7 @@ class Chunks(PoolWrapper):
         return self.pool
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
-        """As the pool would fold, had it counted spans."""
+        """Fold as the inner pool would, if it counted spans."""
         choose = partial(whole_spans, self.size, fold.origin, alike=self.ranked.tie_margin)
         return self.ranked.fold_by(choose, held, new, fold)
 
@@ -71,15 +71,15 @@ def whole_spans(
     scores: tuple[Tensor, ...],
     alike: float = kernels.ALIKE,
 ) -> Tensor:
-    """The `n` tokens of the best spans [batch, kv_heads, slots], bool, at most.
+    """Return at most `n` tokens of the best spans [batch, kv_heads, slots], bool.
 
-    A span has `size` places, and the first begins at `origin`. Of the scores the first is averaged,
-    and within a span the others decide too. Slots lie from the oldest on. `alike` is as in
+    A span has `size` places, and the first begins at `origin`. The first score is averaged, and the
+    others also decide within a span. Slots are in order from the oldest on. `alike` is as in
     `select_highest`.
     """
     first = scores[0].double()
     counts = slots.held & first.isfinite()
-    # Places rise along the slots; an empty slot among them parts no span.
+    # Places are ascending along the slots. An empty slot among them does not split a span.
     span = ((slots.position - origin) // size).masked_fill(~slots.held, -1).cummax(dim=2).values
     begins = torch.ones_like(slots.held)
     begins[:, :, 1:] = span[:, :, 1:] != span[:, :, :-1]
@@ -88,5 +88,5 @@ def whole_spans(
     members = torch.zeros_like(first).scatter_add_(2, number, counts.double())
     average = (total / members).gather(2, number)
     average = first.where(~counts, average)
-    # Spans of the same average are told apart by their age, or their tokens would be mixed.
+    # Spans with the same average are separated by their age, or their tokens would be mixed.
     return select_highest(n, slots.held, average, -number.double(), *scores, alike=alike)

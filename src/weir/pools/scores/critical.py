@@ -23,17 +23,17 @@ from weir.slab import Slots
 @pool("critical")
 @dataclass(frozen=True)
 class Critical(Asking):
-    """Keep tokens by attention, then by attention times ‖W_o v‖₁, each KV head its own.
+    """Keep tokens by attention, then by attention times ‖W_o v‖₁, separately for each KV head.
 
-    Attention is the mean over the last queries and the query heads of the group, and so is the
-    size of the projected value, its L1 norm. Where the output projection is not known, it is the
-    value's own.
+    Attention is the mean over the last queries and the query heads of the group, and so is the size
+    of the projected value, its L1 norm. If the output projection is not known, the norm of the
+    value is used.
 
     Attributes:
-        n: how many tokens are kept.
-        window: how many of the last queries are asked.
-        first: what share of the slots attention alone decides about.
-        floor: added to attention in the second half, so that large values are not lost sight of.
+        n: number of tokens to keep.
+        window: how many of the last queries are used.
+        first: the share of the slots that attention alone decides.
+        floor: added to attention in the second half, so that large values are not overlooked.
     """
 
     n: int

@@ -1,8 +1,8 @@
-"""Large keys and values stay: statistical leverage, as CUR decompositions choose their rows.
+"""Keep large keys and values: statistical leverage, as CUR decompositions choose their rows.
 
 CurDKV (Sengupta et al. 2025, "Value-Guided KV Compression for LLMs via Approximated CUR
-Decomposition", arXiv:2509.15038), Algorithm 1: the leverage of rows of K and of V, approximated by
-squared lengths; the product of both, each a share of its neighborhood, ranks the tokens.
+Decomposition", arXiv:2509.15038), Algorithm 1: the leverage of rows of K and of V is approximated
+by squared lengths. The product of both, each as a share of its neighborhood, ranks the tokens.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from weir.slab import Slots
 @pool("curdkv")
 @dataclass(frozen=True)
 class CurDKV(Ranked):
-    """Keep the tokens with the largest leverage, |k|^2 |v|^2, each KV head its own.
+    """Keep the tokens with the largest leverage, |k|^2 |v|^2, separately for each KV head.
 
     Attributes:
-        n: how many tokens are kept.
-        window: squared lengths are shares of those of so many tokens that lie together, counted
-            from the oldest on, so that no stretch of the stream outweighs all others; none for
-            shares of all.
+        n: number of tokens to keep.
+        window: squared lengths are shares of the sum over this many consecutive tokens, counted
+            from the oldest on, so that no part of the stream outweighs all others; none for shares
+            of all.
     """
 
     n: int
     window: Annotated[int, Bounds(2)] | None = 16
 
     def score(self, slots: Slots, fold: Fold) -> Tensor:
-        """The product of both shares [batch, kv_heads, slots], float64."""
+        """Return the product of both shares [batch, kv_heads, slots], float64."""
         held = slots.held
         number = (held.cumsum(dim=2) - 1).clamp_min(0)
         window = number // self.window if self.window is not None else torch.zeros_like(number)
@@ -49,6 +49,6 @@ class CurDKV(Ranked):
 
 def _shares(size: Tensor, window: Tensor) -> Tensor:
     """Divide each size [batch, kv_heads, n] by the sum of its window; 0 / 0 is 0."""
-    # In double precision a sum does not depend on its order, which is any on a GPU.
+    # In double precision, a sum does not depend on its order, which is arbitrary on a GPU.
     total = torch.zeros_like(size).scatter_add_(2, window, size).gather(2, window)
     return (size / total).masked_fill(total == 0, 0.0)

@@ -1,10 +1,10 @@
-"""The attention expected from later queries, taken to be like the last ones.
+"""The attention expected from later queries, assumed to be like the last ones.
 
 Expected Attention (Devoto et al. 2025, "Expected Attention: KV Cache Compression by Estimating
 Attention from Future Queries Distribution", arXiv:2510.00636), section 3: queries without their
-rotation are taken for Gaussian, with the mean and covariance of those that were; with R the mean
-rotation over the next places, the expected e^logit of a key k is
-e^(k'R mu scale + k'R Sigma R'k scale^2 / 2); its share, times the value's length, is the score.
+rotation are assumed to be Gaussian, with the mean and covariance of past queries. With the mean
+rotation R over the next places, the expected e^logit of a key k is e^(k'R mu scale + k'R Sigma R'k
+scale^2 / 2). Its share, times the value's length, is the score.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ from weir.slab import Slots
 @pool("expected")
 @dataclass(frozen=True)
 class Expected(Asking):
-    """Keep the tokens with the most attention to be expected, times |v|, each KV head its own.
+    """Keep the tokens with the most expected attention, times |v|, separately for each KV head.
 
-    Attention is expected of each query head of the group, as a share of the tokens that the pool
-    holds and that arrive, and averaged. Capping of logits is not expected; linear biases are.
+    The expected attention of each query head of the group is computed as a share of the tokens that
+    the pool holds and that arrive, and averaged. It ignores the capping of logits, but includes
+    linear biases.
 
     Attributes:
-        n: how many tokens are kept.
-        ahead: over how many next places; 512 in the authors' code.
-        queries: from how many of the last queries mean and covariance are.
-        covariance: whether it counts, or the mean alone.
-        floor: added to shares, so that large values are not lost sight of; 0.02 at most in the
+        n: number of tokens to keep.
+        ahead: number of next places; 512 in the authors' code.
+        queries: how many of the last queries give mean and covariance.
+        covariance: whether the covariance counts, or only the mean.
+        floor: added to shares, so that large values are not overlooked; at most 0.02 in the
             authors' runs.
     """
 
@@ -56,7 +57,7 @@ class Expected(Asking):
     floor: Factor = 0.0
 
     def score(self, slots: Slots, fold: Fold) -> Tensor:
-        """The logarithm of expected share times length of value [batch, kv_heads, slots]."""
+        """Return the logarithm of expected share times length of value [batch, kv_heads, slots]."""
         queries, there = last_unrotated_queries(fold, self.queries)
         mean, count = mean_query(queries, there)
         keys = rotate_back(keys_as_read(slots, fold), mean_rotation(fold, range(self.ahead)))

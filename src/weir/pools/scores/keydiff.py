@@ -1,8 +1,8 @@
-"""Distinct keys stay: those that point least where all keys point on average.
+"""Distinct keys: keep those that point least in the average direction of all keys.
 
 KeyDiff (Park et al. 2025, "KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM
 Inference in Resource-Constrained Environments", arXiv:2504.15364), section 3: the anchor is the
-mean of the keys' directions, and the keys of the highest cosine with it are evicted.
+mean of the keys' directions, and the keys with the highest cosine with it are evicted.
 """
 
 from __future__ import annotations
@@ -22,23 +22,26 @@ from weir.slab import Slots
 @pool("keydiff")
 @dataclass(frozen=True)
 class KeyDiff(Ranked):
-    """Keep the tokens whose keys differ most from the average direction, each KV head its own.
+    """Keep the tokens whose keys differ most from the average direction, separately for each KV
+    head.
 
-    Keys are compared as attention reads them, as they lie in the paper's cache; the average is over
-    the tokens that the pool holds and those that arrive at it.
+    Keys are compared as attention reads them, as they are stored in the paper's cache. The average
+    is over the tokens that the pool holds and those that arrive.
 
     Attributes:
-        n: how many tokens are kept.
+        n: number of tokens to keep.
     """
 
     n: int
 
     def score(self, slots: Slots, fold: Fold) -> Tensor:
-        """The cosine of each key with the anchor [batch, kv_heads, slots], negative."""
+        """Return the cosine of each key with the anchor [batch, kv_heads, slots], negated."""
         keys = keys_as_read(slots, fold)
         return -F.cosine_similarity(keys, anchor(keys, slots.held), dim=-1)
 
 
 def anchor(keys: Tensor, among: Tensor) -> Tensor:
-    """The sum of the directions of keys `among` some [batch, kv_heads, 1, key_dim], float32."""
+    """Return the sum of the directions of keys `among` some [batch, kv_heads, 1, key_dim],
+    float32.
+    """
     return F.normalize(keys, dim=-1).masked_fill(~among[..., None], 0.0).sum(dim=2, keepdim=True)

@@ -1,9 +1,9 @@
-"""The sum of noisy, softened attention: tokens that might have mattered stay as well.
+"""The sum of noisy, softened attention, which also keeps tokens that might have mattered.
 
 Keyformer (Adnan et al. 2024, "Keyformer: KV Cache Reduction through Key Tokens Selection for
 Efficient Generative Inference", arXiv:2403.09054), section 3.3 and Algorithm 1: a token's score is
 the sum over all queries of softmax((logit + Gumbel noise) / tau), with a temperature that rises
-from 1 to 2 over the text. The newest tokens are kept beside (`recent`).
+from 1 to 2 over the text. The newest tokens are kept separately (`recent`).
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from weir.pools.scores.vase import gumbel
 from weir.slab import Slots
 
 READ = "read"
-"""The name, in `Fold.state`, of the place behind the last query that was counted."""
+"""The name, in `Fold.state`, of the place after the last query that was counted."""
 
 
 @pool("keyformer")
 @dataclass(frozen=True)
 class Keyformer(Asking, Tallied):
-    """Keep the tokens with the largest sum of noisy attention, each KV head its own.
+    """Keep the tokens with the largest sum of noisy attention, separately for each KV head.
 
-    Each query counts once, for the tokens that are in the pool or arrive when it is folded; the
-    softmax is over those that it sees, and summed over the query heads of the group.
+    Each query counts once, for the tokens that are in the pool or arrive when it is folded. The
+    softmax is over the tokens that it sees, summed over the query heads of the group.
 
     Attributes:
-        n: how many tokens are kept.
-        hot: the temperature in the end.
-        over: how many tokens of the stream it takes to get there from 1.
-        window: how many queries can be counted at a fold; with a chunk of more tokens, the last.
+        n: number of tokens to keep.
+        hot: the final temperature.
+        over: number of tokens of the stream until it is reached, starting from 1.
+        window: number of queries that can be counted at a fold; in a larger chunk, the last ones.
     """
 
     is_stochastic = True
@@ -48,12 +48,14 @@ class Keyformer(Asking, Tallied):
     window: Count = 64
 
     def state(self, like: Slots) -> dict[str, Tensor]:
-        """The sums, and the place behind the last query counted [batch, kv_heads, 1], int64."""
+        """Make the sums, and the place after the last counted query [batch, kv_heads, 1], int64."""
         batch, heads = like.position.shape[:2]
         return {**super().state(like), READ: like.position.new_zeros(batch, heads, 1)}
 
     def tally(self, slots: Slots, before: Tensor, fold: Fold) -> Tensor:
-        """The sums with the queries since the last fold [batch, kv_heads, slots], float32."""
+        """Return the sums with the queries since the last fold [batch, kv_heads, slots],
+        float32.
+        """
         place = fold.observed.query_positions[:, None, -self.window :]
         fresh = (place >= fold.state[READ]) & (place >= fold.origin)
         fold.state[READ] = fold.next[:, None, None].expand_as(fold.state[READ]).contiguous()
@@ -61,12 +63,14 @@ class Keyformer(Asking, Tallied):
         tau = (1 + (self.hot - 1) * rise)[:, :, None, :, None]
         logits = self.logits(slots, fold)
         noisy = (logits + self._noise(slots, fold, place, logits.shape[2])) / tau
-        # A query that sees none of them gives them nothing.
+        # A query that sees none of them adds nothing.
         share = noisy.softmax(dim=-1).nan_to_num(nan=0.0) * fresh[:, :, None, :, None]
         return before + share.sum(dim=(2, 3)).float()
 
     def _noise(self, slots: Slots, fold: Fold, place: Tensor, group: int) -> Tensor:
-        """A number for each query head, query and token [batch, kv_heads, group, n, slots]."""
+        """Return a random number for each query head, query and token [batch, kv_heads, group, n,
+        slots].
+        """
         heads = torch.arange(group, device=place.device).view(-1, 1, 1, 1, 1)
         index = place.permute(2, 0, 1)[..., None] * group + heads
         return gumbel(fold.draws.uniform(0, slots.position, index)).permute(2, 3, 0, 1, 4)

@@ -1,4 +1,4 @@
-"""Short keys stay: the tokens that draw attention are those whose keys are short.
+"""Short keys: keep them, because tokens with short keys draw attention.
 
 Devoto et al. 2024, "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression",
 arXiv:2406.11430, section 3: the lower the L2 norm of a cached key, the more attention it gets.
@@ -19,14 +19,16 @@ from weir.slab import Slots
 @pool("knorm")
 @dataclass(frozen=True)
 class KNorm(Ranked):
-    """Keep the tokens with the shortest keys, each KV head its own.
+    """Keep the tokens with the shortest keys, separately for each KV head.
 
     Attributes:
-        n: how many tokens are kept.
+        n: number of tokens to keep.
     """
 
     n: int
 
     def score(self, slots: Slots, fold: Fold) -> Tensor:
-        """The length of each key [batch, kv_heads, slots], negative: the shortest is the best."""
+        """Return the length of each key [batch, kv_heads, slots], negated, so that the shortest is
+        best.
+        """
         return -slots.keys.float().norm(dim=-1)

@@ -1,9 +1,10 @@
-"""Ladders: old tokens are thinned out, other ones in each layer, to reach farther back together.
+"""Ladders: thin out old tokens, different ones in each layer, so that the layers together reach
+farther back.
 
 LaCache (Shi et al. 2025, "LaCache: Ladder-Shaped KV Caching for Efficient Long-Context Modeling of
 Large Language Models", arXiv:2507.14204), section 3, and its released code: when there are too many
-tokens, those of a group of neighbors go but for a few, and which few moves on with the layer, like
-the rungs of a ladder. Groups are thinned from the oldest on, over and over. No key is looked at.
+tokens, all but a few of a group of neighbors are evicted. Which few are kept shifts with the layer,
+like the rungs of a ladder. Groups are thinned from the oldest on, repeatedly. Keys are not read.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ RUNG = "rung"
 @pool("ladder")
 @dataclass(frozen=True)
 class Ladder(SizedPool):
-    """Keep some of every few neighbors, other ones in each layer, ever fewer the older they are.
+    """Keep some of every few neighbors, different ones in each layer, and fewer the older they are.
 
     Attributes:
-        n: how many tokens are kept.
-        keep: how many of a group stay. In LaCache's words the span is `keep / of` of the layers.
-        of: how many neighbors a group has.
+        n: number of tokens to keep.
+        keep: how many of a group are kept. In LaCache's terms, the span is `keep / of` of the
+            layers.
+        of: number of neighbors in a group.
     """
 
     drops = True
@@ -42,12 +44,12 @@ class Ladder(SizedPool):
     def __post_init__(self) -> None:
         if not 1 <= self.keep < self.of:
             raise WeirError(
-                f"ladder keeps some of a group and not all, 1 to {self.of - 1} of {self.of}, not "
-                f"{self.keep}"
+                f"keep of ladder must be from 1 to {self.of - 1}, so that only a part of a group "
+                f"of {self.of} is kept, got {self.keep}"
             )
         if self.n < self.of:
             raise WeirError(
-                f"ladder needs a slot for each token of a group, {self.of} or more, not {self.n}"
+                f"ladder needs a slot for each token of a group, at least {self.of}, got {self.n}"
             )
 
     def state(self, like: Slots) -> dict[str, Tensor]:
@@ -60,7 +62,7 @@ class Ladder(SizedPool):
         return find_outside(state, rung=(0, self.n))
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
-        """Thin until all have room; what stays and what flows on lie from the oldest on."""
+        """Thin until all tokens fit. The kept and the evicted tokens both have the oldest first."""
         both = fold.in_order(held, new)
         stays, rung = both.held, fold.state[RUNG]
         offset = fold.draws.layer % (self.of - self.keep + 1)
@@ -70,9 +72,10 @@ class Ladder(SizedPool):
         return split(both, stays, fold)
 
     def _thinned(self, stays: Tensor, rung: Tensor, offset: int) -> tuple[Tensor, Tensor]:
-        """Thin as many groups as needed, or as this round has: (tokens that are left, the rung).
+        """Thin as many groups as needed, or as this round has. Returns the remaining tokens and the
+        rung.
 
-        `offset` is that of those that stay, in a group.
+        `offset` is the place in a group of the tokens that stay.
         """
         count = stays.sum(dim=2, keepdim=True)
         drop = self.of - self.keep
@@ -82,7 +85,7 @@ class Ladder(SizedPool):
         inside = (behind >= 0) & (behind < groups * self.of)
         place = behind % self.of - offset
         rung = rung + groups * self.keep
-        # A round ends where no whole group is left; who has room waits where they are.
+        # A round ends when no whole group is left. Heads with room wait where they are.
         count = count - groups * drop
         over = (count > self.n) & (count - rung < self.of)
         return stays & ~(inside & ((place < 0) | (place >= self.keep))), rung.where(~over, 0)

@@ -1,9 +1,10 @@
-"""Lag-relative scores: tokens stay that stand out from the stretch of tokens after them.
+"""Lag-relative scores: keep tokens that differ from the segment of tokens after them.
 
 LagKV (Liang, Zhang et al. 2025, "LagKV: Lag-Relative Information of the KV Cache Tells Which Tokens
-Are Important", arXiv:2504.04704), section 3: the stream is cut into stretches of `lag` tokens; keys
-and values of one are put in relation to the smallest and largest entries, by channel, of the next;
-the spread over the channels, as a softmax over the stretch, is the score. No query is asked.
+Are Important", arXiv:2504.04704), section 3: the stream is cut into segments of `lag` tokens. Keys
+and values of a segment are related to the smallest and largest entries, by channel, of the next
+segment. The spread over the channels, as a softmax over the segment, is the score. No query is
+used.
 """
 
 from __future__ import annotations
@@ -22,47 +23,49 @@ from weir.pools.registry import pool
 from weir.slab import Slots
 
 SCORED = torch.finfo(torch.float32).tiny
-"""No score is smaller; 0 says that a token has none yet."""
+"""The smallest score; 0 means that a token has no score yet."""
 
 
 @pool("lagkv")
 @dataclass(frozen=True)
 class LagKV(Tallied):
-    """Keep the tokens that differ most from the stretch behind theirs, each KV head its own.
+    """Keep the tokens that differ most from the segment after theirs, separately for each KV head.
 
-    A token is scored once, when all tokens of the next stretch have come, from those of them that
-    are still there, in the pool or in a `recent` in front; until then it stays. Scores of all
-    stretches are compared with one another, because slots are for the whole stream; the paper keeps
-    as many of each stretch. A channel in which the next stretch does not vary says nothing.
+    A token is scored once, when all tokens of the next segment have come, from those of them that
+    are still there, in the pool or in a `recent` before it. Until then it is kept. Scores of all
+    segments are compared, because the slots are for the whole stream; the paper keeps the same
+    number of each segment. A channel in which the next segment does not vary is ignored.
 
     Attributes:
-        n: how many tokens are kept.
-        lag: how many tokens a stretch has; 128 in the paper.
+        n: number of tokens to keep.
+        lag: number of tokens in a segment; 128 in the paper.
     """
 
     n: int
     lag: Annotated[int, Bounds(2)] = 64
 
     def check(self, before: tuple[Pool, ...]) -> None:
-        """Refuse a place in which tokens that wait take all slots."""
+        """Refuse a place in which waiting tokens take all slots."""
         waiting = 2 * self.lag - 1
         for place, earlier in enumerate(before):
             if earlier.keeps_run and all(pool.in_order for pool in before[:place]):
                 waiting -= earlier.slots() or waiting
         if self.n <= waiting:
             raise WeirError(
-                f"a token of lagkv waits for the {self.lag} behind its own stretch, and here up to "
-                f"{waiting} wait at a time, which leaves none of {self.n} slots; take a smaller "
-                f"lag, more than {waiting} slots, or put recent({2 * self.lag}) in front"
+                f"lagkv has {self.n} slots, but up to {waiting} tokens at a time wait for the "
+                f"{self.lag} tokens after their segment. Use a smaller lag, more than {waiting} "
+                f"slots, or put recent({2 * self.lag}) before it."
             )
 
     def score(self, slots: Slots, fold: Fold) -> Tensor:
-        """The score of each token; `inf` while it has none [batch, kv_heads, slots], float32."""
+        """Return the score of each token; `inf` while it has none [batch, kv_heads, slots],
+        float32.
+        """
         known = fold.state[TALLY]
         return known.masked_fill(known == 0, torch.inf)
 
     def tally(self, slots: Slots, before: Tensor, fold: Fold) -> Tensor:
-        """The scores so far, and those of tokens whose next stretch is complete."""
+        """Return the scores so far, and those of tokens whose next segment is complete."""
         stretch = (slots.position - fold.origin) // self.lag
         complete = (stretch + 2) * self.lag <= fold.seen[:, None, None]
         due = slots.held & (before == 0) & complete
@@ -80,17 +83,21 @@ class LagKV(Tallied):
 
 
 def _newer(slots: Slots, than: Slots) -> Slots:
-    """Those that are newer than all of some others: they stand in pools in front."""
+    """Return the slots that are newer than all of some others. They are in pools before this
+    one.
+    """
     return slots.only(slots.position > than.position.amax(dim=2, keepdim=True))
 
 
 def _spread(t: Tensor, stretch: Tensor) -> Tensor:
-    """Compute how far each key or value stands out, over the average of its `stretch`, by number;
+    """Compute how far each key or value stands out, relative to the average of its `stretch`, by
+    number.
+
     -1 for none [batch, kv_heads, n].
     """
     dim = t.shape[3]
     count = int(stretch.max()) + 2
-    # What is in no stretch goes to one behind the last, which nobody is compared with.
+    # Tokens in no segment go to one after the last, which nothing is compared with.
     of = torch.where(stretch < 0, count, stretch)
     each = of[..., None].expand_as(t)
     none = t.new_full((*t.shape[:2], count + 1, dim), torch.inf)
@@ -100,7 +107,7 @@ def _spread(t: Tensor, stretch: Tensor) -> Tensor:
     low, width = low.gather(2, after), (high - low).gather(2, after)
     relative = ((t - low) / width).masked_fill(~(width > 0), 0.0)
     spread = relative.std(dim=-1, correction=min(1, dim - 1)).double()
-    # A softmax times how many there are: of a stretch some tokens may be gone.
+    # A softmax times the number of tokens, because some tokens of a segment may be gone.
     top = spread.new_full((*of.shape[:2], count + 1), -torch.inf)
     top = top.scatter_reduce(2, of, spread, "amax")
     power = (spread - top.gather(2, of)).exp()

@@ -1,7 +1,8 @@
 """The last queries at later places, and keys as attention reads them, for scores.
 
-Expected Attention and TriAttention take later queries to be like the last ones, at the next places
-of the stream: the mean over queries and places is the mean query, rotated by the mean rotation.
+Expected Attention and TriAttention assume that later queries are like the last ones, at the next
+places of the stream. The mean over queries and places is the mean query, rotated by the mean
+rotation.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ Ahead = Annotated[int, Bounds(1, 2**20)]
 
 
 def keys_as_read(slots: Slots, fold: Fold) -> Tensor:
-    """Return keys where attention reads them [batch, kv_heads, slots, key_dim], float32."""
+    """Return keys as attention reads them [batch, kv_heads, slots, key_dim], float32."""
     return (slots.keys if fold.read is None else fold.read.keys(slots)).float()
 
 
 def last_unrotated_queries(fold: Fold, count: int) -> tuple[Tensor, Tensor]:
-    """Return the last `count` queries without rotation [batch, kv_heads, group, n, key_dim], 0
-    where there was none, and which of them exist [batch, n], bool.
+    """Return the last `count` queries without rotation, and which of them exist.
+
+    Queries are [batch, kv_heads, group, n, key_dim], 0 where there was none; the mask is [batch,
+    n], bool.
     """
     queries = fold.observed.unrotated_queries[:, :, :, -count:].float()
     there = fold.observed.query_positions[:, -count:] >= fold.origin
@@ -35,16 +38,20 @@ def last_unrotated_queries(fold: Fold, count: int) -> tuple[Tensor, Tensor]:
 
 
 def mean_query(queries: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean of `last_unrotated_queries` [batch, kv_heads, group, key_dim], and how many
-    there were [batch, 1, 1, 1], float32, at least 1.
+    """Return the mean of `last_unrotated_queries`, and the number of queries.
+
+    The mean is [batch, kv_heads, group, key_dim]. The number is [batch, 1, 1, 1], float32, at least
+    1.
     """
     count = there.sum(dim=1).clamp_min(1)[:, None, None, None].float()
     return queries.sum(dim=3) / count, count
 
 
 def mean_rotation(fold: Fold, ahead: Sequence[int]) -> Rotation | None:
-    """Return the mean rotation of places so far `ahead` of the next one; None without a rotary
-    embedding. Cosines and sines are [batch, 1, 1, rotary_dim / 2].
+    """Return the mean rotation over places `ahead` of the next one. None without a rotary
+    embedding.
+
+    Cosines and sines are [batch, 1, 1, rotary_dim / 2].
     """
     rotary = fold.observed.positions.rotary
     if rotary is None:

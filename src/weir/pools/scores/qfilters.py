@@ -1,9 +1,9 @@
-"""Q-filters: keys along the direction that all queries share stay.
+"""Q-filters: keep keys in the direction that all queries share.
 
 Q-Filters (Godey et al. 2025, "Q-Filters: Leveraging QK Geometry for Efficient KV Cache
 Compression", arXiv:2503.02812), section 3: how far a key points along the first right singular
-vector of a head's queries says how much attention it gets on average. Of a group's heads, the mean
-direction counts.
+vector of a head's queries tells how much attention it gets on average. For a group of heads, the
+mean direction is used.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ from weir.slab import Slots
 @pool("qfilters")
 @dataclass(frozen=True)
 class QFilters(Asking):
-    """Keep the tokens whose keys point along the queries' common direction, each KV head its own.
+    """Keep the tokens whose keys point along the queries' common direction, separately for each KV
+    head.
 
-    The authors take the direction from queries of a few texts, at their places, once and for all;
-    here it is that of the last queries without rotation, asked at the next place.
+    The authors take the direction once from queries of a few texts, at their places. Here it is
+    that of the last queries without rotation, moved to the next place.
 
     Attributes:
-        n: how many tokens are kept.
-        queries: from how many of the last queries the direction is.
+        n: number of tokens to keep.
+        queries: how many of the last queries give the direction.
     """
 
     asks = "queries"
@@ -53,7 +54,9 @@ class QFilters(Asking):
 
 
 def common_direction(queries: Tensor) -> Tensor:
-    """The first right singular vector of queries [..., n, dim], towards them [..., dim]."""
+    """Return the first right singular vector of queries [..., n, dim], pointing towards them [...,
+    dim].
+    """
     _, vectors = torch.linalg.eigh(queries.mT @ queries)
     first = vectors[..., -1]
     along = (queries @ first[..., None]).sum(dim=-2)

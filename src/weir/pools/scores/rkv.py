@@ -1,8 +1,8 @@
-"""Important tokens stay, unless a newer one is redundant with them.
+"""Keep important tokens, unless a newer token is redundant with them.
 
 R-KV (Cai et al. 2025, "R-KV: Redundancy-aware KV Cache Compression for Reasoning Models",
 arXiv:2505.24133), section 3, and its released code: a token's attention from the last queries,
-pooled over its neighbors, is weighed against how alike its key is to all others on average.
+pooled over its neighbors, is weighed against the average similarity of its key to all others.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from weir.pools.scores.last_queries import keys_as_read
 from weir.slab import Slots
 
 ROWS = 512
-"""Keys compared with all others at once."""
+"""Number of keys compared with all others at a time."""
 
 
 @pool("rkv")
 @dataclass(frozen=True)
 class RKV(Asking):
-    """Keep tokens by weight * attention - (1 - weight) * redundancy, each KV head its own.
+    """Keep tokens by weight * attention - (1 - weight) * redundancy, separately for each KV head.
 
     Both are shares that sum to 1 over the tokens. Keys are compared as attention reads them. The
-    tokens of the last `window` queries stay, those that come here.
+    tokens of the last `window` queries that arrive here are kept.
 
     Attributes:
-        n: how many tokens are kept.
-        window: how many of the last queries are asked, and stay.
-        kernel: over how many neighboring places of the stream attention is pooled, its largest;
-            odd.
-        weight: of attention; 0.1 in the paper.
-        alike: from which cosine on a newer token stands in for an older one.
+        n: number of tokens to keep.
+        window: how many of the last queries are used, and are kept.
+        kernel: number of neighboring places in the stream over which the largest attention is
+            taken; odd.
+        weight: weight of attention; 0.1 in the paper.
+        alike: the cosine from which a newer token replaces an older one.
     """
 
     n: int
@@ -48,7 +48,7 @@ class RKV(Asking):
     alike: Cosine = 0.5
 
     def score(self, slots: Slots, fold: Fold) -> Tensor:
-        """Attention less redundancy [batch, kv_heads, slots], float64."""
+        """Return attention minus redundancy [batch, kv_heads, slots], float64."""
         inside = slots.position >= fold.next[:, None, None] - self.window
         others = slots.held & ~inside
         attention = pool_neighbors(
@@ -59,20 +59,21 @@ class RKV(Asking):
         return score.masked_fill(inside, torch.inf)
 
     def _attention(self, slots: Slots, fold: Fold, among: Tensor) -> Tensor:
-        """The softmax of the largest logit in the group, over the tokens `among`, the mean over the
-        window [batch, kv_heads, slots]; 0 for all other tokens.
+        """Return the softmax of the largest logit in the group, over the tokens `among`.
+
+        It is the mean over the window [batch, kv_heads, slots]; 0 for all other tokens.
         """
         largest = self.logits(slots, fold).amax(dim=2)
         largest = largest.masked_fill(~among[:, :, None], -torch.inf)
-        # A query that sees none of them has no say.
+        # A query that sees none of them does not count.
         return largest.softmax(dim=-1).nan_to_num(nan=0.0).mean(dim=2)
 
 
 def redundant(keys: Tensor, among: Tensor, alike: float) -> Tensor:
     """Compute the mean cosine of each key with all others, as a softmax [batch, kv_heads, n].
 
-    Keys lie from the oldest on; `among` says which count. For each, the newest other one whose
-    cosine is above `alike` is left out of what it says.
+    Keys are in order from the oldest on; `among` says which count. For each key, the newest other
+    key with a cosine above `alike` is left out.
     """
     keys = F.normalize(keys, dim=-1).masked_fill(~among[..., None], 0.0)
     place = torch.arange(keys.shape[2], device=keys.device)

@@ -1,9 +1,9 @@
-"""Persistence of importance: tokens stay that many of the last queries gave more than average.
+"""Persistence of importance: keep tokens to which many of the last queries gave more than average.
 
 Scissorhands (Liu et al. 2023, "Scissorhands: Exploiting the Persistence of Importance Hypothesis
 for LLM KV Cache Compression at Test Time", arXiv:2305.17118), Algorithm 2: a token is counted
-whenever its attention is not below 1/t, t the tokens that the query saw, and those that were
-counted least go; the newest tokens are kept beside (`recent`).
+whenever its attention is at least 1/t, where t is the number of tokens that the query saw. Tokens
+with the lowest counts are evicted. The newest tokens are kept separately (`recent`).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from weir.slab import Slots
 @pool("scissorhands")
 @dataclass(frozen=True)
 class Scissorhands(Asking):
-    """Keep the tokens that most of the last queries gave an average share or more, by KV head.
+    """Keep the tokens to which most of the last queries gave an average share or more, by KV head.
 
-    Query heads of a group are counted each. Where counts are equal, attention decides, which the
-    paper leaves open.
+    Each query head of a group is counted. If counts are equal, attention decides, which the paper
+    leaves open.
 
     Attributes:
-        n: how many tokens are kept.
+        n: number of tokens to keep.
         window: how many of the last queries are counted; 400 in the paper.
     """
 
@@ -37,12 +37,14 @@ class Scissorhands(Asking):
     window: Count = 64
 
     def score(self, slots: Slots, fold: Fold) -> tuple[Tensor, Tensor]:
-        """(how often, how much) [batch, kv_heads, slots] each."""
+        """Return how often and how much each token was attended to [batch, kv_heads, slots]
+        each.
+        """
         share = self.attention(slots, fold)
         whole = fold.observed.whole
         place = fold.observed.query_positions[:, None, -self.window :, None]
         seen = whole.held[:, :, None] & (whole.position[:, :, None] <= place)
         average = 1 / seen.sum(dim=-1).clamp_min(1)
-        # A query that spreads its attention evenly gives each token the average, but for rounding.
+        # A query that spreads its attention evenly gives each token the average, up to rounding.
         often = share >= (1 - ALIKE) * average[:, :, None, :, None]
         return often.sum(dim=(2, 3)).float(), share.sum(dim=(2, 3))

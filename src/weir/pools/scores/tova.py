@@ -1,8 +1,8 @@
-"""Eviction by the last query alone: the tokens it attends to least go first.
+"""Eviction by the last query alone: evict the tokens it attends to least.
 
 TOVA (Oren, Hassid, Yarden, Adi and Schwartz 2024, "Transformers are Multi-State RNNs",
-arXiv:2401.06104), section 3.2: at each step the token with the lowest attention from the newest
-query, averaged over the heads of the layer, is dropped; recency is not favored in itself.
+arXiv:2401.06104), section 3.2: at each step, the token with the lowest attention from the newest
+query, averaged over the heads of the layer, is dropped. Recency as such is not favored.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from weir.slab import Slots
 class Tova(Ranked):
     """Keep the tokens that the last query attends to most, the same in all heads of a layer.
 
-    With `chunk=1` the cache asks after every token, as the paper does. Where the heads of a layer
-    are shared out over processes, those of each process agree.
+    With `chunk=1`, the cache ranks after every token, as the paper does. If the heads of a layer
+    are divided among processes, those of each process agree.
 
     Attributes:
-        n: how many tokens are kept.
-        per_head: each KV head its own, by the average over its group.
+        n: number of tokens to keep.
+        per_head: whether each KV head chooses separately, by the average over its group.
     """
 
     needs_queries = 1
@@ -41,17 +41,18 @@ class Tova(Ranked):
         own = [earlier.name for earlier in before if not earlier.heads_agree]
         if own and not self.per_head:
             raise WeirError(
-                f"the heads of a layer keep the same tokens in tova, and behind {own[0]} "
-                "each has its own; write tova(…, per_head=true), or put it behind sink and recent"
+                f"tova keeps the same tokens in all heads of a layer, but {own[0]} before it "
+                "keeps different ones in each. Write tova(…, per_head=true), or put it directly "
+                "after sink and recent."
             )
 
     @property
     def heads_agree(self) -> bool:
-        """Unless each is to have its own."""
+        """Whether all heads choose together."""
         return not self.per_head
 
     def score(self, slots: Slots, fold: Fold) -> Tensor:
-        """The last query's attention, averaged [batch, kv_heads, slots]."""
+        """Return the last query's attention, averaged [batch, kv_heads, slots]."""
         share = fold.observed.attention(slots, 1)[:, :, :, 0]
         if self.per_head:
             return share.mean(dim=2)

@@ -1,10 +1,10 @@
-"""Tokens that the rotated mean query will attend to stay, by a sum of cosines over distances.
+"""Keep tokens that the rotated mean query will attend to, by a sum of cosines over distances.
 
 TriAttention (Mao et al. 2026, "TriAttention: Efficient Long Reasoning with Trigonometric KV
-Compression", arXiv:2604.04921) and its released code: before rotation, queries of a head lie close
-to a center, so that the logit of a key at a distance is a sum of cosines with the mean query's
-amplitudes and phases. It is averaged over distances that are to come; by how much queries are
-longer than their mean, times the key's length, is added. The best of the group's heads decides.
+Compression", arXiv:2604.04921) and its released code: before rotation, the queries of a head are
+close to a center, so the logit of a key at a distance is a sum of cosines with the mean query's
+amplitudes and phases. It is averaged over future distances. The excess of the queries' length over
+that of their mean, times the key's length, is added. The best of the group's heads decides.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ from weir.slab import Slots
 @pool("tri")
 @dataclass(frozen=True)
 class Tri(Asking):
-    """Keep the tokens that the mean query will meet, by a sum of cosines, each KV head its own.
+    """Keep the tokens that the mean query will attend to, by a sum of cosines, separately for each
+    KV head.
 
     Attributes:
-        n: how many tokens are kept.
-        ahead: distances grow by 1, 2, 4 and so on up to so many places; 65,536 in the authors'
+        n: number of tokens to keep.
+        ahead: distances grow by 1, 2, 4 and so on up to this many places; 65,536 in the authors'
             code, where positions grow with the stream.
-        queries: from how many of the last queries the means are; calibrated by the authors.
+        queries: how many of the last queries give the means; calibrated by the authors.
     """
 
     asks = "queries"
@@ -48,10 +49,12 @@ class Tri(Asking):
     queries: Count = 64
 
     def score(self, slots: Slots, fold: Fold) -> Tensor:
-        """The largest of the group's scores, in standard deviations [batch, kv_heads, slots]."""
+        """Return the largest of the group's scores, in standard deviations [batch, kv_heads,
+        slots].
+        """
         queries, there = last_unrotated_queries(fold, self.queries)
         mean, count = mean_query(queries, there)
-        # Distances count from the newest query, one in front of the next place.
+        # Distances count from the newest query, one before the next place.
         steps = [2**i - 1 for i in range(self.ahead.bit_length())]
         turn = mean_rotation(fold, steps)
         keys = keys_as_read(slots, fold)
@@ -69,7 +72,7 @@ def _lengths(x: Tensor, half: int) -> Tensor:
 
 
 def _scaled(score: Tensor, among: Tensor) -> Tensor:
-    """Less their mean and divided by their standard deviation over the slots, by head."""
+    """Subtract the mean and divide by the standard deviation over the slots, by head."""
     count = among.sum(dim=-1, keepdim=True).clamp_min(1)
     score = score.masked_fill(~among, 0.0)
     away = (score - score.sum(dim=-1, keepdim=True) / count).masked_fill(~among, 0.0)

@@ -1,4 +1,4 @@
-"""Which hosts and which web pages may use a server: `--allow-host` and `--allow-origin`."""
+"""Rules for the hosts and web pages that may use a server: `--allow-host` and `--allow-origin`."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Access:
     """Rules for who may use a server, in addition to its keys.
 
     Args:
-        hosts: further names of this machine, for a server without keys, which otherwise answers to
+        hosts: other names of this machine. A server without keys answers requests to these and to
             `LOCAL_HOSTS` only.
-        origins: of web pages that may use the server from a browser (CORS); "*" for all.
-        has_keys: whether requests need a key. Then any name of this machine is accepted.
+        origins: web pages that may use the server from a browser (CORS); "*" for all.
+        has_keys: whether requests need a key. If so, any name of this machine is accepted.
     """
 
     hosts: Sequence[str] = ()
@@ -39,23 +39,24 @@ class Access:
         for host in self.hosts:
             if not HOST.fullmatch(host):
                 raise WeirError(
-                    f"--allow-host takes the name of a host without a port, such as "
+                    "--allow-host must be a host name without a port, such as "
                     f"host.docker.internal, got {quote(host)}. Name each host separately."
                 )
         for origin in self.origins:
             if origin == "*" and not self.has_keys:
                 raise WeirError(
                     "--allow-origin '*' needs --keys FILE: without keys, every web page that is "
-                    "open on this machine could use the server. Name each origin instead."
+                    "open on this machine could use the server. Name each origin, or add --keys "
+                    "FILE."
                 )
             if origin != "*" and not ORIGIN.fullmatch(origin):
                 raise WeirError(
-                    "--allow-origin takes the origin of a web page, such as http://localhost:3000 "
-                    f"(without a path), got {quote(origin)}."
+                    "--allow-origin must be the origin of a web page without a path, such as "
+                    f"http://localhost:3000, got {quote(origin)}. Leave out the path."
                 )
 
     def wrap(self, app: ASGIApp) -> ASGIApp:
-        """Let the allowed web pages use an application."""
+        """Add CORS headers for the allowed web pages to an application."""
         if not self.origins:
             return app
         return CORSMiddleware(
@@ -68,7 +69,7 @@ class Access:
         )
 
     def refuse(self, scope: Scope) -> APIError | None:
-        """The error of a request from a place that is not allowed."""
+        """Return the error for a request from a host or web page that is not allowed, or None."""
         host = host_of(scope)
         allowed = {*LOCAL_HOSTS, *(name.lower() for name in self.hosts)}
         if not self.has_keys and host not in allowed:
@@ -76,8 +77,8 @@ class Access:
             return APIError(
                 421,
                 f"the request was sent to the host {shown!r}, and a server without keys answers "
-                f"to localhost only. Start weir serve with --allow-host {shown or 'NAME'}, or "
-                "with --keys FILE.",
+                "only requests to localhost. Start weir serve with --allow-host "
+                f"{shown or 'NAME'}, or with --keys FILE.",
                 code="wrong_host",
             )
         headers: dict[bytes, bytes] = dict(scope["headers"])
@@ -96,7 +97,7 @@ class Access:
 
 
 def host_of(scope: Scope) -> str:
-    """The host that a request was sent to, without its port."""
+    """Return the host that a request was sent to, without its port."""
     headers: Any = scope["headers"]
     host = next((value.decode("latin-1") for name, value in headers if name == b"host"), "")
     if host.startswith("["):

@@ -78,13 +78,13 @@ class AnthropicRenderer(Renderer):
         }
 
     async def stream(self, events: Events) -> AsyncIterator[bytes]:
-        """Write the answer as events."""
+        """Write the answer as a stream of events."""
         begun: dict[str, Any] = {
             **self._head,
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            # Anthropic's clients keep its unknown fields, and nothing has been read yet.
+            # Anthropic's clients ignore these unknown fields. Nothing has been read yet.
             "usage": {name: n for name, n in self._usage().items() if name != "weir"},
         }
         yield encode_event({"type": "message_start", "message": begun})
@@ -95,18 +95,18 @@ class AnthropicRenderer(Renderer):
         yield b"".join(map(encode_event, last))
 
     def keep_alive(self, generation: Generation) -> bytes:
-        """Write a comment, and the event that this API has for it."""
+        """Write a comment, and this API's ping event."""
         return super().keep_alive(generation) + PING
 
     def failure(self, error: APIError) -> bytes:
-        """Write that the answer has failed."""
+        """Write an event that says that the answer failed."""
         return encode_event(anthropic_error(error))
 
     def _add(self, event: AnswerEvent) -> list[dict[str, Any]]:
         return [made for part in self._reader.read(event) for made in self._add_part(part)]
 
     def _add_part(self, part: AnswerPart | ThoughtDelta) -> list[dict[str, Any]]:
-        """Add a part of the answer to its block; returns the events about it."""
+        """Add a part of the answer to its block. Returns the events about it."""
         if isinstance(part, CallEnd):
             return self._close()
         if isinstance(part, CallStart):
@@ -148,13 +148,13 @@ class AnthropicRenderer(Renderer):
             return []
         if block["type"] == "tool_use":
             given = Call("", "", block["input"]).parse_arguments()
-            # Of an answer that was cut, a stream has what there is.
+            # For an answer that was cut off, a stream contains the text up to there.
             block["input"] = given if isinstance(given, dict) else {}
         self._done.append(block)
         return [{"type": "content_block_stop", "index": len(self._done) - 1}]
 
     def _stop(self) -> dict[str, Any]:
-        """Why the answer has ended."""
+        """Return why the answer ended."""
         end = self._generation.finished[0]
         if end.reason == "length":
             return {"stop_reason": "max_tokens", "stop_sequence": None}
@@ -167,7 +167,7 @@ class AnthropicRenderer(Renderer):
         return {"stop_reason": "end_turn", "stop_sequence": None}
 
     def _usage(self) -> dict[str, Any]:
-        """Token usage, in the fields of this API: `input_tokens` are those that are read."""
+        """Token usage in this API's fields. `input_tokens` counts the tokens that are read."""
         usage = usage_of(self._generation)
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         return {

@@ -1,4 +1,4 @@
-"""The ASGI application: routes and error handlers; and its server on a socket, until a signal."""
+"""The ASGI application with routes and error handlers, and the server that runs it on a socket."""
 
 from __future__ import annotations
 
@@ -52,10 +52,12 @@ from weir.serve.structured import GrammarCompiler
 from weir.serve.worker import COLLECTED
 
 SWITCH_INTERVAL = 0.0001
-"""Seconds that a thread keeps the interpreter while others wait for it; Python's default is fifty
-times as much."""
+"""Seconds that a thread may hold the interpreter while others wait for it.
+
+Python's default is fifty times as long.
+"""
 GRACE = 5
-"""Seconds for telling clients that their answers have been given up."""
+"""Seconds for telling clients that their answers were given up."""
 
 
 def make_app(
@@ -64,16 +66,16 @@ def make_app(
     hosts: Sequence[str] = (),
     origins: Sequence[str] = (),
 ) -> ASGIApp:
-    """Make an application, which runs the engine from its start to its end.
+    """Make an application that starts and stops the engine.
 
-    Without keys, only requests to this machine's own names are answered, and to `hosts`. Web pages
-    of `origins` may use it.
+    Without keys, it answers only requests to this machine's own names and to `hosts`. Web pages
+    from `origins` may use it.
     """
     access = Access(hosts, origins, has_keys=bool(keys))
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        # A long text that is tokenized holds one of these threads, and never the last.
+        # Tokenizing a long text holds one of these threads, but never the last one.
         threads = ThreadPoolExecutor(client.limits.open, "weir-request")
         asyncio.get_running_loop().set_default_executor(threads)
         watching = asyncio.create_task(watch_stalls())
@@ -117,8 +119,8 @@ def make_app(
 def _short_pauses() -> Iterator[None]:
     """Let the engine's thread and the event loop wait less for the interpreter.
 
-    A thread that works beside them keeps it for an interval, and a step of the engine asks for it
-    hundreds of times. And the collector of garbage looks at no more than what requests have made.
+    Another working thread holds the interpreter for an interval, and a step of the engine asks for
+    it hundreds of times. Garbage collection looks only at objects that requests have made.
     """
     before, thresholds = sys.getswitchinterval(), gc.get_threshold()
     sys.setswitchinterval(SWITCH_INTERVAL)
@@ -134,21 +136,21 @@ def _short_pauses() -> Iterator[None]:
 
 async def _respond_to_error(request: Request, error: Exception) -> Response:
     if isinstance(error, ClientGone):
-        return Response(status_code=499)  # for the log: nobody reads it
+        return Response(status_code=499)  # for the log only: the client is gone
     if isinstance(error, RequestValidationError):
         error = invalid_query(error)
     elif isinstance(error, HTTPException):  # Starlette's own: unknown paths and methods
-        message = f"there is no {request.method} {request.url.path[:200]} here"
+        message = f"unknown path: {request.method} {request.url.path[:200]}"
         headers = dict(error.headers) if error.headers else None
         if error.status_code == 405:
             headers = {"Allow": ", ".join(_methods_at(request))}
         error = APIError(error.status_code, message, headers=headers)
-    # Any other goes on to the middleware, which logs it.
+    # Any other error goes to the middleware, which logs it.
     return (error if isinstance(error, APIError) else server_error()).response(request.url.path)
 
 
 def _methods_at(request: Request) -> list[str]:
-    """The methods of all routes of a path: Starlette knows only those of the first."""
+    """Return the methods of all routes of a path. Starlette knows only those of the first route."""
     found: set[str] = set()
     for route in request.app.state.ways:
         if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:
@@ -157,15 +159,20 @@ def _methods_at(request: Request) -> list[str]:
 
 
 def bind(host: str, port: int, keys: Keys) -> socket.socket:
-    """Bind a socket to an address, for `run_app`; without keys, only to a loopback address."""
+    """Bind a socket to an address, for `run_app`. Without keys, only a loopback address is
+    allowed.
+    """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:
-        raise WeirError(f"{host} is no address to serve at: {error}") from None
+        raise WeirError(
+            f"cannot serve at {host}: {error}. Use the address of a network interface of this "
+            "machine with --host."
+        ) from None
     if not keys and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
         raise WeirError(
-            f"{host} can be reached from other machines, and without keys everybody could use it; "
-            "name keys with --keys FILE, or serve at 127.0.0.1"
+            f"{host} can be reached from other machines, and without keys anyone could use the "
+            "server. Add keys with --keys FILE, or use --host 127.0.0.1."
         )
     made = socket.socket(family, socket.SOCK_STREAM)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -173,19 +180,22 @@ def bind(host: str, port: int, keys: Keys) -> socket.socket:
         made.bind(address)
     except OSError as error:
         made.close()
-        raise WeirError(f"cannot serve at {host}:{port}: {error.strerror}") from None
+        raise WeirError(
+            f"cannot serve at {host}:{port}: {error.strerror}. Use another --port, or --port 0 "
+            "for any free port."
+        ) from None
     return made
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that drains the engine when it is told to end."""
+    """A uvicorn server that drains the engine when it is told to stop."""
 
     def __init__(self, config: uvicorn.Config, drain: Callable[[], None]) -> None:
         super().__init__(config)
         self._draining = threading.Thread(target=drain, name="weir drain", daemon=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Take no more connections, and start to drain."""
+        """Accept no more connections, and start draining."""
         super().handle_exit(sig, frame)
         if self._draining.ident is None:
             self._draining.start()
@@ -198,10 +208,11 @@ def run_app(
     drain: Callable[[], None],
     connection: type[BoundedConnection] = BoundedConnection,
 ) -> None:
-    """Serve until SIGTERM or SIGINT, and close the bound socket.
+    """Serve until SIGTERM or SIGINT, then close the bound socket.
 
-    Then no more requests are taken and answers have `limits.drain` seconds to end. The others are
-    given up and their clients are told. A second SIGINT ends at once.
+    After the signal, no more requests are accepted, and running answers get `limits.drain` seconds
+    to finish. Answers that take longer are given up, and their clients are told. A second SIGINT
+    stops the server at once.
     """
     server = _Server(
         uvicorn.Config(
@@ -218,7 +229,7 @@ def run_app(
         ),
         drain,
     )
-    # uvicorn raises these signals again when it has ended well, and they must not kill the process.
+    # uvicorn raises these signals again after it has stopped. They must not kill the process.
     before = {
         number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGINT)
     }

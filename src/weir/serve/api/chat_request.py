@@ -1,7 +1,7 @@
-"""A chat as the server sees it, whichever protocol it came in, and the way to its answers.
+"""A chat request in the server's own form, for all protocols.
 
-Each protocol has a file of its own: it turns a body into a `ChatRequest`, and answers into its
-format. What a request may do and how it is answered is decided here, for all of them.
+Each protocol has a separate file that turns a body into a `ChatRequest` and writes answers in its
+format. The rules for requests and the way to an answer are here, the same for all of them.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from weir.serve.worker import Handle
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """A chat.
+    """A chat request.
 
     Attributes:
-        body: names the model and how answers are sampled.
-        messages: the history, or where a worker holds it.
-        limit: the field with the number of tokens of an answer, and what it says.
+        body: the model's name and the sampling parameters.
+        messages: the history, or a handle of the worker that holds it.
+        limit: the field with the maximum number of tokens of an answer, and its value.
         logprobs: number of most likely tokens to report with each; None for no log-probabilities.
         held_to: the schema of answers, and whether unknown keywords are refused; None for text.
         schema_param: the field with that schema.
@@ -64,7 +64,7 @@ async def answer_chat(
     chat: ChatRequest,
     make_renderer: Callable[[Generation], Renderer],
 ) -> Response:
-    """Answer a chat. Only the messages that are new since a saved turn are processed."""
+    """Answer a chat. Only messages that are new since a saved turn are processed."""
     offer = add_own_tools(client, chat.body, chat.offer)
     match, variables = _make_match(http, client, owner, chat, offer)
     default = client.limits.answer_default
@@ -84,8 +84,9 @@ async def count_chat(http: Request, client: EngineClient, owner: str, chat: Chat
 def _make_match(
     http: Request, client: EngineClient, owner: str, chat: ChatRequest, offer: ToolOffer
 ) -> tuple[Callable[[], Prompt], Mapping[str, Any]]:
-    """Check a chat, and make the function that finds its prompt; returns the further variables of
-    the chat template, too.
+    """Check a chat.
+
+    Returns the function that finds its prompt, and further variables of the chat template.
     """
     session = named_session(http)
     check_model(client, chat.body.model)
@@ -125,7 +126,8 @@ def _match(
 def _link(_: Any, messages: Sequence[Message]) -> Sequence[Message]:
     """Link the tool results of a chat with their calls.
 
-    APIError unless the chat ends with a message to answer, or with the beginning of the answer.
+    Raises APIError unless the chat ends with a message to answer, or with the beginning of the
+    answer.
     """
     try:
         linked = link_results(messages)
@@ -138,22 +140,23 @@ def _link(_: Any, messages: Sequence[Message]) -> Sequence[Message]:
     ):
         raise APIError(
             400,
-            "the last message must be one to answer, or one of the assistant that begins the "
-            "answer: without tool calls, and after a message to answer",
+            "the last message cannot be answered. It must be a message with another role than "
+            "assistant, or an assistant message without tool calls, which begins the answer, "
+            "after such a message.",
             param="messages",
         )
     return linked
 
 
 def make_thoughts(client: EngineClient, generation: Generation) -> ThoughtParser | None:
-    """A parser of the thoughts in one answer; None if the model has none."""
+    """Make a parser for the thoughts in one answer. None if the model has no thoughts."""
     if not client.renderer.thinks:
         return None
     return ThoughtParser(is_open=client.renderer.opens_thoughts(generation.prompt))
 
 
 class AnswerReader:
-    """Finds the parts of one answer: thoughts, text, and calls where there are tools."""
+    """Splits one answer into thoughts, text, and tool calls."""
 
     def __init__(self, client: EngineClient, generation: Generation) -> None:
         self._calls = client.make_parser(generation.request)
@@ -166,11 +169,11 @@ class AnswerReader:
 
     @property
     def called(self) -> bool:
-        """Whether the answer has a complete call."""
+        """Whether the answer contains a complete call."""
         return self._calls is not None and self._calls.num_complete > 0
 
     def read(self, event: AnswerEvent) -> list[AnswerPart | ThoughtDelta]:
-        """The parts in an event."""
+        """Return the parts in an event."""
         ends = isinstance(event, FinishEvent | RoundEvent)
         thought, text = "", event.text
         if self._thoughts is not None:
@@ -191,5 +194,5 @@ class AnswerReader:
         return parts
 
     def finish_reason(self, end: FinishEvent) -> str:
-        """Why the answer has ended, in the words of OpenAI's chats."""
+        """Return why the answer ended, in the words of OpenAI's chat API."""
         return "tool_calls" if self.called and end.reason == "stop" else end.reason

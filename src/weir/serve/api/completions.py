@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`, and `POST /v1/completions`, of which nothing is saved."""
+"""`POST /v1/chat/completions` and `POST /v1/completions`. Text completions are not saved."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ from weir.serve.thoughts import ThoughtDelta
 from weir.serve.tools.parser import AnswerPart, CallStart, TextDelta, join_parts
 
 DEFAULT_LIMIT = 16
-"""Tokens that continue a text if the client does not say, as with OpenAI."""
+"""The default number of tokens that continue a text, as with OpenAI."""
 
 router = APIRouter()
 
 
 @router.post("/v1/chat/completions", openapi_extra=describe_body(ChatBody, streams=True))
 async def chat(request: Request, client: Client, owner: Owner) -> Response:
-    """Complete a chat. Only the messages that are new since a saved turn are processed."""
+    """Complete a chat. Only messages that are new since a saved turn are processed."""
     body, messages = await read_content(request, ChatBody, owner, "messages", "history")
     if body.top_logprobs is not None and not body.logprobs:
-        raise APIError(400, "top_logprobs is for logprobs: true", param="top_logprobs")
+        raise APIError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
     limit: tuple[str, int | None] = ("max_tokens", body.max_tokens)
     if body.max_completion_tokens is not None:
         limit = ("max_completion_tokens", body.max_completion_tokens)
@@ -75,10 +75,10 @@ async def complete(request: Request, client: Client, owner: Owner) -> Response:
 
 
 class CompletionRenderer(Renderer):
-    """Writes completions: one object, or chunks of choices.
+    """Writes completions as one object, or as chunks with choices.
 
     Args:
-        head: the fields of a chunk beside its choices.
+        head: the fields of a chunk besides its choices.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class CompletionRenderer(Renderer):
         yield DONE
 
     def keep_alive(self, generation: Generation) -> bytes:
-        """Write a comment, and a chunk too if the client asks for the progress of its prompt."""
+        """Write a comment, and also a chunk if the client asks for the progress of its prompt."""
         comment = super().keep_alive(generation)
         if not self._with_progress or generation.sequences[0].output_ids:
             return comment
@@ -120,7 +120,7 @@ class CompletionRenderer(Renderer):
 
     @abstractmethod
     def _no_choice(self) -> dict[str, Any]:
-        """A choice that adds nothing to the first answer."""
+        """Return a choice that adds nothing to the first answer."""
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         usage: dict[str, Any] = {"usage": None} if self._include_usage else {}
@@ -129,12 +129,12 @@ class CompletionRenderer(Renderer):
         return {**self._head, "choices": [choice], **usage}
 
     def _first_choices(self) -> Iterator[dict[str, Any]]:
-        """The choices of the chunks that come before any token."""
+        """Return the choices of the chunks that come before any token."""
         yield from ()
 
     @abstractmethod
     def _encode(self, event: AnswerEvent) -> bytes:
-        """The chunks of an event."""
+        """Encode an event as chunks."""
 
 
 class ChatRenderer(CompletionRenderer):
@@ -193,7 +193,7 @@ class ChatRenderer(CompletionRenderer):
         ]
         if logprobs and not deltas:
             deltas = [{} if self._readers[event.answer].has_tools else {"content": ""}]
-        # The log-probabilities of a token go with the first of what it brought.
+        # The log-probabilities of a token are sent with the first part that the token produced.
         choices = [
             self._choice(event.answer, delta, None if number else logprobs)
             for number, delta in enumerate(deltas)
@@ -224,7 +224,7 @@ class ChatRenderer(CompletionRenderer):
 
 
 def _message(message: Message, thoughts: str) -> dict[str, Any]:
-    """An answer as JSON."""
+    """Return an answer as JSON."""
     data: dict[str, Any] = {
         "role": "assistant",
         "content": message.content,
@@ -240,7 +240,7 @@ def _message(message: Message, thoughts: str) -> dict[str, Any]:
 
 
 def _delta(part: AnswerPart | ThoughtDelta, make_id: Callable[[int], str]) -> dict[str, Any] | None:
-    """The delta of a part of an answer; None for the end of a call."""
+    """Return the delta for a part of an answer, or None for the end of a call."""
     if isinstance(part, ThoughtDelta):
         return {"reasoning_content": part.text}
     if isinstance(part, TextDelta) and part.call is None:
@@ -304,7 +304,7 @@ class TextRenderer(CompletionRenderer):
         return self._choice(0, "", [], None)
 
     def _logprobs_of(self, answer: int, events: list[TokenEvent]) -> dict[str, list[Any]]:
-        """Log-probabilities in the older of OpenAI's formats: parallel lists."""
+        """Return log-probabilities in OpenAI's older format, which has parallel lists."""
         names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
         lists: dict[str, list[Any]] = {name: [] for name in names}
         for event in events:
@@ -313,7 +313,7 @@ class TextRenderer(CompletionRenderer):
                 continue
             text = self._logprobs.text(token.id)
             top = {self._logprobs.text(other): clip(logprob) for other, logprob in token.top}
-            top[text] = clip(token.logprob)  # as OpenAI does, also if it is none of the likeliest
+            top[text] = clip(token.logprob)  # as OpenAI does, even if it is not among the likeliest
             values = (text, clip(token.logprob), top, self._offsets[answer])
             for name, value in zip(names, values, strict=True):
                 lists[name].append(value)

@@ -1,4 +1,4 @@
-"""`/v1/conversations`: lists of items, each locked by the request that works on it."""
+"""`/v1/conversations`: lists of items. A request locks the conversation that it works on."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ async def describe(name: str, request: Request, client: Client, owner: Owner) ->
 
 @router.delete(PATH)
 async def delete(name: str, request: Request, client: Client, owner: Owner) -> dict[str, Any]:
-    """Delete a conversation with its items, its responses and their states."""
+    """Delete a conversation with its items, its responses and their saved states."""
     await _lock(request, client, owner, name)
     await run_in_thread(client.sessions.delete_conversation, owner, name)
     return {"id": name, "object": "conversation.deleted", "deleted": True}
@@ -128,14 +128,14 @@ async def _found(client: EngineClient, owner: str, name: str) -> StoredConversat
 async def _lock(
     request: Request, client: EngineClient, owner: str, name: str
 ) -> StoredConversation:
-    """Find a conversation, and lock it until the request is over."""
+    """Find a conversation, and lock it until the request ends."""
     found = await _found(client, owner, name)
     lock(request, client, owner, name)
     return found
 
 
 def _check_results(items: list[Item], before: Sequence[Item] = ()) -> None:
-    """Check that tool results have their calls; those `before` may have lost theirs."""
+    """Check that tool results have calls. The calls of results in `before` may be gone."""
     known = len(find_stray_results(messages_of(before)))
     for error in find_stray_results(messages_of([*before, *items]))[known:]:
         param = result_param("items", items, error)
@@ -143,13 +143,13 @@ def _check_results(items: list[Item], before: Sequence[Item] = ()) -> None:
 
 
 def _check_no_stray(call: Item, items: Sequence[Item]) -> None:
-    """Check that no tool result loses its call."""
+    """Check that deleting a call leaves no tool result without its call."""
     left = [item for item in items if item["id"] != call["id"]]
     if len(find_stray_results(messages_of(left))) > len(find_stray_results(messages_of(items))):
         raise APIError(
             400,
-            f"the call {quote(call['call_id'])} has its result in this conversation: delete that "
-            "item, of type function_call_output, first",
+            f"the call {quote(call['call_id'])} has a result in this conversation. Delete that "
+            "item, of type function_call_output, first.",
             code="has_result",
         )
 

@@ -1,7 +1,7 @@
-"""Dependencies of routes: a request's owner by its key, the engine's client, work in a thread, and
-a page of a list.
+"""Dependencies of routes: the owner of a request, the engine's client, work in a thread, and pages
+of lists.
 
-Of keys only hashes are known, and they are compared in constant time.
+Only hashes of keys are stored, and they are compared in constant time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ Result = TypeVar("Result")
 
 
 class Keys:
-    """The keys that a server takes, by their SHA-256 in hexadecimal; none if it takes anybody."""
+    """The API keys that a server accepts, as SHA-256 hashes in hexadecimal. Empty if no key is
+    needed.
+    """
 
     def __init__(self, hashes: Iterable[str] = ()) -> None:
         self.hashes = tuple(digest.lower() for digest in hashes)
@@ -42,11 +44,11 @@ class Keys:
 
     @classmethod
     def read(cls, path: str | Path) -> Keys:
-        """Read keys from a file: a hash at the start of each line; `#` starts a comment."""
+        """Read keys from a file with a hash at the start of each line. `#` starts a comment."""
         try:
             text = Path(path).read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise WeirError(f"cannot read the keys in {path}: {error}") from None
+            raise WeirError(f"cannot read the key file {path}: {error}") from None
         hashes = []
         for number, line in enumerate(text.splitlines(), 1):
             words = line.partition("#")[0].split()
@@ -55,24 +57,27 @@ class Keys:
             digest = words[0].removeprefix("sha256:").lower()
             if len(digest) != 64 or not set(digest) <= set("0123456789abcdef"):
                 raise WeirError(
-                    f"line {number} of {path} is no SHA-256 of a key; keys themselves do not "
-                    "belong there"
+                    f"line {number} of {path} is not the SHA-256 hash of a key (64 hexadecimal "
+                    "digits). Write hashes in this file, not the keys themselves."
                 )
             hashes.append(digest)
         if not hashes:
-            raise WeirError(f"{path} has no keys; leave --keys out to serve without any")
+            raise WeirError(
+                f"{path} contains no keys. Add the SHA-256 hash of a key, or leave out --keys to "
+                "serve without keys."
+            )
         return cls(hashes)
 
     def owner_of(self, key: str) -> str | None:
-        """The owner with a key, which is the key's hash; None if the key is wrong."""
+        """Return the owner with a key (the hash of the key), or None if the key is wrong."""
         digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
-        # Compared with all, each in constant time.
+        # The hash is compared with all hashes, each in constant time.
         same = [known for known in self.hashes if hmac.compare_digest(known, digest)]
         return same[0] if same else None
 
 
 async def authorize(request: Request) -> str:
-    """The owner of a request; APIError if the key is missing or wrong."""
+    """Return the owner of a request. Raises APIError if the key is missing or wrong."""
     keys: Keys = request.app.state.keys
     if not keys:
         return ""
@@ -81,11 +86,11 @@ async def authorize(request: Request) -> str:
         key = request.headers.get("x-api-key", "")
     owner = keys.owner_of(key.strip()) if key.strip() else None
     if owner is None:
-        problem = "this key is not known" if key.strip() else "a key is needed"
+        problem = "unknown key" if key.strip() else "missing key"
         raise APIError(
             401,
             f"{problem}. Send Authorization: Bearer KEY or x-api-key: KEY, with a key whose "
-            "SHA-256 is in the file that weir serve was given with --keys.",
+            "SHA-256 hash is in the file that weir serve was given with --keys.",
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
@@ -93,7 +98,7 @@ async def authorize(request: Request) -> str:
 
 
 async def find_client(request: Request) -> EngineClient:
-    """The client of the engine that the application serves."""
+    """Return the client of the engine that the application serves."""
     client: EngineClient = request.app.state.client
     return client
 
@@ -103,7 +108,7 @@ Client = Annotated[EngineClient, Depends(find_client)]
 
 
 async def look_up(what: str, find: Callable[..., Result | None], *given: Any) -> Result:
-    """Look something up in a thread."""
+    """Look something up in a thread. Raises APIError if it is not found."""
     found = await run_in_thread(find, *given)
     if found is None:
         raise not_found(what)
@@ -113,7 +118,9 @@ async def look_up(what: str, find: Callable[..., Result | None], *given: Any) ->
 async def run_in_thread(
     work: Callable[..., Result], *given: Any, param: str | None = None
 ) -> Result:
-    """Run work in a thread; a WeirError of it is about the request, or its field `param`."""
+    """Run work in a thread. A WeirError is reported as an error of the request, or of its field
+    `param`.
+    """
     try:
         return await asyncio.to_thread(work, *given)
     except UnknownSession as error:
@@ -139,7 +146,7 @@ async def run_in_thread(
 class PageQuery:
     """The page of a list that a client asks for, after an item; a dependency of routes.
 
-    `include` is for further fields; there are none.
+    `include` would name further fields; none exist.
     """
 
     after: Annotated[str | None, Query()] = None
@@ -150,7 +157,7 @@ class PageQuery:
     what: ClassVar[str] = "item"
 
     def cut(self, items: Sequence[Item]) -> list[Item]:
-        """Cut the page from items in oldest-first order, plus one more if there is one."""
+        """Cut the page from items in oldest-first order, plus one more item if there is one."""
         wanted = list(items) if self.order == "asc" else list(reversed(items))
         if self.after is not None:
             at = next((n for n, item in enumerate(wanted) if item["id"] == self.after), None)
@@ -160,12 +167,12 @@ class PageQuery:
         return wanted[: self.limit + 1]
 
     def to_json(self, found: Sequence[Item]) -> dict[str, Any]:
-        """The page as JSON, from its items plus one more if there is one."""
+        """Return the page as JSON, from its items plus one more item if there is one."""
         return list_object(found[: self.limit], more=len(found) > self.limit)
 
 
 def list_object(items: Sequence[Item], *, more: bool = False) -> dict[str, Any]:
-    """Items as a JSON list object; `more` says whether others follow."""
+    """Return items as a JSON list object. `more` says whether further items follow."""
     return {
         "object": "list",
         "data": list(items),

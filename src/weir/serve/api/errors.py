@@ -1,4 +1,4 @@
-"""Errors in OpenAI's format. Knows nothing about what went wrong."""
+"""Errors in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEFAULT_CODES = {
     408: "request_timeout",
     415: "unsupported_media_type",
 }
-"""Codes of errors that have none of their own, by status."""
+"""The code of an error that has no code yet, by status."""
 
 TYPES = {
     "string_type": "a text",
@@ -37,22 +37,22 @@ TYPES = {
 }
 """Expected types, by pydantic's name of the error."""
 SENTENCES = {
-    "less_than": "it is to be less than {lt}",
-    "less_than_equal": "it is to be {le} or less",
-    "greater_than": "it is to be more than {gt}",
-    "greater_than_equal": "it is to be {ge} or more",
-    "too_long": "it has {actual_length} entries, and may have {max_length}",
-    "int_parsing": "it is to be a whole number",
-    "too_short": "it has {actual_length} entries, and needs {min_length}",
-    "string_too_long": "it may have {max_length} characters",
-    "string_too_short": "it is to have {min_length} characters or more",
-    "string_pattern_mismatch": "it is to fit the pattern {pattern}",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be at most {le}",
+    "greater_than": "must be greater than {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "too_long": "has {actual_length} entries, and at most {max_length} are allowed",
+    "int_parsing": "must be a whole number",
+    "too_short": "has {actual_length} entries, and at least {min_length} are required",
+    "string_too_long": "must have at most {max_length} characters",
+    "string_too_short": "must have at least {min_length} characters",
+    "string_pattern_mismatch": "must match the pattern {pattern}",
 }
-"""Sentences for values out of bounds, by pydantic's name of the error."""
+"""Sentences about values out of bounds, by pydantic's name of the error."""
 
 
 class ErrorFacts(BaseModel):
-    """An error: a message, its type, the field that is wrong, and a code for programs."""
+    """An error: a message, its type, the wrong field, and a code for programs."""
 
     message: str
     type: str
@@ -87,7 +87,7 @@ class OllamaErrorBody(BaseModel):
 
 
 class APIError(Exception):
-    """An error that is sent to the client; `param` is the part of the request that is wrong."""
+    """An error that is sent to the client. `param` is the part of the request that is wrong."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class APIError(Exception):
         self.headers = headers
 
     def response(self, path: str = "") -> JSONResponse:
-        """Make the HTTP response, in the form of the API that a path belongs to."""
+        """Make the HTTP response, in the error format of the API that a path belongs to."""
         body: dict[str, Any] = self.body
         if path.startswith("/v1/messages"):
             body = anthropic_error(self)
@@ -123,26 +123,29 @@ ANTHROPIC_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-"""Anthropic's types of errors, by status. Others are `invalid_request_error` below 500, and
-`api_error` from there on.
+"""Anthropic's types of errors, by status.
+
+Other statuses below 500 are `invalid_request_error`, and those from 500 on are `api_error`.
 """
 
 
 def anthropic_error(error: APIError) -> dict[str, Any]:
-    """An error in the form of Anthropic's API."""
+    """Return an error in the format of Anthropic's API."""
     other = "invalid_request_error" if error.status < 500 else "api_error"
     kind = ANTHROPIC_TYPES.get(error.status, other)
     return {"type": "error", "error": {"type": kind, "message": _with_field(error)}}
 
 
 def ollama_error(error: APIError) -> dict[str, Any]:
-    """An error in the form of Ollama's API."""
+    """Return an error in the format of Ollama's API."""
     return {"error": _with_field(error)}
 
 
 def _with_field(error: APIError) -> str:
-    """The message, after the field that it is about if it does not name it: the other APIs have no
-    separate place for the field. Its path within the field may be another there, and is left out.
+    """Return the message after the name of its field, unless the message contains the name.
+
+    The other APIs have no separate place for the field. The path within the field can differ there,
+    so it is left out.
     """
     message, param = str(error), error.body["error"]["param"]
     field = re.split(r"[.\[]", param or "", maxsplit=1)[0]
@@ -150,7 +153,7 @@ def _with_field(error: APIError) -> str:
 
 
 def rate_limited(message: str) -> APIError:
-    """Too much at once: the client should try again."""
+    """An error for too many requests, after which the client should try again."""
     return APIError(
         429,
         message,
@@ -161,26 +164,30 @@ def rate_limited(message: str) -> APIError:
 
 
 def not_found(what: str) -> APIError:
-    """There is no such thing, or it belongs to another owner: the client cannot tell which."""
-    return APIError(404, f"there is no such {what}", code="not_found")
+    """An error for something that does not exist or belongs to another owner, which look the
+    same.
+    """
+    return APIError(404, f"{what} not found", code="not_found")
 
 
-def server_error(message: str = "the server failed to answer; its log says why") -> APIError:
-    """Not the client's fault."""
+def server_error(
+    message: str = "the server failed to answer. The reason is in its log",
+) -> APIError:
+    """An error that is not the client's fault."""
     return APIError(500, message, code="server_error", kind="server_error")
 
 
 def storage_full(message: str) -> APIError:
-    """Nothing can be kept: asking again does not help, so clients are told not to."""
+    """An error for a full disk. Clients are told not to try again, because it would not help."""
     no_retry = {"x-should-retry": "false"}
     return APIError(507, message, code="storage_full", kind="server_error", headers=no_retry)
 
 
 def server_closing() -> APIError:
-    """The server is shutting down."""
+    """An error for requests while the server shuts down."""
     return APIError(
         503,
-        "the server is ending; ask again in a moment",
+        "the server is shutting down. Try again in a moment.",
         code="server_closing",
         kind="server_error",
         headers={"Retry-After": "5"},
@@ -188,27 +195,27 @@ def server_closing() -> APIError:
 
 
 def invalid_body(error: ValidationError) -> APIError:
-    """The first thing that is wrong with a body; the value itself is not repeated."""
+    """The error for the first problem in a body. The value itself is not repeated."""
     return _invalid(error.errors(include_url=False))
 
 
 def invalid_json(reason: str) -> APIError:
-    """The body cannot be parsed."""
+    """The error for a body that cannot be parsed."""
     if any(mark in reason for mark in _SURROGATES):
         where = reason.rpartition(" at ")[2]
-        reason = f"a lone surrogate (\\ud800 to \\udfff) is no character, at {where}"
-    message = f"the body is no JSON that can be read: {reason}"
+        reason = f"a lone surrogate (\\ud800 to \\udfff) is not a character, at {where}"
+    message = f"the body is not valid JSON: {reason}"
     return APIError(400, message, code="invalid_json")
 
 
 def invalid_query(error: RequestValidationError) -> APIError:
-    """The first thing that is wrong with the query of a URL."""
+    """The error for the first problem in the query of a URL."""
     return _invalid([{**one, "loc": one["loc"][1:]} for one in error.errors()])
 
 
 def _invalid(found: Sequence[Mapping[str, Any]]) -> APIError:
-    # Of a union, pydantic reports every member. The deepest error belongs to the member that was
-    # meant; among equals, one about a bound is better than one about the type.
+    # For a union, pydantic reports every member. The deepest error belongs to the member that the
+    # client meant. Among equals, an error about a bound is better than one about a type.
     first = found[0]
     for other in found[1:]:
         here, there = param_of(first["loc"]) or "", param_of(other["loc"]) or ""
@@ -219,11 +226,11 @@ def _invalid(found: Sequence[Mapping[str, Any]]) -> APIError:
     kind, message = first["type"], _message(first)
     param = param_of(first["loc"])
     if kind in TYPES or kind == "literal_error":
-        message = f"it is to be {_either(_accepted(found, param))}"
+        message = f"must be {_either(_accepted(found, param))}"
     if not param and kind == "model_type":
-        message = "the body is to be an object of JSON"
+        message = "the body must be a JSON object"
     if kind == "extra_forbidden":
-        # Its name is the client's own, and may look like that of a type: "max-tokens".
+        # The name is the client's, and may look like that of a type: "max-tokens".
         own, before = str(first["loc"][-1]), param_of(first["loc"][:-1])
         param = shorten(f"{before}.{own}" if before else own)
         message = f"Unrecognized request argument supplied: {param}"
@@ -235,44 +242,46 @@ def _invalid(found: Sequence[Mapping[str, Any]]) -> APIError:
 
 
 def _accepted(found: Sequence[Mapping[str, Any]], param: str | None) -> list[str]:
-    """List the kinds of values that the members of a union accept at a path, each once."""
+    """List the kinds of values that the members of a union accept at a path, without repetition."""
     accepted: dict[str, None] = {}
     for error in found:
         kind, loc = error["type"], error["loc"]
         if loc and isinstance(loc[-1], str) and loc[-1][:1].isupper():
-            loc = loc[:-1]  # the class that a member of the union is
+            loc = loc[:-1]  # the class of the union's member
         if param_of(loc) == param and (kind in TYPES or kind == "literal_error"):
             accepted[TYPES[kind] if kind in TYPES else error["ctx"]["expected"]] = None
     return list(accepted)
 
 
 def _either(kinds: Sequence[str]) -> str:
-    """A list of alternatives, some of which may be such lists themselves."""
+    """Join alternatives with "or". Some of them may be such lists themselves."""
     return (", or " if any(" or " in one for one in kinds) else " or ").join(kinds)
 
 
 def _message(error: Mapping[str, Any]) -> str:
-    """A sentence about a wrong value."""
+    """Return a sentence about a wrong value."""
     kind = error["type"]
     facts = {
         name: int(value) if isinstance(value, float) and value.is_integer() else value
         for name, value in (error.get("ctx") or {}).items()
     }
     if kind in TYPES:
-        return f"it is to be {TYPES[kind]}"
+        return f"must be {TYPES[kind]}"
     if kind == "literal_error":
-        return f"it is to be {facts['expected']}"
+        return f"must be {facts['expected']}"
     if kind == "too_long" and facts["actual_length"] is None:
-        facts["actual_length"] = len(error["input"])  # pydantic does not count what is in an object
+        facts["actual_length"] = len(
+            error["input"]
+        )  # pydantic does not count the entries of an object
     return SENTENCES[kind].format(**facts) if kind in SENTENCES else str(error["msg"])
 
 
 _SURROGATES = ("unexpected end of hex escape", "surrogate in hex escape")
-"""Parts of the parser's messages about lone surrogates."""
+"""Parts of the JSON parser's messages about lone surrogates."""
 
 
 def param_of(loc: tuple[int | str, ...]) -> str | None:
-    """The path of a field, such as `messages[0].role`; names of types are left out."""
+    """Return the path of a field, such as `messages[0].role`. Names of types are left out."""
     path = ""
     for part in loc:
         if isinstance(part, int):

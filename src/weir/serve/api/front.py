@@ -1,8 +1,8 @@
 """The front of a cluster: one address that forwards each request to one of several servers.
 
-Every server behind it is the one of `weir serve`, with all its limits. The front has the limits of
-connections and heads, chooses a server, and copies bytes at the speed at which the receiver takes
-them. Knows nothing about Ray, nor about what is asked.
+Every server is the one of `weir serve`, with all its limits. The front limits connections and
+request heads, chooses a server, and copies bytes as fast as the receiver takes them. It does not
+use Ray, and does not read bodies.
 """
 
 from __future__ import annotations
@@ -30,45 +30,50 @@ from weir.serve.api.sse import encode_event
 
 LOG = logging.getLogger("weir.serve")
 SECRET, ADDRESS = b"x-weir-front", b"x-weir-client"
-"""Headers between the front and a server: that the front sends it, and for which address."""
+"""Headers from the front to a server: the front's secret, and the client's address."""
 AT_HOME = ("/v1/responses", "/v1/conversations")
 SESSIONS = "/v1/sessions"
-"""Paths of what one server keeps for a key, its responses and conversations, and of sessions. All
-servers know those, but to change one may change responses too.
+"""Paths that belong to one server for each key (responses and conversations), and the paths of
+sessions.
+
+Every server knows all sessions, but changing a session may also change responses.
 """
 OF_HOP = frozenset(
     (b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"upgrade")
 )
-"""Headers that are about one connection, and not forwarded."""
+"""Headers that are about one connection and are not forwarded."""
 CHECKED = 2.0
-"""Seconds between looks at the servers."""
+"""Seconds between checks of the servers."""
 PATIENCE = 10.0
-"""Seconds in which a server must accept a connection, or say that it is well."""
+"""Seconds in which a server must accept a connection, or report its health."""
 READ = 65_536
 BUFFER = 65_536
-"""Bytes that the system holds of an answer between a server and the front: a server must notice
-soon that a client does not read.
+"""Bytes that the system buffers of an answer between a server and the front.
+
+The buffer is small so that a server soon notices a client that does not read.
 """
 
 
 class Locate(Protocol):
-    """Says where a server is, which is started again where it is lost or `failed`; may block."""
+    """Finds a server's address. A lost or `failed` server is started again first. May block."""
 
     def __call__(self, number: int, *, failed: bool) -> tuple[str, int]:
         """Return the host and port of a server."""
 
 
 class FrontConnection(BoundedConnection):
-    """A connection from the front, which has counted the client's connections and small chunks."""
+    """A connection from the front, which already limits the client's connections and small
+    chunks.
+    """
 
     bounded = False
 
 
 class OnlyFront:
-    """Lets an application answer the front alone.
+    """Lets an application answer only requests from the front.
 
     Args:
-        secret: that the front sends.
+        secret: the secret that the front sends.
     """
 
     def __init__(self, app: ASGIApp, secret: str) -> None:
@@ -76,13 +81,18 @@ class OnlyFront:
         self._secret = secret.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request as one of the client that the front names."""
+        """Serve a request on behalf of the client that the front names."""
         if scope["type"] == "http":
             headers: list[tuple[bytes, bytes]] = list(scope["headers"])
             told = dict(headers)
             if not hmac.compare_digest(told.get(SECRET, b""), self._secret):
                 error = APIError(
-                    403, "this server answers the front of its cluster only", code="not_the_front"
+                    403,
+                    (
+                        "this server answers only requests from the front of its cluster. Send "
+                        "the request to the front."
+                    ),
+                    code="not_the_front",
                 )
                 await error.response(scope["path"])(scope, receive, send)
                 return
@@ -93,7 +103,7 @@ class OnlyFront:
 
 
 def listen_for_front(host: str) -> socket.socket:
-    """Listen at a free port of an address, for the front of a cluster."""
+    """Listen on a free port of an address, for the front of a cluster."""
     is_ipv6 = isinstance(ipaddress.ip_address(host), ipaddress.IPv6Address)
     bound = socket.socket(socket.AF_INET6 if is_ipv6 else socket.AF_INET, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
@@ -103,16 +113,16 @@ def listen_for_front(host: str) -> socket.socket:
 
 
 class Lost(WeirError):
-    """A server that does not answer."""
+    """A server does not answer."""
 
 
 class Front:
     """An ASGI application that forwards requests to servers.
 
     Args:
-        servers: their number.
-        locate: says where each is.
-        secret: that they know the front by.
+        servers: number of servers.
+        locate: finds the address of each server.
+        secret: the secret by which servers recognize the front.
     """
 
     def __init__(self, servers: int, locate: Locate, secret: str) -> None:
@@ -123,7 +133,7 @@ class Front:
         self._is_ending = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request, or run from the start of the front to its end."""
+        """Serve a request, or run the front from its start to its end."""
         if scope["type"] == "lifespan":
             await self._run(receive, send)
         elif scope["type"] == "http":
@@ -134,7 +144,7 @@ class Front:
                 await error.response(scope["path"])(scope, receive, send)
 
     def end(self) -> None:
-        """Look for no server any longer: all of them are ending."""
+        """Stop checking the servers, because all of them are shutting down."""
         self._is_ending = True
 
     # --- servers
@@ -151,7 +161,7 @@ class Front:
         await send({"type": "lifespan.shutdown.complete"})
 
     async def _watch(self, number: int) -> None:
-        """Look at a server again and again; one that is lost or has failed is started again."""
+        """Check a server repeatedly. A server that is lost or has failed is started again."""
         while True:
             await asyncio.sleep(CHECKED)
             place, status = self._places[number], 0
@@ -178,7 +188,7 @@ class Front:
         self._places[number] = found
 
     async def _ask(self, place: tuple[str, int], path: str) -> int:
-        """The status with which a server answers."""
+        """Return the status with which a server answers."""
         heads = [(b"host", b"localhost")]
         async with _connected(place) as link:
             await link.send(h11.Request(method="GET", target=path, headers=self._named(heads, "")))
@@ -193,7 +203,7 @@ class Front:
         return [*headers, *own, (b"connection", b"close")]
 
     def _choose(self, scope: Scope) -> list[int]:
-        """The servers that may answer a request, the best first."""
+        """Return the servers that may answer a request, the best first."""
         headers = dict(scope["headers"])
         numbers = range(len(self._places))
         key = headers.get(b"authorization") or headers.get(b"x-api-key") or b""
@@ -215,7 +225,7 @@ class Front:
     # --- requests
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> APIError | None:
-        """Forward a request; return why no server could be asked."""
+        """Forward a request. Returns the error if no server could be reached."""
         for number in self._choose(scope):
             place = self._places[number]
             if place is None:
@@ -226,12 +236,12 @@ class Front:
                     await self._forward(link, scope, receive, send)
                 return None
             except Lost:
-                self._places[number] = None  # nothing of the request was sent
+                self._places[number] = None  # the server received nothing of the request
             finally:
                 self._busy[number] -= 1
         return APIError(
             503,
-            "the server that would answer this is being started; ask again in a moment",
+            "the server for this request is being started. Try again in a moment.",
             code="server_closing",
             kind="server_error",
             headers={"Retry-After": "5"},
@@ -253,7 +263,7 @@ class Front:
         answering = asyncio.ensure_future(_answer(link, scope, send))
         try:
             await asyncio.wait({feeding, answering}, return_when=asyncio.FIRST_COMPLETED)
-            # The client's end is the end of the request; the end of its body is not.
+            # The request ends when the client disconnects, not when its body ends.
             if not answering.done() and feeding.exception() is None:
                 return
             await answering
@@ -272,14 +282,14 @@ class Link:
         self._http = h11.Connection(h11.CLIENT)
 
     async def send(self, event: h11.Event) -> None:
-        """Send a part of a request, as fast as the server takes it."""
+        """Send a part of a request, as fast as the server accepts it."""
         data = self._http.send(event)
         if data:
             self._writer.write(data)
             await self._writer.drain()
 
     async def events(self) -> AsyncIterator[h11.Event]:
-        """The parts of the answer; OSError or h11.ProtocolError if it breaks off."""
+        """Yield the parts of the answer. Raises OSError or h11.ProtocolError if it breaks off."""
         while True:
             event = self._http.next_event()
             if event is h11.NEED_DATA:
@@ -287,13 +297,13 @@ class Link:
                 continue
             if isinstance(event, h11.ConnectionClosed):
                 raise ConnectionResetError
-            assert isinstance(event, h11.Event)  # PAUSED is only for servers
+            assert isinstance(event, h11.Event)  # PAUSED occurs only in servers
             yield event
             if isinstance(event, h11.EndOfMessage):
                 return
 
     def close(self) -> None:
-        """Hang up at once: the server gives up what it has not answered."""
+        """Disconnect at once, so that the server gives up unfinished work."""
         self._writer.transport.abort()
 
 
@@ -312,7 +322,7 @@ async def _connected(place: tuple[str, int]) -> AsyncIterator[Link]:
 
 
 async def _feed(link: Link, receive: Receive) -> None:
-    """Send a request's body to a server; return when the client has hung up."""
+    """Send a request's body to a server. Return when the client disconnects."""
     more = True
     while True:
         message = await receive()
@@ -328,7 +338,7 @@ async def _feed(link: Link, receive: Receive) -> None:
 
 
 async def _answer(link: Link, scope: Scope, send: Send) -> None:
-    """Send a server's answer to the client, or that it has broken off."""
+    """Send a server's answer to the client, or report that it broke off."""
     kind: bytes | None = None
     try:
         async for event in link.events():
@@ -347,7 +357,8 @@ async def _answer(link: Link, scope: Scope, send: Send) -> None:
     except (OSError, h11.ProtocolError):
         error = APIError(
             503,
-            "the server that was answering has ended; what it had not finished is not kept",
+            "the server stopped while it was answering. The unfinished answer is not saved. Send "
+            "the request again.",
             code="server_error",
             kind="server_error",
             headers={"Retry-After": "1"},
@@ -358,7 +369,7 @@ async def _answer(link: Link, scope: Scope, send: Send) -> None:
             data = encode_failure(error, scope["path"])
             await send({"type": "http.response.body", "body": data, "more_body": False})
         else:
-            raise  # the length of the answer tells the client that it is not whole
+            raise  # the client sees from the length that the answer is incomplete
 
 
 async def _nothing() -> Any:
@@ -366,7 +377,7 @@ async def _nothing() -> Any:
 
 
 def encode_failure(error: APIError, path: str) -> bytes:
-    """Encode the failure of a stream in the form of the API that a path belongs to."""
+    """Encode the failure of a stream in the format of the API that a path belongs to."""
     if path.startswith("/api/"):
         return json.dumps(ollama_error(error)).encode() + b"\n"
     if path.startswith("/v1/messages"):
@@ -383,7 +394,9 @@ def _is_below(path: str, *places: str) -> bool:
 
 
 def _rank(what: bytes, number: int) -> bytes:
-    """Where a server stands among all for something: the same order while they are as many, and
-    with another number of servers most of it stays (rendezvous hashing).
+    """Rank a server for a key by rendezvous hashing.
+
+    The order is the same as long as the number of servers is. When that changes, most keys keep
+    their server.
     """
     return hashlib.sha256(b"%d\0" % number + what).digest()

@@ -37,20 +37,22 @@ from weir.serve.structured import BadSchema
 
 WARNING_HEADER = "x-weir-warning"
 FORGOTTEN_HEADER = "x-weir-forgotten"
-"""How many tokens of the conversation no slot held any more when the last answer ended."""
+"""Header with the number of tokens of the conversation that were in no slot after the last answer.
+"""
 WARNINGS = 16
 """Parts of a request that a warning names."""
 ATTEMPTS = 2 + LOOKUPS
-"""How often a request is started at most. It is started again if the turn that it continues is
-dropped while it waits, or if the turn's snapshot is damaged: then from the turn before, and in the
-end from none.
+"""The most times that a request is started.
+
+It is started again if the turn that it continues is dropped while it waits, or if the turn's
+snapshot is damaged. It then continues the turn before, and in the end none.
 """
 
 Events = AsyncIterator[list[AnswerEvent]]
 
 
 class Renderer(ABC):
-    """Writes the answers of one request in one of OpenAI's formats."""
+    """Writes the answers to one request in one API's format."""
 
     @abstractmethod
     async def whole(self, events: Events) -> dict[str, Any]:
@@ -58,25 +60,25 @@ class Renderer(ABC):
 
     @abstractmethod
     def stream(self, events: Events) -> AsyncIterator[bytes]:
-        """Write answers as server-sent events, while they are made."""
+        """Write answers as server-sent events, while they are generated."""
 
     media_type = "text/event-stream"
 
     def keep_alive(self, generation: Generation) -> bytes:
         """Write something that clients ignore, while there is no answer yet.
 
-        Proxies and clients close a connection on which nothing comes for a minute or so.
+        Proxies and clients close a connection on which nothing arrives for about a minute.
         """
         progress = generation.progress
         if progress.waiting:
             return b": waiting for a row\n\n"
         if progress.processed >= progress.total:
             return b": answering\n\n"
-        read = f"{progress.processed:,} of {progress.total:,} tokens of the prompt are read"
+        read = f"{progress.processed:,} of {progress.total:,} tokens of the prompt have been read"
         return f": {read}\n\n".encode()
 
     def failure(self, error: APIError) -> bytes:
-        """Write that an answer has failed after the stream began."""
+        """Write that an answer failed after the stream began."""
         return encode_event(error.body)
 
 
@@ -91,14 +93,16 @@ def make_request(
     """Make the request that a body asks for, without constraint and tools.
 
     Args:
-        limit: the field with the number of tokens of an answer, and what it says.
+        limit: the field with the maximum number of tokens of an answer, and its value.
         logprobs: number of most likely tokens to report with each; None for no log-probabilities.
-        default: tokens of an answer if the body does not say.
+        default: number of tokens of an answer if the body does not set it.
     """
     limits, rows = client.limits, client.engine.load().rows
     name, tokens = limit
     if body.num_answers > rows:
-        raise APIError(400, f"Invalid 'n': this server gives {rows} at most.", param="n")
+        raise APIError(
+            400, f"Invalid 'n': this server gives at most {rows} answers to a request.", param="n"
+        )
     if tokens is not None and tokens > limits.answer:
         body.note(f"{name} above {limits.answer}")
     if tokens is not None and not 0 < tokens <= limits.answer:
@@ -109,7 +113,8 @@ def make_request(
         ):
             raise APIError(
                 400,
-                f"Invalid 'logit_bias': its keys are tokens from 0 to {client.vocabulary - 1}.",
+                "Invalid 'logit_bias': its keys must be token ids from 0 to "
+                f"{client.vocabulary - 1}.",
                 param="logit_bias",
             )
     try:
@@ -146,13 +151,13 @@ async def send_answers(
 ) -> Response:
     """Submit a request to the engine, and send its answers.
 
-    A stream begins at once, while its prompt waits or is read. An error that is found before that
-    is a status code, and a later one is an event.
+    A stream begins at once, while its prompt waits or is being read. An error before the stream
+    begins is sent as a status code, and a later error as an event.
 
     Args:
-        param: the field that the prompt is made of, for errors.
-        body: says whether the answers are streamed, and has what the warning names.
-        always_named: whether the header with the session is sent without a session, too.
+        param: the field that the prompt comes from, for errors.
+        body: says whether the answers are streamed, and collects parts for the warning.
+        always_named: whether the session header is sent even if there is no session.
     """
     client: EngineClient = http.app.state.client
     metrics: Metrics = http.app.state.metrics
@@ -225,8 +230,8 @@ def _warn_unpinned(http: Request, client: EngineClient, prompt: Prompt) -> str:
     needed = pin_for(prompt.beginning)
     add_log_fields(http.scope, unpinned=prompt.beginning - pinned, pin=needed)
     return (
-        f"only the first {pinned} of the {prompt.beginning} tokens of the system message and tools "
-        f"stay in the cache for good; start the server with --pin {needed}"
+        f"only the first {pinned} of the {prompt.beginning} tokens of the system message and "
+        f"tools are never evicted; start the server with --pin {needed}"
     )
 
 
@@ -234,7 +239,7 @@ def warn(http: Request, skipped: Sequence[str], other: str = "") -> dict[str, st
     """Log the parts of a request that have no effect, and return the header that names them.
 
     Args:
-        skipped: these parts.
+        skipped: the names of these parts.
         other: another warning for the same header.
     """
     if not skipped:
@@ -255,14 +260,16 @@ async def _submit(http: Request, request: GenerationRequest, param: str) -> Gene
     try:
         return client.generate(request, prompt, asyncio.get_running_loop(), http.state.holder)
     except Busy:
-        raise rate_limited("too many requests wait for a row") from None
+        raise rate_limited("too many requests are waiting for a row. Try again later.") from None
     except WeirError:
         raise server_closing() from None
 
 
 async def _events(http: Request, generation: Generation, param: str) -> Events:
-    """The events of a generation, counted. If the turn that its prompt continues is dropped before
-    it starts, its prompt is found again.
+    """Yield the events of a generation, and count them.
+
+    If the turn that the prompt continues is dropped before the generation starts, the prompt is
+    computed again.
     """
     client: EngineClient = http.app.state.client
     metrics: Metrics = http.app.state.metrics
@@ -285,7 +292,9 @@ async def _events(http: Request, generation: Generation, param: str) -> Events:
         try:
             client.restart(generation, found)
         except Busy:
-            raise rate_limited("too many requests wait for a row") from None
+            raise rate_limited(
+                "too many requests are waiting for a row. Try again later."
+            ) from None
         except WeirError:
             raise server_closing() from None
     read, cached = generation.prompt.length - generation.cached, generation.cached
@@ -294,10 +303,10 @@ async def _events(http: Request, generation: Generation, param: str) -> Events:
     metrics.first.observe(loop.time() - began)
     add_log_fields(http.scope, read=read, cached=cached)
     if (reread := generation.prompt.reread) is not None:
-        # Without the detail, which quotes the messages.
+        # Without the detail, which quotes messages.
         add_log_fields(http.scope, reread=reread.why, reread_from=reread.start)
     if (recalled := generation.prompt.recalled) is not None:
-        add_log_fields(http.scope, recalled=recalled.tokens)  # without what they say
+        add_log_fields(http.scope, recalled=recalled.tokens)  # without the recalled text
     if generation.prompt.note:
         add_log_fields(http.scope, noted=len(generation.prompt.note))
     async for events in _observe(generation, metrics):
@@ -305,7 +314,7 @@ async def _events(http: Request, generation: Generation, param: str) -> Events:
 
 
 async def _observe(generation: Generation, metrics: Metrics) -> Events:
-    """The events of a generation, counted."""
+    """Yield the events of a generation, and count them."""
     last: dict[int, float] = {}
     try:
         async for events in generation.events():
@@ -331,7 +340,7 @@ def _close(generation: Generation, metrics: Metrics) -> None:
 
 
 def progress_of(generation: Generation) -> dict[str, Any]:
-    """How far a prompt is read, in the fields of llama.cpp's `return_progress`."""
+    """Return how much of a prompt has been read, in the fields of llama.cpp's `return_progress`."""
     progress = generation.progress
     return {
         "total": progress.total,
@@ -342,10 +351,10 @@ def progress_of(generation: Generation) -> dict[str, Any]:
 
 
 def usage_of(generation: Generation, so_far: int | None = None) -> dict[str, Any]:
-    """Token usage of a request: OpenAI's fields, and in `weir` the state of its streams.
+    """Return the token usage of a request: OpenAI's fields, and the state of its streams in `weir`.
 
-    Of several answers `bytes` and `folds` are sums, the others the largest. `so_far` counts tokens
-    of answers that have not ended.
+    For several answers, `bytes` and `folds` are sums, and the other fields are the largest.
+    `so_far` counts tokens of answers that have not ended.
     """
     prompt = generation.prompt
     answered = generation.tokens if so_far is None else so_far
@@ -378,9 +387,14 @@ def usage_of(generation: Generation, so_far: int | None = None) -> dict[str, Any
 
 
 def to_api_error(error: Exception) -> APIError:
-    """Convert a failure to an error for the client, without the server's folders and memory."""
+    """Convert a failure to an error for the client, without details of the server's folders and
+    memory.
+    """
     if isinstance(error, Cancelled):
-        return rate_limited("the answer was not read in time, and was given up")
+        return rate_limited(
+            "the client did not read the answer fast enough, so it was given up. Send the request "
+            "again."
+        )
     if isinstance(error, ServerClosing):
         return server_closing()
     if isinstance(error, BadSchema):

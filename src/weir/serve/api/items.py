@@ -22,7 +22,7 @@ router = APIRouter(dependencies=[Depends(check_query)])
 
 @router.get("/v1/sessions/{name}/items")
 async def items(name: str, client: Client, owner: Owner) -> dict[str, Any]:
-    """List the outputs of tools that a session has read and not dropped, the newest first."""
+    """List the tool outputs that a session has read and not dropped, the newest first."""
     outputs, _ = await run_in_thread(client.list_outputs, owner, name)
     pinned = client.store.pinned_chains(owner)
     data = [
@@ -40,7 +40,7 @@ async def items(name: str, client: Client, owner: Owner) -> dict[str, Any]:
 
 @router.delete("/v1/sessions/{name}/items/{call:path}")
 async def drop(name: str, call: str, client: Client, owner: Owner) -> dict[str, Any]:
-    """Drop the output of a tool from a session's cache, by the id of its call."""
+    """Drop a tool output from a session's cache, by the id of its call."""
     dropped = await run_in_thread(_drop, client, owner, name, call)
     return {
         "id": dropped.call,
@@ -99,7 +99,9 @@ def _drop(client: EngineClient, owner: str, name: str, call: str) -> DroppedOutp
 
 
 def check_drops(client: EngineClient, body: GenerationBody) -> list[str]:
-    """The calls whose outputs a request drops; APIError if this server cannot drop any."""
+    """Return the calls whose outputs a request drops. Raises APIError if this server cannot drop
+    outputs.
+    """
     if body.drops:
         try:
             client.check_drops()

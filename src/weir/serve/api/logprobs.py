@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens as clients read them: text, bytes and logarithm of each."""
+"""Log-probabilities of tokens for clients: the text, bytes and logarithm of each."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from weir.serve.engine.output import AnswerEvent, TokenEvent
 from weir.serve.engine.sampler import SampledToken
 
 REPLACEMENT = "\ufffd"
-"""Stands in a decoded token for bytes that are no whole character."""
+"""Replaces bytes in a decoded token that are not a whole character."""
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
-"""A token that is one byte, in tokenizers that fall back to bytes."""
+"""A token for a single byte, in tokenizers that fall back to bytes."""
 
 
 class LogprobFormatter:
@@ -23,21 +23,26 @@ class LogprobFormatter:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._stop_ids = stop_ids
-        # The state of the decoder alone is JSON; to write the whole tokenizer takes a second.
+        # Only the decoder's state is needed, as JSON. Serializing the whole tokenizer takes a
+        # second.
         backend = getattr(tokenizer, "backend_tokenizer", None)
         decoder = None if backend is None else backend.decoder
         self._decoder = "" if decoder is None else decoder.__getstate__().decode()
 
     def text(self, token: int) -> str:
-        """A token decoded by itself."""
+        """Return a token decoded alone."""
         return str(self._tokenizer.decode([token]))
 
     def entries_of(self, event: AnswerEvent) -> list[dict[str, Any]]:
-        """The entries of an event's token; none if it has no token, or nobody asked for them."""
+        """Return the entries for an event's token. Empty if it has no token or none were asked
+        for.
+        """
         return self.entries(event.token) if isinstance(event, TokenEvent) else []
 
     def entries(self, token: SampledToken) -> list[dict[str, Any]]:
-        """A token with the most likely ones beside it; none for one that ends the answer."""
+        """Return the entry of a token with the most likely tokens. Empty for a token that ends the
+        answer.
+        """
         if token.logprob is None or token.id in self._stop_ids:
             return []
         top = [self._entry(other, logprob) for other, logprob in token.top]
@@ -45,12 +50,12 @@ class LogprobFormatter:
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         text = self.text(token)
-        # The bytes of a part of a character are told by the token's name in the vocabulary.
+        # The bytes of a partial character are found by the token's name in the vocabulary.
         found = self._bytes(token) if REPLACEMENT in text else list(text.encode())
         return {"token": text, "logprob": clip(logprob), "bytes": found}
 
     def _bytes(self, token: int) -> list[int] | None:
-        """The bytes of a token that is no text; None if its name does not tell them."""
+        """Return the bytes of a token that is not text, or None if its name does not say."""
         name = str(self._tokenizer.convert_ids_to_tokens(token))
         if "ByteLevel" in self._decoder and all(char in _BYTE_LEVEL for char in name):
             return [_BYTE_LEVEL[char] for char in name]
@@ -60,9 +65,11 @@ class LogprobFormatter:
 
 
 _BYTE_LEVEL = {char: byte for byte, char in bytes_to_unicode().items()}
-"""The bytes that characters stand for in a byte-level vocabulary."""
+"""The byte for each character of a byte-level vocabulary."""
 
 
 def clip(logprob: float) -> float:
-    """A logarithm that JSON can hold; OpenAI writes -9999 for what cannot come."""
+    """Limit a logarithm to a number that JSON can hold. OpenAI writes -9999 for impossible
+    tokens.
+    """
     return max(logprob, -9999.0)

@@ -1,4 +1,4 @@
-"""`GET /v1/sessions/ID/memory`: what a session's cache still holds, token by token."""
+"""`GET /v1/sessions/ID/memory`: the tokens that a session's cache still holds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from weir.serve.sessions.records import is_hidden
 
 router = APIRouter()
 PATIENCE = 5.0
-"""Seconds to wait for an inspection; a step of a working engine takes less."""
+"""Seconds to wait for an inspection. A step of a running engine takes less."""
 
 
 @router.get("/v1/sessions/{name}/memory")
@@ -32,10 +32,10 @@ async def memory(
     most: Annotated[int, Query(ge=0, le=8192)] = 2048,
     latest: Annotated[int, Query(ge=0, le=8192)] = 512,
 ) -> dict[str, Any]:
-    """List the tokens that a session's cache holds: now, or at the end of its newest turn.
+    """List the tokens that a session's cache holds, now or at the end of its newest turn.
 
-    `most` bounds the held tokens that are listed; `latest` is the number of tokens at the end of
-    the stream that are listed, held or not.
+    `most` limits the number of held tokens in the list. `latest` is the number of tokens at the end
+    of the stream that are listed whether they are held or not.
     """
     if is_hidden(name):
         raise not_found("session")
@@ -76,8 +76,9 @@ async def memory(
 def _archive_of(
     client: EngineClient, owner: str, node: str | None, session: str, recalled: int | None = None
 ) -> dict[str, Any]:
-    """Report what is archived of a session, and how many tokens its newest turn has recalled;
-    nothing without an archive.
+    """Report how much of a session is archived, and how many tokens its newest turn recalled.
+
+    Empty without an archive.
     """
     archive = client.store.archive
     if archive is None:
@@ -94,7 +95,7 @@ def _archive_of(
 async def inspect(client: EngineClient, sequence: TokenSequence) -> RowInspection | None:
     """Inspect the row of a running sequence; None if it has ended."""
     inspecting = asyncio.wrap_future(client.engine.inspect(sequence))
-    # It is never cancelled, since others may wait for the same inspection.
+    # The inspection is never cancelled, since other requests may wait for the same one.
     await asyncio.wait({inspecting}, timeout=PATIENCE)
     if not inspecting.done() or inspecting.cancelled() or inspecting.exception() is not None:
         return None

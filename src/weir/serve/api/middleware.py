@@ -1,7 +1,7 @@
-"""Middleware of every request: its id, a check of its Host, a line in the log, a count.
+"""Middleware of every request: an id, a check of the Host header, a log line, and a count.
 
-It is plain ASGI, so that disconnects come through. Logs are lines of JSON and never contain what
-was said. Knows nothing about what is asked.
+It is plain ASGI, so that applications see disconnects. Log lines are JSON, and never contain text
+of conversations.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from weir.serve.api.operations import Metrics
 
 LOG = logging.getLogger("weir.serve")
 UNDER_WAY: set[str] = set()
-"""Ids of the requests that have begun and not ended."""
+"""Ids of the requests in progress."""
 STALL = 1.0
-"""Seconds without an answer to anybody that are worth a line in the log."""
+"""Seconds without an answer to any request after which a line is logged."""
 
 
 class RequestMiddleware:
     """Wraps an application.
 
     Args:
-        access: refuses requests from places that are not allowed. Without this, a server without
-            keys would answer any web page in a browser on its machine, by a DNS name that leads
-            there.
+        access: refuses requests from hosts and pages that are not allowed. Without this check, a
+            web page in a browser on this machine could use a server without keys, through a DNS
+            name that leads to this machine.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, access: Access) -> None:
@@ -98,29 +98,30 @@ class RequestMiddleware:
             )
 
     def _refuse(self, scope: Scope) -> APIError | None:
-        """The error of a request that no route is to see."""
+        """Return the error for a request that must not reach a route, or None."""
         if (refused := self._access.refuse(scope)) is not None:
             return refused
         return refuse_framing(scope)
 
 
 def refuse_framing(scope: Scope) -> APIError | None:
-    """The error of a request whose end two servers could see in two places."""
+    """Return the error for a request in which two servers could find different ends, or None."""
     names = {name for name, _ in scope["headers"]}
-    # HTTP/1.0 knows no Transfer-Encoding.
+    # HTTP/1.0 has no Transfer-Encoding.
     if b"transfer-encoding" in names and (
         b"content-length" in names or scope["http_version"] == "1.0"
     ):
         return APIError(
             400,
-            "a request has a Content-Length or, from HTTP/1.1 on, a Transfer-Encoding",
+            "a request must have a Content-Length or, from HTTP/1.1 on, a Transfer-Encoding, and "
+            "not both",
             headers={"Connection": "close"},
         )
     return None
 
 
 async def watch_stalls() -> None:
-    """Log when the event loop stands still, with the requests that are under way."""
+    """Log when the event loop is blocked, with the requests in progress."""
     clock = asyncio.get_running_loop().time
     while True:
         before = clock()
@@ -131,12 +132,12 @@ async def watch_stalls() -> None:
 
 
 def at_end(scope: Scope, call: Callable[[], None]) -> None:
-    """Call something when a request is over, however it ends, before its last byte is sent."""
+    """Call a function when a request is over, however it ends, before its last byte is sent."""
     scope["state"]["at_end"].append(call)
 
 
 def add_log_fields(scope: Scope, **fields: Any) -> None:
-    """Add fields to the line of a request in the log."""
+    """Add fields to the log line of a request."""
     scope["state"]["log_fields"].update(fields)
 
 
@@ -158,7 +159,7 @@ class JSONFormatter(logging.Formatter):
 
 
 def log_json() -> None:
-    """Write the logs of the server and of uvicorn to standard error, as lines of JSON."""
+    """Write the logs of the server and of uvicorn to standard error as lines of JSON."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JSONFormatter())
     for name, level in (("weir.serve", logging.INFO), ("uvicorn", logging.WARNING)):
@@ -169,5 +170,5 @@ def log_json() -> None:
 
 
 def log_event(event: str, level: int = logging.INFO, **fields: Any) -> None:
-    """Log an event with fields, none of which may contain what somebody said."""
+    """Log an event with fields. No field may contain text of a conversation."""
     LOG.log(level, event, extra={"fields": fields})

@@ -17,11 +17,11 @@ from weir.serve.client import EngineClient
 WINDOW = 1_000_000_000
 """The context window that clients are told.
 
-There is no limit; but clients that are told none assume 128,000 and summarize what they send.
+There is no limit, but clients that are told none assume 128,000 and summarize their messages.
 """
 
 ANY_NAME = "*"
-"""The alias that stands for every name."""
+"""The alias that accepts every name."""
 
 router = APIRouter()
 STARTED = int(time.time())
@@ -29,7 +29,7 @@ STARTED = int(time.time())
 
 @router.get("/v1/models")
 async def models(client: Client) -> dict[str, Any]:
-    """List the models: there is one, which may have several names."""
+    """List the models: only one, which may have several names."""
     names = names_of(client)
     cards = [card(client, name) for name in names]
     ends = {"first_id": names[0], "last_id": names[-1], "has_more": False}
@@ -44,19 +44,19 @@ async def model(name: str, client: Client) -> dict[str, Any]:
 
 
 def names_of(client: EngineClient) -> list[str]:
-    """Return the names of the model, its own first."""
+    """Return the names of the model, its main name first."""
     return [client.name, *sorted(client.aliases - {client.name, ANY_NAME})]
 
 
 def card(client: EngineClient, name: str) -> dict[str, Any]:
-    """The description of the model under one of its names."""
+    """Describe the model under one of its names."""
     limits = client.limits
     return {
         "id": name,
         "object": "model",
         "created": STARTED,
         "owned_by": "weir",
-        "type": "model",  # this and the next two are for Anthropic's clients
+        "type": "model",  # this field and the next two are for Anthropic's clients
         "display_name": name,
         "created_at": datetime.fromtimestamp(STARTED, UTC).isoformat(),
         "context_length": WINDOW,
@@ -85,8 +85,7 @@ def check_model(client: EngineClient, name: str) -> None:
     alias = f", or start weir serve with --alias {shlex.quote(shorten(name))}" if name else ""
     raise APIError(
         404,
-        f"there is no model {shorten(name)!r} here; this server has {client.name!r}. "
-        f"Ask for that{alias}.",
+        f"there is no model {shorten(name)!r} on this server. Use {client.name!r}{alias}.",
         param="model",
         code="model_not_found",
     )

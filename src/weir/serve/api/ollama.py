@@ -1,4 +1,4 @@
-"""Ollama's API: `/api/chat`, `/api/generate`, and what its clients ask about models."""
+"""Ollama's API: `/api/chat`, `/api/generate`, and the routes that describe models."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from weir.serve.thoughts import ThoughtDelta
 from weir.serve.tools.parser import AnswerPart, CallStart, TextDelta
 
 SPOKEN = "0.12.6"
-"""Version of Ollama whose API this is; clients refuse older ones."""
+"""The version of Ollama whose API this is. Clients refuse older versions."""
 NDJSON = "application/x-ndjson"
 
 router = APIRouter()
@@ -70,7 +70,7 @@ async def chat(request: Request, client: Client, owner: Owner) -> Response:
     openapi_extra=describe_body(OllamaGenerateBody, streams=True, media_type=NDJSON),
 )
 async def generate(request: Request, client: Client, owner: Owner) -> Response:
-    """Answer a prompt, for Ollama's clients; a raw one is continued as it is."""
+    """Answer a prompt, for Ollama's clients. A raw prompt is continued as it is."""
     field, what = "prompt", "history"
     body, messages = await read_content(request, OllamaGenerateBody, owner, field, what)
     body.model = own_name(client, body.model)
@@ -86,7 +86,7 @@ async def generate(request: Request, client: Client, owner: Owner) -> Response:
     refuse_own_tools(body)
     if body.held_to is not None:
         raise APIError(
-            400, "raw and format cannot be combined; leave one of them out", param="format"
+            400, "raw and format cannot be combined. Send only one of them.", param="format"
         )
     note_without_template(body)
     is_here = isinstance(messages, list)
@@ -97,7 +97,7 @@ async def generate(request: Request, client: Client, owner: Owner) -> Response:
 
 
 async def _examine(test: Callable[[Any, Sequence[Any]], bool], messages: Any) -> bool:
-    """Return what a test says of messages, which the worker holds if the body is large."""
+    """Return the result of a test on messages. The worker holds them if the body is large."""
     if isinstance(messages, list):
         return test(None, messages)
     found: bool = await run_in_thread(messages.call, test)
@@ -119,19 +119,19 @@ def _text_of(_: Any, messages: Sequence[Any]) -> str:
 
 @router.get("/api/version")
 async def version() -> dict[str, Any]:
-    """Say which version of Ollama's API is served."""
+    """Return the version of Ollama's API that is served."""
     return {"version": SPOKEN, "weir": __version__}
 
 
 @router.get("/api/tags")
 async def tags(client: Client) -> dict[str, Any]:
-    """List the models: there is one, which may have several names."""
+    """List the models: only one, which may have several names."""
     return {"models": [_card(client, name) for name in names_of(client)]}
 
 
 @router.get("/api/ps")
 async def running(client: Client) -> dict[str, Any]:
-    """List the models in memory: there is one."""
+    """List the models in memory: only one."""
     size = {"size_vram": 0, "expires_at": "2100-01-01T00:00:00Z", "context_length": WINDOW}
     return {"models": [{**_card(client, client.name), **size}]}
 
@@ -168,7 +168,7 @@ async def show(request: Request, client: Client, owner: Owner) -> Response:
 
 
 def own_name(client: EngineClient, name: str) -> str:
-    """The name of a model without the tag that Ollama's clients add."""
+    """Return the name of a model without the tag that Ollama's clients add."""
     plain = name.removesuffix(TAG)
     return plain if name != client.name and name not in client.aliases else name
 
@@ -176,7 +176,7 @@ def own_name(client: EngineClient, name: str) -> str:
 def _loaded(
     request: Request, client: EngineClient, body: OllamaBody, fields: dict[str, Any]
 ) -> Response:
-    """Answer a request without a prompt, with which clients load a model."""
+    """Answer a request without a prompt, which clients send to load a model."""
     check_model(client, body.model)
     head = {"model": client.name, "created_at": _time(time.time())}
     ended = {**head, **fields, "done": True, "done_reason": "load"}
@@ -214,7 +214,7 @@ def _time(seconds: float) -> str:
 
 
 class OllamaRenderer(Renderer):
-    """Writes answers as lines of JSON, of which the last has the numbers."""
+    """Writes answers as lines of JSON. The last line has the counts and times."""
 
     media_type = NDJSON
 
@@ -235,7 +235,7 @@ class OllamaRenderer(Renderer):
 
     async def stream(self, events: Events) -> AsyncIterator[bytes]:
         """Write the answer as lines."""
-        calls: list[AnswerPart | ThoughtDelta] = []  # which are sent whole
+        calls: list[AnswerPart | ThoughtDelta] = []  # calls are sent whole
         async for several in events:
             self._note_time()
             now: list[AnswerPart | ThoughtDelta] = []
@@ -252,7 +252,7 @@ class OllamaRenderer(Renderer):
         yield _encode({**self._line([]), **self._end()})
 
     def keep_alive(self, generation: Generation) -> bytes:
-        """Write a line without text: this API has no comments."""
+        """Write a line without text, because this API has no comments."""
         return _encode({**self._line([]), "done": False})
 
     def failure(self, error: APIError) -> bytes:
@@ -264,7 +264,7 @@ class OllamaRenderer(Renderer):
             self._first = time.perf_counter()
 
     def _line(self, parts: Sequence[AnswerPart | ThoughtDelta]) -> dict[str, Any]:
-        """A line with parts of the answer."""
+        """Return a line with parts of the answer."""
         head = {"model": self._model, "created_at": _time(time.time())}
         text = "".join(p.text for p in parts if isinstance(p, TextDelta) and p.call is None)
         thoughts = "".join(part.text for part in parts if isinstance(part, ThoughtDelta))
@@ -280,7 +280,7 @@ class OllamaRenderer(Renderer):
         return {**head, **self._content(text, thoughts, calls)}
 
     def _content(self, text: str, thoughts: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
-        """The fields of a line with the answer."""
+        """Return the fields of a line with the answer."""
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if thoughts:
             message["thinking"] = thoughts
@@ -289,7 +289,7 @@ class OllamaRenderer(Renderer):
         return {"message": message}
 
     def _end(self) -> dict[str, Any]:
-        """The fields of the last line. Times are in nanoseconds."""
+        """Return the fields of the last line. Times are in nanoseconds."""
         generation, now = self._generation, time.perf_counter()
         first = now if self._first is None else self._first
         return {
@@ -318,6 +318,6 @@ def _encode(data: dict[str, Any]) -> bytes:
 
 
 def _arguments(text: str) -> Any:
-    """The arguments of a call as an object; empty where the answer was cut."""
+    """Return the arguments of a call as an object. Empty if the answer was cut off."""
     found = Call("", "", text).parse_arguments()
     return found if isinstance(found, dict) else {}

@@ -1,7 +1,7 @@
-"""The OpenAPI description of the server, corrected where FastAPI cannot know it.
+"""The OpenAPI description of the server, with corrections to what FastAPI generates.
 
-Routes read their bodies themselves, within bounds, so that FastAPI does not know them; and errors
-have OpenAI's format instead of FastAPI's. Knows no route.
+Routes read their bodies themselves, within limits, so FastAPI does not know the bodies. Errors have
+OpenAI's format instead of FastAPI's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ Errors = dict[int | str, dict[str, Any]]
 
 def describe_errors(kind: type[BaseModel]) -> Errors:
     """Describe the errors of an API."""
-    return {"default": {"model": kind, "description": "The request failed; the body says why."}}
+    return {
+        "default": {"model": kind, "description": "The request failed. The reason is in the body."}
+    }
 
 
 ERRORS = describe_errors(ErrorBody)
@@ -32,7 +34,7 @@ _REFERENCE = "#/components/schemas/{model}"
 def describe_body(
     kind: type[BaseModel], *, streams: bool = False, media_type: str = "text/event-stream"
 ) -> dict[str, Any]:
-    """Describe the body of a route, and the type of what it streams."""
+    """Describe the body of a route, and the type that it streams."""
     schema = kind.model_json_schema(ref_template=_REFERENCE)
     content = {"application/json": {"schema": schema}}
     required = any(field.is_required() for field in kind.model_fields.values())
@@ -50,7 +52,7 @@ def describe_app(app: FastAPI) -> dict[str, Any]:
     for path in described["paths"].values():
         for operation in path.values():
             # FastAPI validates no body, so it sends no such error.
-            operation["responses"].pop("422", None)
+            operation["FastAPI validates no body, so it never sends this error."].pop("422", None)
             for content in operation.get("requestBody", {}).get("content", {}).values():
                 schemas.update(content.get("schema", {}).pop("$defs", {}))
     for name in ("HTTPValidationError", "ValidationError"):

@@ -1,4 +1,4 @@
-"""For the operators of the server: `/health`, `/openapi.json`, and `/metrics` for Prometheus."""
+"""Routes for operators: `/health`, `/openapi.json`, and `/metrics` for Prometheus."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ public = APIRouter()
 
 
 class Metrics:
-    """Counts and times of a server, in a registry of its own."""
+    """Counts and times of a server, in a separate registry."""
 
     def __init__(self, client: EngineClient) -> None:
         self.registry = CollectorRegistry()
@@ -41,16 +41,16 @@ class Metrics:
         )
         self.turns = Counter("weir_turns", "Answers, by how they ended.", ["ended"], registry=own)
         self.tokens = Counter(
-            "weir_tokens", "Tokens fed, answered, and known already.", ["kind"], registry=own
+            "weir_tokens", "Tokens read, answered, and reused.", ["kind"], registry=own
         )
         self.first = Histogram(
             "weir_time_to_first_token_seconds",
-            "From a request to the first token of its answer.",
+            "Time from a request to the first token of its answer.",
             buckets=SECONDS,
             registry=own,
         )
         self.between = Histogram(
-            "weir_between_tokens_seconds", "From token to token.", buckets=GAPS, registry=own
+            "Time from token to token.", "From token to token.", buckets=GAPS, registry=own
         )
         self._folds, self._folding = 0, 0.0
         self._lock = threading.Lock()
@@ -64,11 +64,11 @@ class Metrics:
             self._folding += folded.seconds
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics that are read off the engine when they are asked for."""
+        """Read the metrics that come from the engine when they are asked for."""
         engine = self._client.engine
         load, cache = engine.load(), engine.cache
         yield GaugeMetricFamily("weir_queue", "Turns that wait for a row.", load.waiting)
-        rows = GaugeMetricFamily("weir_rows", "Rows by what they do.", labels=["state"])
+        rows = GaugeMetricFamily("weir_rows", "Rows by state.", labels=["state"])
         rows.add_metric(["busy"], load.busy)
         rows.add_metric(["resting"], load.resting)
         rows.add_metric(["free"], load.rows - load.busy - load.resting)
@@ -79,12 +79,12 @@ class Metrics:
         yield CounterMetricFamily(
             "weir_folds", "Calls of the model in which a row folded, for each row.", folds
         )
-        yield CounterMetricFamily("weir_fold_seconds", "Time that folds took.", folding)
+        yield CounterMetricFamily("weir_fold_seconds", "Time spent in folds.", folding)
         yield GaugeMetricFamily("weir_cache_bytes", "Bytes of all rows.", cache.nbytes)
 
 
 @public.get("/health")
-@public.head("/health", include_in_schema=False)  # some load balancers ask for no body
+@public.head("/health", include_in_schema=False)  # some load balancers ask for headers only
 async def health(client: Client) -> Response:
     """Check whether the server can answer. Needs no key."""
     if client.failure is not None:

@@ -1,4 +1,4 @@
-"""The format that an answer is held to: a JSON schema, tool calls, or both."""
+"""The format that an answer must follow: a JSON schema, tool calls, or both."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ from weir.serve.tools.own import OwnTools
 
 
 def add_own_tools(client: EngineClient, body: GenerationBody, offer: ToolOffer) -> ToolOffer:
-    """Add the server's tools that a request asks for to those of the client; APIError for one that
-    there is not.
+    """Add the server's tools that a request asks for to the client's tools.
+
+    Raises APIError for a tool that the server does not have.
     """
     names = body.own_tools
     theirs = {tool.name for tool in offer.tools}
@@ -38,13 +39,13 @@ def add_own_tools(client: EngineClient, body: GenerationBody, offer: ToolOffer) 
         param = f"weir.tools[{number}]"
         if name not in client.own_tools:
             known = ", ".join(map(repr, client.own_tools)) or "none"
-            message = f"this server has no tool {name!r} of its own; it has {known}"
+            message = f"this server has no tool {name!r}. Its tools are {known}"
             raise APIError(400, message, param=param)
         if name in theirs:
-            message = f"there is a tool {name!r} among tools already; rename that one"
+            message = f"a tool {name!r} is already among tools. Rename that tool"
             raise APIError(400, message, param=param)
         if name in names[:number]:
-            raise APIError(400, f"the tool {name!r} is named twice", param=param)
+            raise APIError(400, f"the tool {name!r} is named twice. Name it once.", param=param)
     own = [client.own_tools[name].tool for name in names]
     return replace(offer, tools=[*offer.tools, *own], own=names) if own else offer
 
@@ -56,27 +57,30 @@ def refuse_own_tools(body: GenerationBody) -> None:
             message = "texts have no outputs of tools; leave it out, or send a chat"
             raise APIError(400, message, param=f"weir.{name}", code="unsupported")
     if body.own_tools:
-        message = "the server's tools are for chats; leave them out, or send a chat"
+        message = "the server's tools are only for chats. Leave out weir.tools, or send a chat"
         raise APIError(400, message, param="weir.tools", code="unsupported")
 
 
 def check_tools(client: EngineClient, offer: ToolOffer) -> None:
-    """Check the tools that a client offers; APIError if they contradict each other, or the model's
-    call format is not known.
+    """Check the tools that a client offers.
+
+    Raises APIError if they contradict each other, or if the model's call format is not known.
     """
     tools = offer.tools
     if not tools:
         if offer.names is not None or offer.choice == "required":
-            raise APIError(400, "there are no tools to choose", param="tool_choice")
+            raise APIError(
+                400, "tool_choice needs tools, and the request has none", param="tool_choice"
+            )
         return
     known = {tool.name for tool in tools}
     if len(known) < len(tools):
-        raise APIError(400, "two tools have the same name", param="tools")
+        raise APIError(400, "two tools have the same name. Rename one of them.", param="tools")
     for number, tool in enumerate(tools):
         if tool.schema.get("type", "object") != "object":
             raise APIError(
                 400,
-                f"the parameters of {tool.name} are to have the type object",
+                f"the parameters of {tool.name} must have the type object",
                 param=offer.schema_param.format(number),
                 code="invalid_json_schema",
             )
@@ -86,14 +90,13 @@ def check_tools(client: EngineClient, offer: ToolOffer) -> None:
         raise APIError(400, str(error), param="tools", code="unsupported") from None
     if offer.own and not client.renderer.can_answer_calls:
         message = (
-            "this model's chat template cannot render the result of a call without the messages "
-            "before it, so that the server cannot execute calls within an answer; leave weir.tools "
-            "out"
+            "the chat template of this model cannot render the result of a call alone, so the "
+            "server cannot run its tools within an answer. Leave out weir.tools"
         )
         raise APIError(400, message, param="weir.tools", code="unsupported")
     for name in offer.names or ():
         if name not in known:
-            message = f"there is no tool {name} among the tools"
+            message = f"there is no tool {name} among tools"
             raise APIError(400, message, param=offer.choice_param)
 
 
@@ -105,7 +108,7 @@ async def add_constraint(
     param: str,
     variables: Mapping[str, Any] = NO_VARIABLES,
 ) -> GenerationRequest:
-    """Hold the answers of a request to its tools, and to the schema in the field `param`, if any.
+    """Make the answers of a request follow its tools, and the schema in the field `param`, if any.
 
     Args:
         held_to: the schema, and whether unknown keywords are refused.
@@ -142,7 +145,7 @@ def _compile_tools(
     param: str,
     variables: Mapping[str, Any],
 ) -> GenerationRequest:
-    """Hold answers to tool calls, and to a schema where they are not calls."""
+    """Make answers follow a call format, and a schema where they are not calls."""
     choice = offer.choice or "auto"
     theirs = tuple(tool for tool, _ in offer.callable if tool.name not in offer.own)
     ours = tuple(tool for tool, _ in offer.callable if tool.name in offer.own)
@@ -158,9 +161,9 @@ def _compile_tools(
             raise _invalid_schema(what, error, place) from None
 
     def compile_choice(choice: CallMode, own: tuple[Tool, ...]) -> Callable[[], GrammarConstraint]:
-        """Compile the format of an answer, or of what comes after the server has executed a call.
+        """Compile the format of an answer, or of its part after the server has run a call.
 
-        What is required is done then, so that only the first part must be a call.
+        A required call is needed only in the first part.
         """
         grammar = tool_grammar(
             client.renderer.call_format,
@@ -187,7 +190,7 @@ def _compile_tools(
                 variables,
             )
     except BadSchema as error:
-        # Which of the schemas is it?
+        # Find the schema that is wrong.
         for what, one, strict, place in schemas:
             try:
                 grammars.compile_schema(one, strict=strict)
@@ -205,5 +208,5 @@ def _compile_tools(
 
 def _invalid_schema(what: str, error: BadSchema, param: str) -> APIError:
     return APIError(
-        400, f"{what} cannot be held to: {error}", param=param, code="invalid_json_schema"
+        400, f"answers cannot follow {what}: {error}", param=param, code="invalid_json_schema"
     )

@@ -1,7 +1,6 @@
-"""The output items of a response, built while its answer is made, and the events about them.
+"""The output items of a response, built while its answer is generated, and the events about them.
 
-Text of the model is a message, and its thoughts and each of its calls are separate items, in their
-order. Knows nothing about responses but their items.
+Text is a message item. Thoughts and each call are separate items, in their order.
 """
 
 from __future__ import annotations
@@ -43,7 +42,9 @@ class OutputItems:
         self._logprobs: list[dict[str, Any]] = []
 
     def add(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> list[ItemEvent]:
-        """Add text of the answer; its token's `logprobs` go with the next text of a message."""
+        """Add text of the answer. The `logprobs` of its token are sent with the message's next
+        text.
+        """
         was_calling = self._in_call
         self._logprobs += logprobs
         thinking: list[ItemEvent] = []
@@ -84,7 +85,8 @@ class OutputItems:
     def next_round(self, *, opens_thoughts: bool) -> list[ItemEvent]:
         """End a part of the answer that called one of the server's tools.
 
-        A message goes on with the text of the next part; thoughts there are another item.
+        The message continues with the text of the next part. Thoughts in that part are another
+        item.
         """
         events: list[ItemEvent] = []
         assert self._parser is not None
@@ -100,7 +102,7 @@ class OutputItems:
         return events
 
     def finish(self, status: str) -> list[ItemEvent]:
-        """End the answer, and the item that is still open; `status`: "completed", "incomplete"."""
+        """End the answer and the item that is still open. `status`: "completed" or "incomplete"."""
         events: list[ItemEvent] = []
         rest: list[AnswerPart] = []
         if self._thoughts is not None:
@@ -113,12 +115,12 @@ class OutputItems:
             undecided = self._parser.is_undecided
             parts = self._parser.finish(cut=status == "incomplete")
             if undecided and not any(isinstance(part, TextDelta) for part in parts):
-                self._logprobs.clear()  # what was held back began a call
+                self._logprobs.clear()  # the text that was held back was the beginning of a call
             events += self._events_of(parts)
         if self._open is None and not self.done:
             events += self._begin_message()  # an empty answer is an empty message
         if self._open is not None and self._open["type"] != "message":
-            status = "incomplete"  # whatever has ended the answer
+            status = "incomplete"  # whatever ended the answer
         elif self._open is not None and self._logprobs:
             events.append(self._delta(self._open, ""))
         return events + self._close(status)

@@ -1,7 +1,7 @@
-"""`GET /`: a page for talking to the model and watching what its cache remembers.
+"""`GET /`: a page to talk to the model and watch what its cache remembers.
 
-The page consists of files in `weir/serve/page`, read once. It loads nothing from elsewhere, which
-its Content-Security-Policy enforces. It needs no key itself, but what it asks for does.
+The page consists of the files in `weir/serve/page`, read once. It loads nothing from other servers;
+its Content-Security-Policy enforces this. The page itself needs no key, but its requests do.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MEDIA_TYPES = {
 }
 INDEX = "index.html"
 PLACEHOLDER = "{files}"
-"""Stands in the page for the URL of its files."""
+"""Placeholder in the page for the URL of its files."""
 HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
@@ -40,7 +40,7 @@ HEADERS = {
 
 @cache
 def contents() -> tuple[str, dict[str, bytes]]:
-    """A hash of all files of the page, and the files by name."""
+    """Return a hash of all files of the page, and the files by name."""
     found = {
         file.name: file.read_bytes()
         for file in sorted(files("weir.serve").joinpath("page").iterdir(), key=lambda f: f.name)
@@ -56,7 +56,7 @@ def contents() -> tuple[str, dict[str, bytes]]:
 
 @public.get("/", include_in_schema=False)
 async def index(request: Request) -> Response:
-    """The page, which browsers validate each time."""
+    """Return the page, which browsers validate each time."""
     number, found = contents()
     tag = f'"{number}"'
     headers = {**HEADERS, "ETag": tag, "Cache-Control": "no-cache"}
@@ -67,7 +67,9 @@ async def index(request: Request) -> Response:
 
 @public.get("/page/{number}/{name}", include_in_schema=False)
 async def file(number: str, name: str) -> Response:
-    """A file of the page, which browsers may keep for ever: its URL has a hash of all files."""
+    """Return a file of the page, which browsers may keep forever: its URL contains a hash of all
+    files.
+    """
     known, found = contents()
     if number != known or name not in found or name == INDEX:
         raise not_found("file")

@@ -1,4 +1,7 @@
-"""HTTP/1.1 connections: uvicorn's, but no client can hold them all, nor one without a request."""
+"""HTTP/1.1 connections: uvicorn's, with limits on each client.
+
+No client can take all connections, or keep one without sending a request.
+"""
 
 from __future__ import annotations
 
@@ -14,37 +17,38 @@ from weir.serve.api.errors import APIError
 from weir.serve.limits import share_of
 
 MAX_CONNECTIONS = 1024
-"""Connections that may be open at once; further requests get 503."""
+"""The most connections that are open at once. Further requests get status 503."""
 HEAD_SECONDS = 10.0
-"""Seconds in which the head of a request must come; it may take twice as long."""
+"""Seconds in which the head of a request should arrive. It may take up to twice as long."""
 SMALL_CHUNK = re.compile(rb"\r\n0*[0-9a-fA-F]{1,2}\r\n")
-"""The head of a chunk with fewer than 256 bytes, after another one."""
+"""The head of a chunk with fewer than 256 bytes, after another chunk."""
 SMALL_CHUNKS = 2048
-"""Small chunks that a body may have. Each takes as much time as a large one, and other requests
-wait for it.
+"""The most small chunks in a body.
+
+Each takes as much time as a large one, and other requests wait for it.
 """
 PROBES = 3
 PROBE_SECONDS = 0.05
-"""Writes, and seconds between them, after a client has ended its side of the connection."""
+"""Seconds between two probe writes after a client has closed its side of the connection."""
 LATER_SECONDS = 5.0
-"""Seconds between such writes from then on."""
+"""Seconds between later probe writes."""
 PROBE = "probe"
-"""The key, in the state of a request, of the function that writes something into its response."""
+"""Key in a request's state of the function that writes something into its response."""
 _open: Counter[str] = Counter()  # connections by address
 
 
 class BoundedConnection(H11Protocol):
-    """A connection, which is closed where its address has a share of all, or its head is slow.
+    """A connection that is closed if its address has too many, or if its head is too slow.
 
     Attributes:
-        bounded: whether an address may have a share of the connections only, and a body so many
-            small chunks.
+        bounded: whether there are limits on the connections of an address and on small chunks of a
+            body.
     """
 
     bounded = True
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Count it, and begin to wait for a request."""
+        """Count the connection, and wait for a request."""
         super().connection_made(transport)
         self._address = self.client[0] if self.client else ""
         _open[self._address] += 1
@@ -55,7 +59,7 @@ class BoundedConnection(H11Protocol):
             transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Count it no longer."""
+        """Stop counting the connection."""
         super().connection_lost(exc)
         self._timer.cancel()
         _open[self._address] -= 1
@@ -63,24 +67,27 @@ class BoundedConnection(H11Protocol):
             del _open[self._address]
 
     def data_received(self, data: bytes) -> None:
-        """Take data from the client, unless its body comes in too many small pieces."""
+        """Receive data from the client, unless its body comes in too many small pieces."""
         begins = self.conn.their_state is not h11.SEND_BODY
         if begins:
             self._small = 0
-        # The first data of a request may have its head and much of its body.
+        # The first data of a request may contain its head and much of its body.
         if begins or any(name == b"transfer-encoding" for name, _ in self.headers):
             self._small += len(SMALL_CHUNK.findall(data))
         if self.bounded and self._small > SMALL_CHUNKS:
-            self._refuse(f"a body may have {SMALL_CHUNKS:,} chunks of fewer than 256 bytes")
+            self._refuse(
+                f"a body can have at most {SMALL_CHUNKS:,} chunks of fewer than 256 bytes. Send "
+                "larger chunks"
+            )
             return
         super().data_received(data)
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
-        """Go on with the answer after a client has closed its side of the connection.
+        """Continue the answer after a client has closed its side of the connection.
 
-        A client may do so when it has sent its request, but a client that has hung up looks the
-        same. Two writes tell them apart: if it has hung up, its machine resets the connection after
-        the first, and the second fails.
+        A client may close its side after sending its request, but a client that disconnected looks
+        the same. Two writes tell them apart: if the client is gone, its machine resets the
+        connection after the first write, and the second one fails.
         """
         cycle = self.cycle
         if cycle is None or cycle.response_complete or self.conn.their_state is h11.SEND_BODY:
@@ -89,7 +96,7 @@ class BoundedConnection(H11Protocol):
         return True
 
     def _probe(self, left: int) -> None:
-        """Write something that the client ignores, if it is there."""
+        """Write something that the client ignores, if it is still there."""
         if self.transport.is_closing() or self.cycle.response_complete:
             return
         if self.conn.our_state is h11.SEND_RESPONSE:
@@ -112,8 +119,10 @@ class BoundedConnection(H11Protocol):
         self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no request of HTTP/1.1, in OpenAI's form, and close the connection."""
-        error = APIError(400, f"this is not a request that HTTP/1.1 or this server allows: {msg}")
+        """Refuse a request that is not valid HTTP/1.1, in OpenAI's format, and close the
+        connection.
+        """
+        error = APIError(400, f"HTTP/1.1 or this server does not allow this request: {msg}")
         body = json.dumps(error.body).encode()
         headers = [
             (b"content-type", b"application/json"),
@@ -129,7 +138,9 @@ class BoundedConnection(H11Protocol):
         self.transport.close()
 
     def _end_slow(self) -> None:
-        """Close the connection if no request has come since the last look, and none is read."""
+        """Close the connection if no request has arrived since the last check, and none is being
+        read.
+        """
         if self.conn.their_state is h11.IDLE and self.scope is self._known:
             self.transport.close()
             return

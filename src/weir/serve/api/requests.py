@@ -1,4 +1,4 @@
-"""Reading of a request: its body and session, before anything is done; and its hang-up."""
+"""Read a request: its body and session, before any work, and notice when the client disconnects."""
 
 from __future__ import annotations
 
@@ -32,60 +32,70 @@ SESSION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
 SESSION_HEADER = "x-session-id"
 JSON = "application/json"
 FORM = "application/x-www-form-urlencoded"
-"""What `curl -d` says of a body."""
+"""The Content-Type that `curl -d` sends."""
 BROWSER_HEADERS = ("origin", "sec-fetch-mode", "sec-fetch-site")
-"""A request of a web page has at least one of them."""
+"""Headers of which a web page's request has at least one."""
 MAX_DIGITS = 20
-"""Digits of a Content-Length: `int` raises on a text with thousands of them."""
+"""The most digits of a Content-Length. `int` raises an error for thousands of digits."""
 DRAINED = 64_000_000
-"""Bytes that are read, and dropped, of a body beyond what it may have."""
+"""Bytes of an oversized body that are read and thrown away."""
 PACE = 32_000_000
-"""Bytes of large bodies that are read of a client in a second while there are answers: who sends as
-fast as this machine copies would keep the interpreter from the engine's thread.
+"""Bytes of large bodies that are read from a client per second while there are answers.
+
+A client that sends as fast as this machine copies would keep the interpreter from the engine's
+thread.
 """
 SLOW_SECONDS = 0.5
 SLOW_RATE = 10_000
-"""A body is slow if it has come for longer, and with fewer bytes a second."""
+"""A body is slow if it has taken longer than the time above and comes at fewer bytes per second
+than this.
+"""
 LARGE = 65_536
-"""Bytes of a body that is worked on apart, so that no other client waits."""
+"""Bytes from which a body is parsed in another process, so that no other client waits."""
 
 
 class ClientGone(Exception):
-    """The client has hung up."""
+    """The client has disconnected."""
 
 
 class BodyLimiter:
-    """Bounds what the bodies of all requests take together, while they are read and answered.
+    """Limits the size of the bodies of all requests together, while they are read and answered.
 
     Args:
-        limits: of the server.
+        limits: the limits of the server.
     """
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._bytes: Counter[str] = Counter()
         self._reading: defaultdict[str, list[IncomingBody]] = defaultdict(list)
-        self._paced: dict[str, float] = {}  # until when a client's bodies have been read enough
+        self._paced: dict[
+            str, float
+        ] = {}  # the time until which a client's bodies have been read enough
 
     def delay(self, holder: str, size: int, now: float) -> float:
-        """Seconds to wait after so many bytes of a large body, behind its client's others."""
+        """Return the seconds to wait after reading this many bytes of a large body of a client."""
         until = max(self._paced.get(holder, now), now) + size / PACE
         self._paced[holder] = until
         return until - now
 
     def add(self, request: Request, size: int) -> None:
-        """Count bytes of a body until its request ends; APIError if all are too large together, or
-        all of its client.
+        """Count bytes of a body until its request ends.
+
+        Raises APIError if all bodies together are too large, or all bodies of its client.
         """
         holder = request.state.holder
         if self._bytes[holder] + size > share_of(self._limits.bodies):
-            raise rate_limited("the requests of this key or address are too large together")
+            raise rate_limited(
+                "the requests of this key or address are too large together. Wait for one to "
+                "finish, or send less."
+            )
         if self._bytes.total() + size > self._limits.bodies:
-            raise rate_limited("the requests under way are too large together")
+            raise rate_limited("all requests in progress are too large together. Try again later.")
         self._bytes[holder] += size
         counted: Counter[str] | None = getattr(request.state, "counted", None)
         if counted is None:
-            # One entry for all pieces of a body, of which there may be thousands.
+            # One entry counts all pieces of a body, which may be thousands.
             request.state.counted = counted = Counter()
             at_end(request.scope, lambda: self._remove(holder, request.state.counted[holder]))
         counted[holder] += size
@@ -96,7 +106,9 @@ class BodyLimiter:
             del self._bytes[holder]
 
     def end_slow(self, holder: str) -> None:
-        """End a slow body of a client that has many, or they could hold all its places."""
+        """End a slow body of a client with many bodies, which could otherwise take all its
+        places.
+        """
         bodies = self._reading.get(holder, [])
         slow = next((body for body in bodies if body.is_slow), None)
         if len(bodies) >= self._limits.reading and slow is not None:
@@ -105,7 +117,7 @@ class BodyLimiter:
 
     @contextmanager
     def reading(self, holder: str, seconds: float) -> Iterator[IncomingBody]:
-        """Count a body of a client while it is read, for so many seconds at most."""
+        """Count a client's body while it is read, for at most this many seconds."""
         body, bodies = IncomingBody(seconds), self._reading[holder]
         bodies.append(body)
         try:
@@ -122,7 +134,7 @@ class IncomingBody:
     """A body that is being read.
 
     Args:
-        seconds: in which all of it must come.
+        seconds: time limit for the whole body.
 
     Attributes:
         size: bytes so far.
@@ -137,27 +149,27 @@ class IncomingBody:
 
     @property
     def is_slow(self) -> bool:
-        """Whether it comes so slowly that others may take its place."""
+        """Whether it arrives so slowly that another body may take its place."""
         seconds = self._loop.time() - self._began
         return seconds > SLOW_SECONDS and self.size < SLOW_RATE * seconds
 
     def timeout(self) -> asyncio.Timeout:
-        """A context for waiting for the next part."""
+        """Return a context for waiting for the next part."""
         self._timeout = asyncio.timeout_at(self._until)
         return self._timeout
 
     def end(self) -> None:
-        """Wait for it no longer."""
+        """Stop waiting for the body."""
         self._until = self._loop.time()
-        with suppress(RuntimeError):  # nothing is waited for just now
+        with suppress(RuntimeError):  # nothing is waited for at the moment
             self._timeout.reschedule(self._until)
 
 
 def begin_request(request: Request, owner: str) -> EngineClient:
-    """Count a request as one of its client's, until it ends; APIError if there are too many
-    already.
+    """Count a request of its client until it ends.
 
-    Its client is its owner, or without keys its address: `request.state.holder`.
+    The client is the owner or, without keys, the address: `request.state.holder`. Raises APIError
+    if the client already has too many.
     """
     client: EngineClient = request.app.state.client
     request.state.holder = holder = owner or (request.client.host if request.client else "")
@@ -175,17 +187,19 @@ def begin_request(request: Request, owner: str) -> EngineClient:
 async def read_chunks(
     request: Request, media_type: str, limit: int, seconds: float
 ) -> AsyncIterator[bytes]:
-    """Read the body of a request as it comes, all within so many seconds.
+    """Read the body of a request in parts, all within a time limit.
 
-    One that is too large is read on for a while: most clients send everything before they listen,
-    and would hear of a reset.
+    A body that is too large is still read for a while, because most clients send everything before
+    they read the response, and would only see a reset.
 
     Raises:
-        APIError: it is too large, of another type, or comes too slowly.
-        ClientGone: the client has hung up.
+        APIError: the body is too large, of another type, or too slow.
+        ClientGone: the client has disconnected.
     """
     _check_headers(request, media_type)
-    too_large = _too_large(f"the body may have {limit:,} bytes")
+    too_large = _too_large(
+        f"the body is larger than {limit:,} bytes, the limit of this server. Send less"
+    )
     length = request.headers.get("content-length", "0")
     most = limit if "expect" in request.headers else limit + DRAINED
     if not length.isdecimal() or len(length) > MAX_DIGITS or int(length) > most:
@@ -213,7 +227,9 @@ async def read_chunks(
                     await asyncio.sleep(limiter.delay(holder, len(chunk), loop.time()))
     except TimeoutError:
         raise APIError(
-            408, "the body did not come in time", headers={"Connection": "close"}
+            408,
+            "the body did not arrive in time. Send it faster, or send less.",
+            headers={"Connection": "close"},
         ) from None
     except ClientDisconnect:
         raise ClientGone from None
@@ -227,29 +243,29 @@ def _too_large(message: str) -> APIError:
 
 
 def _check_headers(request: Request, media_type: str) -> None:
-    """Refuse bodies of another media type, character set or encoding."""
+    """Refuse bodies with another media type, character set or encoding."""
     named = Message()
     named["content-type"] = request.headers.get("content-type", "")
-    # Pages in a browser may send anything else to any address without asking.
+    # Pages in a browser may send any other type to any address without permission.
     if named.get_content_type() != media_type and not _may_leave_out_type(request, media_type):
         what = "JSON" if media_type == JSON else "a file"
-        raise APIError(415, f"the body must be {what}: Content-Type: {media_type}")
+        raise APIError(415, f"the body must be {what}. Send Content-Type: {media_type}.")
     charset = named.get_content_charset("utf-8")
     if charset not in ("utf-8", "utf8", "us-ascii"):
-        raise APIError(415, "the body must be in UTF-8: leave charset out of Content-Type")
+        raise APIError(415, "the body must be UTF-8. Leave charset out of Content-Type.")
     if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
         raise APIError(
             415,
-            "the body must not be compressed: leave Content-Encoding out",
+            "the body must not be compressed. Leave out Content-Encoding.",
             headers={"Accept-Encoding": "identity"},
         )
 
 
 def _may_leave_out_type(request: Request, media_type: str) -> bool:
-    """Whether a body is taken for JSON although the header does not say so.
+    """Return whether a body is taken as JSON although its header does not say so.
 
     LiteLLM's client of Ollama's API sends no type, and `curl -d` in Ollama's documentation sends
-    that of a form. Browsers name the page that sends a request (`Origin`).
+    the type of a form. Browsers name the page that sends a request (`Origin`).
     """
     headers = request.headers
     if media_type != JSON or any(name in headers for name in BROWSER_HEADERS):
@@ -259,13 +275,13 @@ def _may_leave_out_type(request: Request, media_type: str) -> bool:
 
 
 async def read_body(request: Request, kind: type[Body], owner: str) -> Body:
-    """Read and validate the body of a request, which counts as one of its owner's from now on.
+    """Read and validate the body of a request, which counts for its owner from then on.
 
-    No body at all is an empty object, if no field is required.
+    A missing body counts as an empty object if no field is required.
 
     Raises:
         APIError: the owner has too many requests, or the body is too large, slow or wrong.
-        ClientGone: the client has hung up.
+        ClientGone: the client has disconnected.
     """
     data, counter = await _read(request, kind, owner, 0)
     if len(data) < LARGE:
@@ -278,13 +294,14 @@ async def read_body(request: Request, kind: type[Body], owner: str) -> Body:
 async def read_content(
     request: Request, kind: type[Body], owner: str, field: str, what: str, numbers: int = 0
 ) -> tuple[Body, Any]:
-    """Read and validate a body as `read_body` does; its content apart, which a large one's worker
-    holds.
+    """Read and validate a body like `read_body`, with its content separately.
+
+    For a large body, the worker holds the content.
 
     Args:
-        field: where the content is, which the body of a large one lacks.
+        field: the field with the content, which a large body is returned without.
         what: the property of the body that is its content.
-        numbers: entries of lists that are allowed beside `MAX_NODES`, for prompts of token ids.
+        numbers: entries of lists that are allowed besides `MAX_NODES`, for prompts of token ids.
     """
     data, counter = await _read(request, kind, owner, numbers)
     if len(data) < LARGE:
@@ -305,7 +322,7 @@ async def _read(
     if not (optional and _has_no_body(request)):
         async for chunk in read_chunks(request, JSON, limits.body, limits.stall):
             if refused is not None:
-                continue  # many clients hear no answer before they have sent everything
+                continue  # many clients read no response before they have sent everything
             nodes = counter.nodes
             try:
                 counter.feed(chunk)
@@ -336,9 +353,10 @@ def _take_content(
 def parse_body(
     data: bytes | bytearray, kind: type[Body], counter: NodeCounter | None = None
 ) -> Body:
-    """Parse and validate the body of a request (APIError); `counter` counts JSON in its texts.
+    """Parse and validate the body of a request; `counter` counts JSON inside its texts.
 
-    A bytearray is emptied, so that a large body is not in memory twice.
+    A bytearray is emptied, so that a large body is not in memory twice. Raises APIError if the body
+    is wrong.
     """
     text = bytes(data)  # `from_json` copies a bytearray, and would keep both
     if isinstance(data, bytearray):
@@ -357,7 +375,7 @@ def parse_body(
 
 
 def _has_no_body(request: Request) -> bool:
-    """Whether a program sends no body; a page in a browser would name its origin."""
+    """Return whether a program sends no body. A page in a browser would name its origin."""
     headers = request.headers
     return headers.get("content-length", "0") == "0" and not any(
         name in headers for name in ("content-type", "transfer-encoding", "origin")
@@ -365,9 +383,7 @@ def _has_no_body(request: Request) -> bool:
 
 
 def check_query(request: Request) -> None:
-    """Refuse query parameters that a route does not have, and sessions that are not shown
-    (APIError); a dependency of routes.
-    """
+    """Refuse unknown query parameters and hidden sessions; a dependency of routes."""
     top = request.scope["route"].dependant
     if is_hidden(str(request.path_params.get("name", ""))):
         raise not_found("session")
@@ -379,20 +395,20 @@ def check_query(request: Request) -> None:
 
 
 def named_session(request: Request) -> str | None:
-    """The session that the client names, if it does; APIError if that is no name of one."""
+    """Return the session that the client names, if any. Raises APIError for an invalid name."""
     name = request.headers.get(SESSION_HEADER)
     if name is not None and not SESSION_NAME.fullmatch(name):
         raise APIError(
             400,
-            f"{SESSION_HEADER} is 1 to 128 letters, digits or _ . : -, and begins with a letter "
-            "or digit",
+            f"{SESSION_HEADER} must have 1 to 128 letters, digits or _ . : - and begin with a "
+            "letter or digit",
             param=SESSION_HEADER,
         )
     return name
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of `work`, which is cancelled if the client hangs up (ClientGone)."""
+    """Return the result of `work`. If the client disconnects, cancel it and raise ClientGone."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(wait_disconnect(request.receive))
     try:
@@ -406,6 +422,6 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, Result]) -
 
 
 async def wait_disconnect(receive: Callable[[], Any]) -> None:
-    """Return when the client has hung up."""
+    """Return when the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass

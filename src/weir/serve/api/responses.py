@@ -1,4 +1,4 @@
-"""`/v1/responses`: turns that name the one they continue, and can be retrieved.
+"""`/v1/responses`: turns that name the turn they continue, and can be retrieved.
 
 A response is sent as one object, or as typed events with sequence numbers.
 """
@@ -60,7 +60,7 @@ router = APIRouter()
 
 @router.post("/v1/responses", openapi_extra=describe_body(ResponseBody, streams=True))
 async def respond(request: Request, client: Client, owner: Owner) -> Response:
-    """Create a response: alone, after a previous one, or in a conversation."""
+    """Create a response: a first one, one after a previous response, or one in a conversation."""
     session = named_session(request)
     body, items = await read_content(request, ResponseBody, owner, "input", "items")
     check_model(client, body.model)
@@ -81,7 +81,7 @@ async def respond(request: Request, client: Client, owner: Owner) -> Response:
 
 @router.post("/v1/responses/input_tokens", openapi_extra=describe_body(ResponseBody))
 async def count(request: Request, client: Client, owner: Owner) -> JSONResponse:
-    """Count the tokens of the input of a response, with all that it continues."""
+    """Count the tokens of a response's input, including everything that it continues."""
     body, items = await read_content(request, ResponseBody, owner, "input", "items")
     check_model(client, body.model)
     _check(body, None)
@@ -98,9 +98,9 @@ async def count(request: Request, client: Client, owner: Owner) -> JSONResponse:
 async def compact(request: Request, client: Client, owner: Owner) -> JSONResponse:
     """Make an item that stands for a history.
 
-    Nothing is summarized: the item names the saved turn that ends the history, whose state is small
-    however long it is. Items after that turn are returned as they are, and all are if no turn of
-    this history is saved.
+    Nothing is summarized. The item names the saved turn at the end of the history, whose state is
+    small however long the history is. Items after that turn are returned unchanged. If no turn of
+    this history is saved, all items are.
     """
     body, items = await read_content(request, ResponseBody, owner, "input", "items")
     check_model(client, body.model)
@@ -141,7 +141,11 @@ async def retrieve(name: str, client: Client, owner: Owner, stream: bool = False
     """Retrieve a stored response."""
     found = await _found(client, owner, name)
     if stream:
-        raise APIError(400, "only responses in the background are streamed again", param="stream")
+        raise APIError(
+            400,
+            "only background responses can be streamed again. Leave out stream.",
+            param="stream",
+        )
     return found.body
 
 
@@ -156,7 +160,7 @@ async def delete(name: str, client: Client, owner: Owner) -> dict[str, Any]:
 
 @router.post("/v1/responses/{name}/cancel")
 async def cancel(name: str, client: Client, owner: Owner) -> dict[str, Any]:
-    """Not supported: close the connection to cancel a response."""
+    """Refuse to cancel a response. Closing the connection cancels it."""
     await _found(client, owner, name)
     raise APIError(400, "Cannot cancel a synchronous response.", param="response_id")
 
@@ -177,7 +181,7 @@ async def _make_turn(
     items: list[Item] | Handle,
     session: str | None,
 ) -> ResponseTurn:
-    """The turn of a response, with the items that its input refers to."""
+    """Return the turn of a response, with the items that its input refers to."""
     given: list[Item] = items.get() if isinstance(items, Handle) else items
     references = {item["id"] for item in given if item["type"] == "item_reference"}
     if references:
@@ -192,8 +196,8 @@ async def _make_turn(
     if compacted is not None and (body.previous_response_id or body.named):
         raise APIError(
             400,
-            "a compaction stands for what came before, and so does previous_response_id or "
-            "conversation: send one of them",
+            "a compaction already contains the earlier conversation. Send either the compaction, "
+            "or previous_response_id or conversation.",
             param="input",
             code="mutually_exclusive_parameters",
         )
@@ -227,20 +231,21 @@ def _check(body: ResponseBody, session: str | None) -> None:
     if body.previous_response_id is not None:
         raise APIError(
             400,
-            "previous_response_id and conversation exclude each other",
+            "previous_response_id and conversation cannot be combined. Send only one of them.",
             param="previous_response_id",
             code="mutually_exclusive_parameters",
         )
     if session not in (None, body.named):
         raise APIError(
             400,
-            f"the turns of a conversation are in the session of its id: leave {SESSION_HEADER} out",
+            "the turns of a conversation are in the session with its id. Leave out "
+            f"{SESSION_HEADER}.",
             param=SESSION_HEADER,
             code="mutually_exclusive_parameters",
         )
     if not body.is_stored:
         raise APIError(
-            400, "a conversation keeps what is said in it: leave store out", param="store"
+            400, "a conversation always stores its responses. Leave out store.", param="store"
         )
 
 
@@ -264,12 +269,12 @@ def _match(turn: ResponseTurn) -> Prompt:
 
 
 def lock(request: Request, client: EngineClient, owner: str, conversation: str) -> None:
-    """Lock a conversation until the request is over."""
+    """Lock a conversation until the request ends."""
     held = owner, conversation
     if held in client.locked:
         raise APIError(
             409,
-            "another request is at this conversation; come again when it is done",
+            "another request is using this conversation. Try again when it has finished.",
             param="conversation",
             code="conversation_locked",
             headers={"Retry-After": "1"},
@@ -316,9 +321,9 @@ class ResponseRenderer(Renderer):
         yield self._encode([*last, (f"response.{status}", {"response": whole})]) + DONE
 
     def keep_alive(self, generation: Generation) -> bytes:
-        """Write a comment, and an event too while the prompt is read.
+        """Write a comment, and an event too while the prompt is being read.
 
-        Some clients, such as Codex, consider a stream without events broken.
+        Some clients, such as Codex, treat a stream without events as broken.
         """
         comment = super().keep_alive(generation)
         if generation.sequences[0].output_ids:
@@ -336,7 +341,7 @@ class ResponseRenderer(Renderer):
         return self._encode([("response.failed", {"response": response})])
 
     def _add(self, event: AnswerEvent) -> list[ItemEvent]:
-        """Add what an event brings to the items; returns the events about them."""
+        """Add the content of an event to the items. Returns the events about them."""
         added = self._items.add(event.text, self._logprobs.entries_of(event))
         if isinstance(event, RoundEvent):
             added += self._items.next_round(opens_thoughts=event.opens_thoughts)
@@ -346,7 +351,7 @@ class ResponseRenderer(Renderer):
         return "completed" if self._generation.finished[0].reason == "stop" else "incomplete"
 
     async def _finish(self, status: str) -> dict[str, Any]:
-        """The response at its end, which is stored before anybody hears of it."""
+        """Return the finished response. It is stored before the client receives it."""
         whole = self._response(status, self._items.done)
         try:
             await asyncio.to_thread(self._turn.store, self._generation.prompt.session, whole)
@@ -356,7 +361,7 @@ class ResponseRenderer(Renderer):
         return whole
 
     def _encode(self, events: Sequence[ItemEvent]) -> bytes:
-        """Events as they are sent, numbered."""
+        """Encode events as they are sent, numbered."""
         numbered = [
             encode_event({"type": kind, "sequence_number": number, **fields})
             for number, (kind, fields) in enumerate(events, self._number)
@@ -422,12 +427,12 @@ class ResponseRenderer(Renderer):
 
 
 def _choice_of(body: ResponseBody) -> str | dict[str, Any]:
-    """The choice among tools, as the client wrote it."""
+    """Return the tool choice as the client wrote it."""
     choice = body.tool_choice
     return choice or "auto" if isinstance(choice, str | None) else choice.model_dump()
 
 
 def _format_of(body: ResponseBody) -> dict[str, Any]:
-    """The format of the answer, as the client wrote it."""
+    """Return the format of the answer as the client wrote it."""
     found = body.text and body.text.format
     return found.model_dump(by_alias=True, exclude_none=True) if found else {"type": "text"}

@@ -24,12 +24,12 @@ from weir.serve.sessions.snapshot_folder import is_full
 
 FILE = "application/octet-stream"
 CHUNK = 2**18
-"""Bytes of a file that are read at once."""
+"""Bytes of a file that are read at a time."""
 FILE_PATIENCE = 20
-"""Time that a file may take, as a multiple of a JSON body's."""
+"""The time limit for a file, as a multiple of that for a JSON body."""
 
 STREAM_FACTS = ("held", "bytes", "folds", "pinned", "beginning", "forgotten")
-"""Fields of its newest turn's usage that a session has."""
+"""Fields of the newest turn's usage that are shown for a session."""
 BINARY = {FILE: {"schema": {"type": "string", "format": "binary"}}}
 
 router = APIRouter(dependencies=[Depends(check_query)])
@@ -51,7 +51,7 @@ class RewindBody(Strict):
 
 @dataclass(frozen=True)
 class TurnPage(PageQuery):
-    """The page of turns that a client asks for; oldest first if it does not say."""
+    """The page of turns that a client asks for, oldest first by default."""
 
     limit: Annotated[int, Query(ge=1, le=1000)] = 100
     order: Annotated[Literal["asc", "desc"], Query()] = "asc"
@@ -63,7 +63,7 @@ class TurnPage(PageQuery):
 async def sessions(client: Client, owner: Owner) -> dict[str, Any]:
     """List all sessions, most recently used first."""
     found = await run_in_thread(client.store.list_sessions, owner)
-    # A session that was imported or forked is new in the store, but its turns are not.
+    # An imported or forked session is new in the store, but its turns are not.
     shown = (session for session in found if not is_hidden(session.id))
     found = sorted(shown, key=lambda session: session.used)
     return {"object": "list", "data": [session_object(session) for session in reversed(found)]}
@@ -98,7 +98,7 @@ async def session(name: str, client: Client, owner: Owner) -> dict[str, Any]:
 
 @router.delete("/v1/sessions/{name}")
 async def delete(name: str, client: Client, owner: Owner) -> dict[str, Any]:
-    """Delete a session, and its turns that no other session has."""
+    """Delete a session, and the turns that are in no other session."""
     if not await run_in_thread(client.sessions.delete, owner, name):
         raise not_found("session")
     return {"id": name, "object": "session", "deleted": True}
@@ -158,9 +158,9 @@ async def export(
 
 
 def _cannot_write(error: OSError) -> APIError:
-    """The error of a file in transit that the disk does not take."""
+    """Return the error for a file in transit that cannot be written to disk."""
     if is_full(error):
-        return storage_full("the disk has no room for the file of this session; make room")
+        return storage_full("the disk has no room for the file of this session. Free some space.")
     LOG.error("a file cannot be written", exc_info=error)
     return server_error()
 
@@ -187,7 +187,7 @@ def session_object(session: SessionSummary) -> dict[str, Any]:
 
 
 def turn_object(record: TurnRecord, current: bool) -> dict[str, Any]:
-    """A turn as JSON; the newest turn is current, and those that lead to it."""
+    """Return a turn as JSON. The newest turn and its ancestors are current."""
     return {
         "id": f"resp_{record.node}",
         "object": "session.turn",

@@ -1,4 +1,4 @@
-"""Server-sent events to a client that may hang up, or stop reading."""
+"""Server-sent events to a client that may disconnect or stop reading."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ DONE = b"data: [DONE]\n\n"
 
 @dataclass(frozen=True)
 class KeepAlive:
-    """A frame that is sent when nothing else has been sent for some seconds."""
+    """A frame that is sent when nothing else was sent for some seconds."""
 
     seconds: float
     frame: Callable[[], bytes]
 
 
 class EventStream(Response):
-    """A response that is sent while it is made.
+    """A response that is sent while it is generated.
 
-    Its headers are sent at once, before its first frame is there.
+    Its headers are sent at once, before there is a first frame.
 
     Args:
         overrun: set when the client has read too little.
-        stall: seconds that the client may leave what is sent unread.
+        stall: seconds that the client may leave sent data unread.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class EventStream(Response):
         self._sending_since: float | None = None
         self._sent = 0.0
         self._started = False
-        self._probing: asyncio.Future[None] | None = None  # kept, or it could be collected
+        self._probing: asyncio.Future[None] | None = None  # kept, or it could be garbage-collected
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the frames; a client that does not read is cut off."""
+        """Send the frames. A client that does not read is disconnected."""
         writing = asyncio.ensure_future(self._write(send))
         others = set()
         if self._keep_alive is not None:
@@ -96,14 +96,14 @@ class EventStream(Response):
         self._sent = clock()
 
     def _probe(self, send: Send, keep_alive: KeepAlive) -> None:
-        """Send a frame that the client ignores, to see whether it is there."""
+        """Send a frame that the client ignores, to see whether the client is still there."""
         if self._started and self._sending_since is None:
             self._probing = asyncio.ensure_future(self._send_frame(send, keep_alive.frame()))
 
     async def _keep_open(self, send: Send, keep_alive: KeepAlive) -> None:
-        """Send a frame whenever nothing has been sent for some seconds.
+        """Send a frame whenever nothing was sent for some seconds.
 
-        Polls, as `_wait_stall` does.
+        Polls, for the reason given in `_wait_stall`.
         """
         clock = asyncio.get_running_loop().time
         left = keep_alive.seconds
@@ -119,7 +119,7 @@ class EventStream(Response):
     async def _wait_stall(self) -> None:
         """Return when a frame has been left unread for too long.
 
-        Polls, since setting a timer for every token would take longer than sending it.
+        Polls, because setting a timer for every token would take longer than sending the token.
         """
         clock = asyncio.get_running_loop().time
         left = self._stall
@@ -130,7 +130,7 @@ class EventStream(Response):
 
 
 def encode_event(data: dict[str, Any]) -> bytes:
-    """One event with JSON data, named if that has a type."""
+    """Encode an event with JSON data. The event is named if the data has a type."""
     name = f"event: {data['type']}\n" if "type" in data else ""
     return f"{name}data: {_to_json(data)}\n\n".encode()
 

@@ -1,4 +1,4 @@
-"""Options about a model's thoughts, as variables of its chat template."""
+"""Options for a model's thoughts, passed as variables of its chat template."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ RESERVED = frozenset(
         "strftime_now",
     }
 )
-"""Variables of chat templates that are not for clients."""
+"""Variables of chat templates that clients cannot set."""
 SWITCHES = ("enable_thinking", "thinking")
-"""Variables with which templates switch thoughts on and off."""
+"""Variables with which templates turn thoughts on and off."""
 
 
 def find_variables(client: EngineClient, body: GenerationBody) -> dict[str, Any]:
-    """Find the variables that a request sets; APIError for one that the template does not use.
+    """Find the template variables that a request sets.
 
-    An effort that the template cannot be told has no effect, and a warning says so: agents send
-    one with every request.
+    Raises APIError for a variable that the template does not use. An effort that the template
+    cannot be told has no effect, and a warning says so, because agents send one with every request.
     """
     own = client.renderer.variables - RESERVED
     known = {name for name in own if not name.endswith("_token")}
@@ -42,8 +42,8 @@ def find_variables(client: EngineClient, body: GenerationBody) -> dict[str, Any]
             )
             raise APIError(
                 400,
-                f"the chat template of this model does not use {shorten(name)!r} (it uses {has}); "
-                "leave it out",
+                f"the chat template of this model does not use {shorten(name)!r}. It uses {has}. "
+                "Leave out the others.",
                 param=f"chat_template_kwargs.{shorten(name)}",
                 code="unsupported",
             )
@@ -54,8 +54,8 @@ def find_variables(client: EngineClient, body: GenerationBody) -> dict[str, Any]
         if switch is None:
             raise APIError(
                 400,
-                "the chat template of this model cannot switch thoughts on or off; leave "
-                "enable_thinking out",
+                "the chat template of this model cannot turn thoughts on or off. Leave out "
+                "enable_thinking.",
                 param="enable_thinking",
                 code="unsupported",
             )
@@ -73,7 +73,7 @@ def find_variables(client: EngineClient, body: GenerationBody) -> dict[str, Any]
 
 
 def note_without_template(body: GenerationBody) -> None:
-    """Note the options about thoughts of a prompt that is continued as it is."""
+    """Note the options for thoughts of a prompt that is continued as it is."""
     if body.enable_thinking:
         body.note("enable_thinking")
     if body.chat_template_kwargs:

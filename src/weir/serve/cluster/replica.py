@@ -1,8 +1,8 @@
-"""One server of a cluster, in a process of its own: the one of `weir serve`, with a shared store.
+"""One server of a cluster in a separate process: that of `weir serve`, with a shared store.
 
-`ReplicaProcess` starts it; `main` is what runs there. The settings come on standard input, which
-stays open as long as the starter lives, and the port goes to standard output. Knows nothing about
-Ray.
+`ReplicaProcess` starts the process, which runs `main`. The settings come on standard input, which
+stays open as long as the starter lives. The port is written to standard output. This file does not
+use Ray.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from weir.serve.limits import Limits
 
 START = "from weir.serve.cluster.replica import main; main()"
 LINES = 5
-"""The last lines of a process that has failed, which its error repeats."""
+"""Number of last lines of a failed process that its error repeats."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Settings:
     Attributes:
         place: for `open_storage`.
         keys: SHA-256 hashes.
-        secret: by which a replica knows the front.
-        host: address at which a replica listens; the front must reach it.
+        secret: the secret by which a replica recognizes the front.
+        host: address at which a replica listens; the front must be able to reach it.
     """
 
     model: str
@@ -59,7 +59,9 @@ class Settings:
     host: str = "127.0.0.1"
 
     def book(self, number: int) -> Path | None:
-        """The file of a replica's responses and conversations; None where files are not mounted."""
+        """Return the file of a replica's responses and conversations. None if files are not
+        mounted.
+        """
         scheme, found, rest = self.place.partition("://")
         if found and scheme != "file":
             return None
@@ -81,7 +83,7 @@ class ReplicaProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def locate(self, *, failed: bool = False) -> tuple[str, int]:
-        """The address of the process, once it serves; a `failed` one is replaced."""
+        """Return the address of the process once it serves. A `failed` process is replaced."""
         with self._lock:
             process = self._process
             if process is not None and failed and not self._ending:
@@ -89,7 +91,7 @@ class ReplicaProcess:
                 process.wait()
             if process is None or process.poll() is not None:
                 if self._ending:
-                    raise WeirError("the server is ending")
+                    raise WeirError("the server is shutting down")
                 self._start()
             return self._host, self._port
 
@@ -118,17 +120,17 @@ class ReplicaProcess:
             self._process.wait()
             copying.join(1)
             said = " ".join(b" ".join(last).decode("utf-8", "replace").split())
-            raise WeirError(f"a replica does not start: {said or 'it said nothing'}")
+            raise WeirError(f"a replica does not start: {said or 'it printed nothing'}")
         self._port = int(json.loads(line)["port"])
 
     def drain(self) -> None:
-        """Let the process end its answers, and then itself."""
+        """Let the process finish its answers and then exit."""
         self._ending = True
         if self._process is not None:
             self._process.terminate()
 
     def wait(self, seconds: float) -> None:
-        """Wait for the end of the process, which is killed if it takes longer."""
+        """Wait for the end of the process, and kill it if it takes longer."""
         if self._process is None:
             return
         try:
@@ -224,6 +226,6 @@ def _serve(settings: Settings, number: int, worker: Any) -> None:
 
 
 def _end_with_starter() -> None:
-    """End this process when its starter has: nobody could end it later."""
+    """End this process when its starter has ended, because nothing else would."""
     sys.stdin.buffer.read()
     os._exit(1)

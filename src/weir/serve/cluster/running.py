@@ -1,7 +1,7 @@
 """Replicas on Ray: each is the same server as without a cluster, with a shared store.
 
-Ray places their processes and starts them again; the front forwards requests to them. Joins a
-cluster, starts replicas, and serves until the end.
+Ray places their processes and starts them again. The front forwards requests to them. This file
+joins a cluster, starts replicas, and serves until the end.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ LOCAL = "local"
 PATIENCE = 5.0
 """Seconds in which a cluster must answer."""
 STARTING = 600.0
-"""Seconds in which a replica must have started again."""
+"""Seconds in which a replica must have restarted."""
 LATER = 10.0
 """Seconds that a process may take to end after its last answer."""
 
 
 class Replica:
-    """An actor of Ray's that runs a replica's process on its machine."""
+    """A Ray actor that runs a replica's process on its machine."""
 
     def __init__(self, settings: Settings, number: int) -> None:
         if not ipaddress.ip_address(settings.host).is_loopback:
@@ -44,11 +44,11 @@ class Replica:
         self._process = ReplicaProcess(settings, number)
 
     def locate(self, *, failed: bool) -> tuple[str, int]:
-        """The address of the process, once it serves (`ReplicaProcess.locate`)."""
+        """Return the address of the process once it serves (`ReplicaProcess.locate`)."""
         return self._process.locate(failed=failed)
 
     def drain(self) -> None:
-        """Let the process end its answers."""
+        """Let the process finish its answers."""
         self._process.drain()
 
     def wait(self, seconds: float) -> None:
@@ -60,8 +60,8 @@ class Replicas:
     """The replicas of a cluster.
 
     Args:
-        settings: of each; the secret is made here.
-        number: of replicas.
+        settings: the settings of each; the secret is made here.
+        number: number of replicas.
     """
 
     def __init__(self, settings: Settings, number: int) -> None:
@@ -76,17 +76,19 @@ class Replicas:
             num_cpus=1,
             num_gpus=gpus,
             max_restarts=-1,
-            max_concurrency=4,  # an answer to `drain` does not wait for `locate`
+            max_concurrency=4,  # so that `drain` does not wait for `locate`
             scheduling_strategy="SPREAD",
         )
         self.actors: list[Any] = [actor.remote(settings, at) for at in range(number)]
         try:
             ray.get([actor.locate.remote(failed=False) for actor in self.actors])
         except Exception as error:
-            raise WeirError(f"the replicas do not come up: {_reason(error)}") from None
+            raise WeirError(f"the replicas do not start: {_reason(error)}") from None
 
     def locate(self, number: int, *, failed: bool) -> tuple[str, int]:
-        """Where a replica is, which is started again where it is lost (`front.Locate`)."""
+        """Return the address of a replica. A lost replica is started again first
+        (`front.Locate`).
+        """
         try:
             found: tuple[str, int] = ray.get(
                 self.actors[number].locate.remote(failed=failed), timeout=STARTING
@@ -96,7 +98,9 @@ class Replicas:
         return found
 
     def serve(self, bound: socket.socket, limits: Limits) -> None:
-        """Serve at a bound socket until SIGTERM or SIGINT; answers have `limits.drain` seconds."""
+        """Serve at a bound socket until SIGTERM or SIGINT. Answers get `limits.drain` seconds to
+        finish.
+        """
         log_json()
         front = Front(len(self.actors), self.locate, self.secret)
 
@@ -107,23 +111,23 @@ class Replicas:
         run_app(front, bound, limits, drain)
 
     def _end(self) -> None:
-        with contextlib.suppress(Exception):  # actors that are lost have ended already
+        with contextlib.suppress(Exception):  # lost actors have ended already
             ray.get([actor.drain.remote() for actor in self.actors])
             ray.get([actor.wait.remote(self._drain + LATER) for actor in self.actors])
 
 
 def _reason(error: Exception) -> str:
-    """The last line of an error: Ray puts the traceback of an actor before it."""
+    """Return the last line of an error. Ray puts an actor's traceback before it."""
     said = [line for line in str(error).strip().splitlines() if line.strip()]
     return (said or [type(error).__name__])[-1].removeprefix("weir.errors.WeirError: ")
 
 
 @contextmanager
 def joined(address: str) -> Iterator[None]:
-    """Join a cluster for a `with` block; on exit, remove all replicas.
+    """Join a cluster for a `with` block. On exit, remove all replicas.
 
-    SIGTERM works like SIGINT inside the block. The address `local` is a cluster of this machine
-    alone that ends with this process; others are `host:port` of a cluster's head.
+    SIGTERM works like SIGINT inside the block. The address `local` means a cluster on this machine
+    only, which ends with this process. Other addresses are `host:port` of a cluster's head node.
     """
     _connect(address)
     # Ray has installed its own handler, which aborts the process.
@@ -131,12 +135,12 @@ def joined(address: str) -> Iterator[None]:
     try:
         yield
     finally:
-        ray.shutdown()  # which ends all actors, and they their processes
+        ray.shutdown()  # this ends all actors, and they end their processes
         signal.signal(signal.SIGTERM, before)
 
 
 def _connect(address: str) -> None:
-    # One line of ours replaces Ray's long logs; workers keep the usual priority.
+    # weir prints one line in place of Ray's long logs. Workers keep the usual priority.
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     os.environ.setdefault("RAY_worker_niceness", "0")
     quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
@@ -150,22 +154,31 @@ def _connect(address: str) -> None:
         raise
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise WeirError(f"the cluster {address} cannot be used: {reason}") from None
+        raise WeirError(f"cannot use the cluster {address}: {reason}") from None
 
 
 def _check(address: str) -> None:
-    """Refuse an address without a cluster, and one that runs anybody's code (CVE-2023-48022)."""
+    """Refuse an address without a cluster, and a cluster that runs anyone's code
+    (CVE-2023-48022).
+    """
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
-        raise WeirError(f"--cluster takes 'local' or 'host:port', not {address!r}")
+        raise WeirError(
+            f"--cluster must be local or host:port, got {address!r}. Use, for example, --cluster "
+            "local."
+        )
     try:
         with socket.create_connection((host.strip("[]"), int(port)), PATIENCE) as there:
             name = str(there.getpeername()[0])
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise WeirError(f"no cluster answers at {address}: {reason}") from None
+        raise WeirError(
+            f"no Ray cluster answers at {address}: {reason}. Start one with ray start --head, or "
+            "use --cluster local."
+        ) from None
     if not ipaddress.ip_address(name).is_loopback and os.environ.get("RAY_AUTH_MODE") != "token":
         raise WeirError(
-            f"{address} is another machine, and whoever reaches a Ray cluster without tokens can "
-            "run anything there; start it with RAY_AUTH_MODE=token, and set that here too"
+            f"{address} is on another machine, and anyone who reaches a Ray cluster without "
+            "tokens can run code there. Start the cluster with RAY_AUTH_MODE=token, and set "
+            "RAY_AUTH_MODE=token for this command too."
         )

@@ -1,10 +1,10 @@
 """Turns that replicas share: each is two files that never change.
 
-A turn is in a session once its record is there; its snapshot is written before, and the entries by
-which others find it after. Replicas that answer one session at once both add to it, as two requests
-at one server do, so that nothing is locked and no turn is lost. A replica keeps in memory what it
-has used of a session and reads the rest on demand. Names and owners that come from clients are
-hashed, and never part of a path. Knows nothing about Ray or HTTP.
+A turn is in a session once its record exists. Its snapshot is written before the record, and the
+entries by which others find it are written after. If two replicas answer one session at once, both
+add to it, as two requests to one server do, so nothing is locked and no turn is lost. A replica
+keeps the turns of a session that it has used in memory, and reads others on demand. Names and
+owners that come from clients are hashed, and never part of a path.
 
 The files:
     form.json                                the model and policy of all rows
@@ -40,13 +40,14 @@ from weir.serve.sessions.store_format import StoreFormat
 from weir.serve.sessions.turn_tables import TurnTables
 
 KEPT = 8
-"""The newest turns of a session, which are kept."""
+"""The number of newest turns of a session that are kept."""
 ABANDONED = 3600.0
-"""Seconds after which a file without a record belongs to a turn that was never finished."""
+"""Seconds after which a file without a record is taken as left by a turn that was never finished.
+"""
 
 
 class SharedTurns(TurnTables):
-    """One replica's view of the turns that all share: `most` in memory, `kept` of a session."""
+    """One replica's view of the shared turns: `most` in memory, and `kept` of each session."""
 
     def __init__(
         self, storage: Storage, store_format: StoreFormat, *, most: int = 256, kept: int = KEPT
@@ -65,13 +66,13 @@ class SharedTurns(TurnTables):
         return self._store_format.turn_bytes(tokens)
 
     def free_bytes(self) -> int | None:
-        """Bytes that the storage says it has left; None if it does not say."""
+        """Return the free bytes that the storage reports. None if it does not report them."""
         return self._storage.free_bytes()
 
     # --- reading
 
     def newest(self, owner: str, column: str, value: str) -> TurnRecord | None:
-        """The owner's newest turn with a chain or node, wherever it was made."""
+        """Return the owner's newest turn with a chain or node, whichever replica made it."""
         found = super().newest(owner, column, value)
         data = None if found else self._storage.read(_entry(f"{column}s", owner, value))
         if data is None:
@@ -81,21 +82,21 @@ class SharedTurns(TurnTables):
         return super().newest(owner, column, value)
 
     def list_turns(self, owner: str, session: str) -> list[TurnRecord]:
-        """The turns of a session that are kept, in the order they ended."""
+        """Return the kept turns of a session, in the order in which they ended."""
         self._learn(owner, session)
         return super().list_turns(owner, session)
 
     def summaries(self, owner: str, session: str | None = None) -> list[SessionSummary]:
-        """The owner's sessions, or one of them, the least recently used first."""
+        """Return the owner's sessions, or one of them, the least recently used first."""
         if session is not None:
             self._learn(owner, session)
             return super().summaries(owner, session)
         folder = f"owners/{_hash(owner)}"
-        # Sorted by session, then time: a session's newer entry comes last.
+        # Sorted by session, then time, so that a session's newest entry comes last.
         names = {name.partition("-")[0]: name for name in self._storage.list_names(folder)}
         known, found = self._listed.get(owner, {}), {}
         for name in names.values():
-            if name in known:  # entries never change: they are replaced by new ones
+            if name in known:  # entries never change: they are replaced
                 found[name] = known[name]
             elif (data := self._storage.read(f"{folder}/{name}")) is not None:
                 found[name] = SessionSummary(**json.loads(data))
@@ -103,14 +104,16 @@ class SharedTurns(TurnTables):
         return sorted(found.values(), key=lambda summary: summary.used)
 
     def ancestry(self, owner: str, node: str) -> tuple[list[TurnTokens], str | None]:
-        """The tokens that led to a turn, as far back as its turns are kept."""
+        """Return the tokens that led to a turn, as far back as its turns are kept."""
         self.newest(owner, "node", node)
         return super().ancestry(owner, node)
 
     # --- writing
 
     def add(self, turns: Sequence[Turn], what: str = "one turn") -> None:
-        """Add turns to one session, parents first; all or none, but for those that are too many."""
+        """Add turns to one session, parents first, either all or none. The oldest above the limit
+        go.
+        """
         owner, session = turns[0][1].owner, turns[0][1].session
         turns = turns[-self._kept :]
         try:
@@ -130,9 +133,9 @@ class SharedTurns(TurnTables):
         """Begin a session with copies of a turn and of its ancestors."""
         record = self.newest(owner, "node", node)
         if record is None:
-            raise WeirError("there is no such turn")
+            raise WeirError("the turn does not exist")
         if self.list_turns(owner, session):
-            raise NameTaken("there is a session of this name already")
+            raise NameTaken("a session with this name already exists. Use another name")
         turns = {turn.node: turn for turn in super().list_turns(owner, record.session)}
         path = find_path(node, {name: turn.parent for name, turn in turns.items()})
         names = {name: secrets.token_hex(16) for name in path}
@@ -146,7 +149,7 @@ class SharedTurns(TurnTables):
     def remove(
         self, nodes: Collection[str], owner: str | None = None, session: str | None = None
     ) -> list[str]:
-        """Take turns out of a session, which deletes them; without one, out of memory only."""
+        """Remove turns from a session, which deletes them. Without a session, only from memory."""
         if owner is None or session is None:
             return super().remove(nodes)
         with self.exclusive:
@@ -158,7 +161,7 @@ class SharedTurns(TurnTables):
         return [record.node for record in gone]
 
     def _write_files(self, checkpoint: Checkpoint, record: TurnRecord) -> None:
-        """Write the snapshot of a turn, its record, and the entries that lead to it."""
+        """Write a turn's snapshot, its record, and the entries that point to it."""
         path = f"{_folder(record.owner, record.session)}/{record.node}"
         snapshot = checkpoint.to_bytes()
         self._storage.write(f"{path}.safetensors", snapshot)
@@ -168,7 +171,7 @@ class SharedTurns(TurnTables):
             self._storage.write(_entry(kind, record.owner, name), entry)
 
     def _delete(self, record: TurnRecord) -> None:
-        """Delete a turn, and the entries that lead to it."""
+        """Delete a turn and the entries that point to it."""
         self.remove([record.node])
         folder = _folder(record.owner, record.session)
         for kind in ("json", "safetensors"):
@@ -180,7 +183,7 @@ class SharedTurns(TurnTables):
             self._storage.delete(path)
 
     def _publish(self, owner: str, session: str) -> None:
-        """Show a session in lists as it is now, and delete what is not kept of it."""
+        """Update a session's entry in lists, and delete its turns above the limit."""
         turns = self.list_turns(owner, session)
         for record in turns[: -self._kept]:
             self._delete(record)
@@ -196,7 +199,7 @@ class SharedTurns(TurnTables):
                 self._storage.delete(f"{folder}/{old}")
 
     def _delete_abandoned(self, folder: str, records: set[str]) -> None:
-        """Delete files of turns that killed replicas were writing; all, if no turn is left."""
+        """Delete files that killed replicas left, or all files if no turn remains."""
         for file in self._storage.list_names(folder):
             name, _, kind = file.rpartition(".")
             if kind not in ("safetensors", "part") or f"{name}.json" in records:
@@ -207,7 +210,7 @@ class SharedTurns(TurnTables):
     # --- learning what other replicas did
 
     def _learn(self, owner: str, session: str) -> None:
-        """Make the turns in memory of a session those of the storage."""
+        """Read the turns of a session from the storage into memory."""
         folder = _folder(owner, session)
         with self.exclusive:
             files = self._storage.list_names(folder)
@@ -222,7 +225,7 @@ class SharedTurns(TurnTables):
                 super().add([(self._lazy_checkpoint(record), record)])
 
     def _read_record(self, folder: str, name: str) -> TurnRecord | None:
-        """Read the record of a turn; None if it was just deleted, or cannot be read."""
+        """Read the record of a turn. None if it was just deleted, or cannot be read."""
         try:
             values = json.loads(self._storage.read(f"{folder}/{name}.json") or b"")
             values["messages"] = tuple(Message.from_json(kept) for kept in values["messages"])
@@ -233,7 +236,7 @@ class SharedTurns(TurnTables):
             return None
 
     def _lazy_checkpoint(self, record: TurnRecord) -> Checkpoint:
-        """The checkpoint of a turn, read when its state is needed."""
+        """Return the checkpoint of a turn. Its state is read when needed."""
 
         def read() -> RowState:
             path = f"{_folder(record.owner, record.session)}/{record.node}.safetensors"

@@ -1,7 +1,7 @@
-"""Files that several machines share: through fsspec, or on a file system that all of them mount.
+"""Files that several machines share, through fsspec or on a file system that all of them mount.
 
-A file is written whole or not at all, and listing a folder shows everything written before. Knows
-nothing about what the files hold.
+A file is written completely or not at all. Listing a folder shows everything that was written
+before.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weir.serve.sessions.snapshot_folder import free_bytes, refusal
 
 
 def open_storage(place: str) -> Storage:
-    """Open a folder that every replica has at this path, or an address of fsspec's, as in
+    """Open a folder that every replica has at this path, or an fsspec address such as
     `s3://bucket/folder`.
     """
     scheme, found, rest = place.partition("://")
@@ -28,7 +28,7 @@ def open_storage(place: str) -> Storage:
 
 
 class Storage:
-    """A storage of fsspec's. Paths are names with slashes between them."""
+    """An fsspec storage. Paths are names separated by slashes."""
 
     def __init__(self, address: str) -> None:
         import fsspec
@@ -37,11 +37,11 @@ class Storage:
             self._files: Any
             self._files, root = fsspec.url_to_fs(address, use_listings_cache=False)
         except (ValueError, ImportError) as error:
-            raise WeirError(f"{address} cannot be used: {error}") from None
+            raise WeirError(f"cannot use {address}: {error}") from None
         self._root = str(root).rstrip("/")
 
     def write(self, path: str, data: bytes) -> None:
-        """Create a file or replace it, whole and safe."""
+        """Create or replace a file, completely and durably."""
         try:
             self._write(path, data)
         except OSError as error:
@@ -51,7 +51,7 @@ class Storage:
         self._files.pipe_file(f"{self._root}/{path}", data)
 
     def read(self, path: str) -> bytes | None:
-        """The bytes of a file; None if there is none."""
+        """Return the bytes of a file, or None if it does not exist."""
         try:
             found: bytes = self._files.cat_file(f"{self._root}/{path}")
         except FileNotFoundError:
@@ -59,11 +59,11 @@ class Storage:
         return found
 
     def free_bytes(self) -> int | None:
-        """Bytes that are left; None if that is not known."""
+        """Return the free bytes, or None if they are not known."""
         return None
 
     def list_names(self, path: str) -> list[str]:
-        """The files in a folder, sorted; none if there is no folder."""
+        """List the files in a folder, sorted. Empty if the folder does not exist."""
         try:
             found = self._files.ls(f"{self._root}/{path}", detail=False)
         except FileNotFoundError:
@@ -71,7 +71,7 @@ class Storage:
         return sorted(str(name).rstrip("/").rpartition("/")[2] for name in found)
 
     def age(self, path: str) -> float:
-        """Seconds since a file was written; 0 if there is none."""
+        """Return the seconds since a file was written, or 0 if it does not exist."""
         try:
             written: float = self._files.modified(f"{self._root}/{path}").timestamp()
         except FileNotFoundError:
@@ -79,13 +79,13 @@ class Storage:
         return time.time() - written
 
     def delete(self, path: str) -> None:
-        """Delete a file, if there is one."""
+        """Delete a file, if it exists."""
         with contextlib.suppress(FileNotFoundError):
             self._files.rm_file(f"{self._root}/{path}")
 
 
 class LocalStorage(Storage):
-    """A folder of a file system that all machines mount; fsspec alone would not sync its files."""
+    """A folder on a file system that all machines mount. fsspec would not sync its files."""
 
     def __init__(self, root: Path) -> None:
         import fsspec
@@ -93,7 +93,7 @@ class LocalStorage(Storage):
         try:
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            raise WeirError(f"{root} cannot be used: {error.strerror}") from None
+            raise WeirError(f"cannot use {root}: {error.strerror}") from None
         self._files = fsspec.filesystem("file")
         self._root = str(root.absolute())
 
@@ -113,7 +113,7 @@ class LocalStorage(Storage):
             raise
 
     def free_bytes(self) -> int:
-        """Bytes that the file system has left."""
+        """Return the free bytes of the file system."""
         return free_bytes(Path(self._root))
 
 

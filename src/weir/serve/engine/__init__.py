@@ -1,1 +1,1 @@
-"""The engine: sequences of many sessions through one model, in rows allocated once."""
+"""The engine: run sequences of many sessions through one model, in rows that are allocated once."""

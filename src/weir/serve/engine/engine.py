@@ -1,9 +1,9 @@
-"""The engine: endless sequences of many owners through one model, in rows allocated once.
+"""The engine: run endless sequences of many owners through one model, in rows allocated once.
 
-A step gives free rows to sequences that wait, makes one decode call over the rows that answer, and
-one call more that reads a chunk of a prompt, or several short prompts. So a long prompt delays the
-others by one chunk at most, and a sequence keeps its row until it ends, since what a row holds
-does not grow. Knows tokens and checkpoints; nothing about text, HTTP or disks.
+A step gives free rows to waiting sequences, makes one decode call over the rows that answer, and
+makes one more call that reads a chunk of a prompt, or several short prompts. A long prompt thus
+delays the others by at most one chunk. A sequence keeps its row until it ends, because a row does
+not grow. This file works with tokens and checkpoints, and does not use text, HTTP or disks.
 """
 
 from __future__ import annotations
@@ -40,14 +40,16 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("weir.serve")
 PREFILL_CHUNK = 128
-"""Tokens of prompts that are read between two decode calls."""
+"""Number of tokens of prompts that are read between two decode calls."""
 PREFIXES = 8
-"""States of prompts that are kept in memory (`PrefixStates`)."""
+"""Number of prompt states that are kept in memory (`PrefixStates`)."""
 IDLE_SECONDS = 0.05
-"""How long the engine waits at most while all its sequences wait for calls that are executed."""
+"""The longest time that the engine waits while all its sequences wait for tool calls to finish."""
 GROWTH = 4
-"""How many times as many rows the next larger program has: computing a row for nothing costs little
-beside compiling another one."""
+"""The factor from one number of rows with a compiled program to the next.
+
+Computing an unused row costs little compared with compiling another program.
+"""
 
 
 class Cancelled(WeirError):
@@ -56,7 +58,7 @@ class Cancelled(WeirError):
 
 @dataclass(frozen=True)
 class RowInspection:
-    """A running sequence between two steps; its row has not read the last of `output_ids` yet."""
+    """A running sequence between two steps. Its row has not read the last of `output_ids` yet."""
 
     holding: Holding
     output_ids: tuple[int, ...]
@@ -64,12 +66,12 @@ class RowInspection:
 
 @dataclass(frozen=True)
 class Continuation:
-    """What an answer goes on with after a call that the server has executed.
+    """The tokens with which an answer continues after a call that the server has run.
 
     Attributes:
-        ids: tokens that are fed after the last one of the answer, one or more.
-        header: how many at their end are the header of what the model says next.
-        constraint: the format that what it says next is held to; None for any text.
+        ids: tokens to feed after the last token of the answer, at least one.
+        header: how many of them, at the end, are the header of the model's next message.
+        constraint: the format that the next message must follow; None for any text.
     """
 
     ids: list[int]
@@ -79,7 +81,7 @@ class Continuation:
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """How busy an engine is; `seen` and `calls` are tokens and decode calls since the start."""
+    """The load of an engine. `seen` and `calls` count tokens and decode calls since the start."""
 
     rows: int
     busy: int
@@ -90,14 +92,14 @@ class EngineLoad:
 
 
 class ModelRunner:
-    """Calls the model over some rows of a cache: neighboring ones.
+    """Calls the model over neighboring rows of a cache.
 
-    Rows among them that get no tokens, and the beginning of those that get fewer than others, are
-    padding.
+    Rows among them that get no tokens are padded, and so is the beginning of rows that get fewer
+    tokens than others.
 
     Attributes:
-        sizes: the numbers of rows that a call of one token a row may have, ascending; empty for
-            any. A compiled step has a graph for each.
+        sizes: the numbers of rows that a call of one token per row may have, ascending; empty for
+            any number. A compiled step has a graph for each.
     """
 
     def __init__(self, model: PreTrainedModel, cache: StreamingCache) -> None:
@@ -108,15 +110,16 @@ class ModelRunner:
         self._device = input_device(self._served)
 
     def run(self, tokens: Mapping[int, list[int]]) -> tuple[Tensor, dict[int, WeirError]]:
-        """Call the model once; if it raises, no row has changed, unless `cache.broken`.
+        """Call the model once. If it raises, no row has changed, unless `cache.broken`.
 
         Returns:
-            The logits after the last token of each row, in the order they were given [rows,
-            vocabulary]; and by row, why it did not take its tokens: then its logits mean nothing.
+            The logits after the last token of each row, in the order in which rows were given
+                [rows, vocabulary], and for each row that did not take its tokens the reason. The
+                logits of such a row have no meaning.
         """
         width = max(map(len, tokens.values()))
         first, stop = self._span(tokens, width)
-        # Padding stands in front, so that the last column is the last token of every row.
+        # Padding comes first, so that the last column is the last token of every row.
         parts = [list(tokens.get(row, ())) for row in range(first, stop)]
         ids = torch.tensor([[0] * (width - len(part)) + part for part in parts])
         mask = None
@@ -145,7 +148,7 @@ class ModelRunner:
         return logits
 
     def _span(self, rows: Collection[int], width: int) -> tuple[int, int]:
-        """The rows of a call: the first, and the one after the last."""
+        """Return the first row of a call, and the row after its last."""
         first, stop = min(rows), max(rows) + 1
         if width > 1 or not self.sizes:
             return first, stop
@@ -162,16 +165,17 @@ class Engine:
     test.
 
     Args:
-        chunk: tokens between two folds; None for what the policy was measured with, or 64.
-        shared: one client may have a share of the rows and of the queue only.
-        deterministic: an answer does not depend on what else is running: each row is read and
-            decoded in calls of its own, since matrix products of other batches may round otherwise.
-        prefixes: number of states of prompts that are kept in memory, so that an interrupted prompt
-            is not read again from its beginning, nor the beginning that conversations share.
-        prefix_place: keeps those beginnings while the server does not run.
+        chunk: tokens between two folds; None for the chunk that the policy was measured with, or
+            64.
+        shared: whether one client gets only a share of the rows and of the queue.
+        deterministic: make an answer independent of other answers. Each row is read and decoded in
+            a separate call, because matrix products of other batch sizes may round differently.
+        prefixes: number of prompt states that are kept in memory, so that neither an interrupted
+            prompt nor a beginning that conversations share is read twice.
+        prefix_place: keeps those beginnings while the server is not running.
 
     Attributes:
-        on_step: called twice a step, when listeners have got the tokens of a call.
+        on_step: called twice in a step, after listeners have received the tokens of a call.
     """
 
     def __init__(
@@ -210,13 +214,13 @@ class Engine:
 
     @torch.no_grad()
     def warm_up(self) -> None:
-        """Read a piece of a prompt and decode a token, in one row and in all, before there are
-        sequences.
+        """Read a piece of a prompt and decode a token, in one row and in all rows, before any
+        sequence.
 
-        What a first call compiles or loads takes seconds, in which everybody would wait.
+        A first call compiles or loads code for seconds, during which all clients would wait.
         """
         self.runner.run({0: [0] * self.scheduler.prefill_chunk})
-        self.runner.run({0: [0]})  # of many rows no step is native
+        self.runner.run({0: [0]})  # steps of several rows are not native
         self.runner.run({row: [0] for row in range(self.scheduler.rows)})
         self.cache.reset()
 
@@ -226,7 +230,10 @@ class Engine:
         """Let a sequence wait for a row; WeirError if the engine stops, Busy if too many wait."""
         with self._changed:
             if self._stopping:
-                raise WeirError("the engine is stopping and takes no more turns")
+                raise WeirError(
+                    "the engine is stopping and takes no more turns. Try again when the server is "
+                    "back."
+                )
             self.scheduler.add(sequence)
             self._changed.notify()
 
@@ -250,7 +257,7 @@ class Engine:
 
         Args:
             sequence: the sequence.
-            place: where they are in the stream, the first and the one after the last.
+            place: the positions of the tokens in the stream: the first, and the one after the last.
         """
         with self._changed:
             self._drops.append((sequence, place))
@@ -271,28 +278,28 @@ class Engine:
     def inspect(self, sequence: TokenSequence) -> Future[RowInspection | None]:
         """Inspect a sequence's row between two steps; the result is None if it has none by then.
 
-        A step inspects one row at most, so that frequent requests do not slow answers down, and all
-        who ask for one sequence share one inspection.
+        A step inspects at most one row, so that frequent requests do not slow down answers. All
+        requests for one sequence share one inspection.
         """
         with self._changed:
             self._changed.notify()
             return self._inspections.setdefault(sequence, Future())
 
     def stop(self) -> None:
-        """Take no more sequences; `run` returns when those it has are done."""
+        """Take no more sequences. `run` returns when the current ones have ended."""
         with self._changed:
             self._stopping = True
             self._changed.notify()
 
     def forget(self, checkpoint: str) -> None:
-        """Drop a checkpoint, and free the row that stands there."""
+        """Drop a checkpoint, and free the row that holds its state."""
         with self._changed:
             self.scheduler.resting.pop(checkpoint, None)
             self._forgotten.append(checkpoint)
         self.store.drop(checkpoint)
 
     def load(self) -> EngineLoad:
-        """How busy the engine is."""
+        """Return the load of the engine."""
         with self._changed:
             plan = self.scheduler
             busy, resting, waiting = map(len, (plan.running, plan.resting, plan.waiting))
@@ -300,13 +307,13 @@ class Engine:
 
     @property
     def is_busy(self) -> bool:
-        """Whether sequences run or wait."""
+        """Return whether sequences are running or waiting."""
         return bool(self.scheduler)
 
     # --- in the engine's thread
 
     def run(self) -> None:
-        """Step until `stop`, then until all sequences have ended."""
+        """Run steps until `stop`, and then until all sequences have ended."""
         while True:
             with self._changed:
                 asked = self._inspections or self._keeps
@@ -322,7 +329,9 @@ class Engine:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Admit sequences, decode a token of every answer, and prefill a chunk of a prompt."""
+        """Give rows to waiting sequences, decode a token of every answer, and read a chunk of a
+        prompt.
+        """
         self._cancel()
         self._drop()
         self._keep()
@@ -347,11 +356,11 @@ class Engine:
                 try:
                     self._keep_prefix(sequence)  # its client may ask again
                 except WeirError as error:
-                    LOG.warning("what was read of a prompt is not kept: %s", error)
+                    LOG.warning("the part of a prompt that was read is not kept: %s", error)
             self._fail(sequence, Cancelled("the turn was cancelled"))
 
     def _drop(self) -> None:
-        """Drop the tokens that `drop` was asked for."""
+        """Drop the tokens for which `drop` was called."""
         with self._changed:
             drops, self._drops = self._drops, []
         for sequence, place in drops:
@@ -393,7 +402,7 @@ class Engine:
         return True
 
     def _go_on(self) -> None:
-        """Let the sequences go on whose calls are done."""
+        """Continue the sequences whose calls have finished."""
         with self._changed:
             resumed, self._resumed = self._resumed, []
         for sequence, found in resumed:
@@ -419,7 +428,7 @@ class Engine:
         self.cache.mark(sequence.row, replace(before, turn=answer - header, header=header))
 
     def _admit(self) -> None:
-        """Give free rows to sequences that wait."""
+        """Give free rows to waiting sequences."""
         while True:
             with self._changed:
                 admitted = self.scheduler.admit()
@@ -452,7 +461,8 @@ class Engine:
         elif checkpoint is None:
             self.cache.reset_row(sequence.row, seed=sequence.seed)
         elif not resident:
-            # No check: a store returns what it was given, and one on disk has a checksum.
+            # No check is needed: a store returns what it was given, and a store on disk has a
+            # checksum.
             self.cache.put_row(sequence.row, checkpoint.state, check=False)
         self._drop_from(sequence)
         if checkpoint is not None:
@@ -483,7 +493,7 @@ class Engine:
         if sequence.owner is None or sequence.row is None or not sequence.num_read:
             return
         if sequence.output_ids:
-            return  # what it reads is the result of a call
+            return  # it is reading the result of a call
         if len(sequence.unread) < max(1, sequence.header) or self.cache.broken:
             return
         ids = array("I", [*sequence.pending, *sequence.prompt_ids][: sequence.num_read])
@@ -496,7 +506,8 @@ class Engine:
     def _size_of_piece(self, sequence: TokenSequence) -> int:
         """How many tokens of a prompt are read next.
 
-        A long beginning ends a piece, so that its state can be kept for other conversations.
+        The end of a long beginning ends a piece, so that its state can be kept for other
+        conversations.
         """
         size = self.scheduler.prefill_chunk
         if self._shares_beginning(sequence) and sequence.num_read < sequence.beginning:
@@ -506,7 +517,7 @@ class Engine:
     def _shares_beginning(self, sequence: TokenSequence) -> bool:
         """Whether a prompt begins with a system message or tools that are worth keeping.
 
-        A shorter one than a piece of a prompt is read faster together with the tokens after it.
+        A beginning shorter than a piece is read faster together with the tokens after it.
         """
         return (
             sequence.owner is not None
@@ -536,7 +547,9 @@ class Engine:
                 self._fail_batch(batch, error)
                 return
             for sequence in batch:
-                sequence.alone = True  # read again one by one, the sequence at fault will show
+                sequence.alone = (
+                    True  # read one at a time, so that the sequence with the error is found
+                )
             return
         ready = []
         for at, sequence in enumerate(fed):
@@ -552,7 +565,7 @@ class Engine:
                 if sequence.forks and not sequence.output_ids:
                     self._fork(sequence, logits[at])
             except Exception as error:
-                self._fail(sequence, error)  # and its forks with it
+                self._fail(sequence, error)  # its forks fail with it
                 continue
             sequence.stage = Stage.DECODE
             ready.append(at)
@@ -609,7 +622,8 @@ class Engine:
     def _finish(self, sequence: TokenSequence, reason: str) -> None:
         """Save the end of a sequence; its listener is told when that is safe."""
         assert sequence.row is not None
-        # The copy may find no memory. Then the sequence fails, so it must not be finished yet.
+        # There may be no memory for the copy. The sequence then fails, so it must not be finished
+        # yet.
         state = self.cache.take_row(sequence.row) if sequence.record else None
         with self._changed:
             self.scheduler.finish(sequence, at_checkpoint=state is not None)
@@ -649,8 +663,8 @@ class Engine:
     def _fail_batch(self, batch: list[TokenSequence], error: Exception) -> None:
         """Fail the sequences of a call that failed.
 
-        If the call was interrupted while it folded, no row can be trusted: all running sequences
-        fail and all rows are emptied. Checkpoints are safe.
+        If the call was interrupted during a fold, no row can be trusted: all running sequences fail
+        and all rows are emptied. Checkpoints are not affected.
         """
         for sequence in batch:
             self._fail(sequence, error)
@@ -688,7 +702,9 @@ def _key_of(sequence: TokenSequence, owner: str) -> PrefixKey:
 
 
 def sizes_of(engine: Engine) -> tuple[int, ...]:
-    """The numbers of rows of compiled decode calls: 1, 4, 16, ... and all; 1 if deterministic."""
+    """Return the row counts of compiled decode calls: 1, 4, 16, ... and all; only 1 if
+    deterministic.
+    """
     rows = engine.load().rows
     sizes = [1]
     while not engine.deterministic and sizes[-1] < rows:
@@ -697,10 +713,10 @@ def sizes_of(engine: Engine) -> tuple[int, ...]:
 
 
 def compile_engine(engine: Engine, **options: Any) -> bool:
-    """Let an engine's decode steps be native on a CPU, and run under `torch.compile` on a GPU.
+    """Run an engine's decode steps natively on a CPU, or under `torch.compile` on a GPU.
 
-    Answers differ by rounding only. On a GPU each number of rows is compiled when a call first has
-    it. Returns whether there may be such programs.
+    Answers differ only by rounding. On a GPU, the program for each number of rows is compiled when
+    a call first has that many. Returns whether there may be such programs.
     """
     compiles = compile_steps(engine.model, **options)
     if compiles:

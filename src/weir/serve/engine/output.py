@@ -1,8 +1,8 @@
-"""The output of a request: text made of sampled tokens, on its way to an event loop.
+"""The output of a request: text made from sampled tokens, on its way to an event loop.
 
-`OutputProcessor` works in the engine's thread, and `EventSender` takes its events to the
-`OutputQueue` of whoever waits in a loop. The engine never waits for a client: a queue holds so many
-tokens and no more, and a client that does not read them is cut off. Knows nothing about HTTP.
+`OutputProcessor` runs in the engine's thread. `EventSender` takes its events to the `OutputQueue`
+of the request that waits in an event loop. The engine never waits for a client: a queue has a fixed
+size, and a client that does not read is disconnected. This file does not use HTTP.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ class StreamStats:
 
     @classmethod
     def of(cls, cache: StreamingCache, row: int, held: int) -> StreamStats:
-        """The stats of a row whose last token is sampled and not fed yet, and of whose tokens so
-        many are still held.
+        """Make the stats of a row whose last token is sampled and not fed yet.
+
+        `held` is how many of its tokens are still held.
         """
         report, seen = cache.report(row), cache.seen[row]
         pools = [pool for plan in cache.plans for pool in plan.spec.pipe.pools]
@@ -80,10 +81,10 @@ class TokenEvent:
 
 @dataclass(frozen=True)
 class RoundEvent:
-    """The end of a part of an answer that called one of the server's tools; the answer goes on.
+    """The end of a part of an answer that called one of the server's tools. The answer continues.
 
     Attributes:
-        text: the rest of the part that was held back until now.
+        text: the rest of the part, which was held back until now.
         opens_thoughts: whether the next part begins inside thoughts.
     """
 
@@ -97,7 +98,7 @@ class ToolUse:
     """A call of one of the server's tools.
 
     Attributes:
-        tokens: how many tokens the result and the control tokens around it have.
+        tokens: number of tokens of the result and the control tokens around it.
     """
 
     name: str
@@ -111,9 +112,9 @@ class FinishEvent:
     """The end of an answer, which is saved.
 
     Attributes:
-        text: the rest of it that was held back until now.
+        text: the rest of the answer, which was held back until now.
         reason: "stop" or "length".
-        tokens: that it has, an end token included.
+        tokens: number of its tokens, including an end token.
         used: the calls of the server's tools in it.
         lost: descriptions of the turns that have lost tokens (`describe_forgotten`).
     """
@@ -142,7 +143,7 @@ OutputEvent = AnswerEvent | FailureEvent
 class OutputQueue:
     """The events of one request, for its event loop.
 
-    `overrun` is set when more tokens came than `size` that may wait; the further ones are lost.
+    `overrun` is set when more than `size` tokens are waiting. Tokens beyond that are lost.
     """
 
     def __init__(
@@ -155,7 +156,7 @@ class OutputQueue:
         self._ready = asyncio.Event()
 
     def put(self, event: OutputEvent) -> None:
-        """Put an event in; a token is lost if too many wait."""
+        """Add an event. A token is lost if too many are waiting."""
         if isinstance(event, TokenEvent) and len(self._events) >= self.size:
             self.overrun.set()
             return
@@ -163,7 +164,7 @@ class OutputQueue:
         self._ready.set()
 
     async def take(self) -> list[OutputEvent]:
-        """Wait for events, and take all there are."""
+        """Wait for events, and take all of them."""
         await self._ready.wait()
         self._ready.clear()
         events, self._events = self._events, []
@@ -171,10 +172,10 @@ class OutputQueue:
 
 
 class EventSender:
-    """Takes events from any thread to the queues of event loops, many together.
+    """Sends events from any thread to the queues of event loops, in batches.
 
-    A step of the engine has an event for every row, and to wake a loop takes as long as to put ten
-    events into a queue.
+    A step of the engine has an event for every row, and waking a loop takes as long as adding ten
+    events to a queue.
     """
 
     def __init__(self) -> None:
@@ -182,21 +183,21 @@ class EventSender:
         self._events: list[tuple[OutputQueue, OutputEvent]] = []
 
     def add(self, queue: OutputQueue, event: OutputEvent) -> None:
-        """Send an event with the next `send`."""
+        """Add an event, to be sent with the next `send`."""
         with self._lock:
             self._events.append((queue, event))
 
     def send(self) -> None:
-        """Send all events that were added, and wake each loop once."""
-        with self._lock:  # also while loops are woken, so that events come in order
+        """Send all added events, waking each loop once."""
+        with self._lock:  # held while loops are woken, too, so that events arrive in order
             events, self._events = self._events, []
             for loop in {queue.loop for queue, _ in events}:
                 those = [(queue, event) for queue, event in events if queue.loop is loop]
-                with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody waits
+                with contextlib.suppress(RuntimeError):  # the loop is closed, and nothing waits
                     loop.call_soon_threadsafe(_put_all, those)
 
     def send_now(self, queue: OutputQueue, event: OutputEvent) -> None:
-        """Send an event, and what was added before."""
+        """Send an event, and all events that were added before."""
         self.add(queue, event)
         self.send()
 
@@ -211,8 +212,8 @@ class AnswerRound:
     """The text of a part of an answer.
 
     Attributes:
-        opens_thoughts: whether it begins inside thoughts; None for the first part, whose prompt
-            says it.
+        opens_thoughts: whether it begins inside thoughts; None for the first part, for which the
+            prompt says it.
     """
 
     text: str
@@ -221,21 +222,20 @@ class AnswerRound:
 
 @dataclass(eq=False, repr=False)
 class OutputProcessor:
-    """The listener of one sequence: makes text of its tokens and sends events to a queue.
+    """The listener of one sequence: turns its tokens into text and sends events to a queue.
 
     Args:
         make_detokenizer: makes the detokenizer of a part of the answer.
 
     Attributes:
-        on_saved: called when the answer is saved, before the client hears of its end.
-        describe: describes the turns that have lost tokens, given the tokens that are still held
-            and how many were read.
-        stats: of its stream; set when the last token has come.
-        held: the tokens of the stream that are still held then.
-        rounds: the parts of the answer before this one, each of which called one of the server's
-            tools.
+        on_saved: called when the answer is saved, before the client is told that it ended.
+        describe: describes the turns that have lost tokens, from the tokens that are still held and
+            the number that were read.
+        stats: the stats of its stream; set with the last token.
+        held: the tokens of the stream that are still held at that time.
+        rounds: the earlier parts of the answer, each of which called one of the server's tools.
         used: these calls.
-        opens_thoughts: as in `AnswerRound`, of the running part.
+        opens_thoughts: as in `AnswerRound`, for the current part.
     """
 
     answer: int
@@ -259,14 +259,14 @@ class OutputProcessor:
         self.detokenizer = self.make_detokenizer()
 
     def on_token(self, token: SampledToken) -> str | None:
-        """Put out the text that a token adds; "stop" if it completes a stop text."""
+        """Send the text that a token adds. Returns "stop" if it completes a stop text."""
         sequence = self.sequence
         is_stop = token.id in sequence.stop_ids
         text = "" if is_stop else self.detokenizer.add(token.id)
         if text:
             self._text.append(text)
         if self.queue.overrun.is_set():
-            sequence.cancelled = True  # the client does not read; the next step ends it
+            sequence.cancelled = True  # the client does not read; the next step ends the sequence
         else:
             at = time.perf_counter()
             self.sender.add(self.queue, TokenEvent(self.answer, text, token, at))
@@ -279,7 +279,7 @@ class OutputProcessor:
         return "stop" if self.detokenizer.stopped else None
 
     def finish(self) -> str:
-        """The text of the whole answer, or of its last part, once it has ended."""
+        """Return the text of the whole answer, or of its last part, once it has ended."""
         if self._rest is None:
             self._rest = "" if self.detokenizer.stopped else self.detokenizer.end()
         return "".join([*self._text, self._rest])
@@ -300,11 +300,11 @@ class OutputProcessor:
         self.sender.send_now(self.queue, end)
 
     def all_rounds(self) -> list[AnswerRound]:
-        """All parts of the answer, once it has ended."""
+        """Return all parts of the answer, once it has ended."""
         return [*self.rounds, AnswerRound(self.finish(), self.opens_thoughts)]
 
     def on_finish(self, reason: str) -> None:
-        """Put out the end of the answer, which is saved."""
+        """Send the end of the answer, which is saved."""
         try:
             self.finish()
             self.on_saved()
@@ -319,5 +319,5 @@ class OutputProcessor:
         self.sender.send_now(self.queue, end)
 
     def on_failure(self, error: Exception) -> None:
-        """Put out that the answer has failed."""
+        """Send that the answer has failed."""
         self.sender.send_now(self.queue, FailureEvent(self.answer, error))

@@ -1,8 +1,8 @@
 """States of rows after the first tokens of a prompt, so that those tokens are not read twice.
 
-Two kinds are kept: the end of the beginning of a conversation (system message and tools), which
-other conversations of the same owner share, and the place where a prompt was interrupted because
-its client hung up. Knows nothing about models or text.
+Two kinds are kept. One is the end of the beginning of a conversation (system message and tools),
+which other conversations of the same owner share. The other is the place where a prompt was
+interrupted because its client disconnected.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class PrefixKey:
     """What two prompts must have in common before their tokens are compared.
 
     Attributes:
-        owner: who may continue from a state.
+        owner: the owner who may continue from a state.
         parent: the checkpoint that the tokens follow; None at the beginning of a stream.
         beginning: tokens of the stream's beginning (`Marks.beginning`), which cannot change after
             they have been folded; 0 with a parent, whose row knows it.
@@ -50,35 +50,35 @@ class PrefixState:
 
 
 class PrefixPlace(Protocol):
-    """Keeps states while the server does not run. No method waits for a disk, but `read_all`."""
+    """Keeps states while the server is not running. Only `read_all` waits for a disk."""
 
     def read_all(self) -> list[PrefixState]:
-        """The states that are kept, the one used last at the end."""
+        """Return the kept states, the most recently used one last."""
 
     def add(self, state: PrefixState) -> None:
         """Keep a state."""
 
     def use(self, state: PrefixState) -> None:
-        """Note that a state is used now."""
+        """Note that a state is being used."""
 
     def remove(self, state: PrefixState) -> None:
-        """Keep a state no longer."""
+        """Stop keeping a state."""
 
 
 class PrefixStates:
-    """Keeps at most `most` states in memory; the least recently used one is dropped first.
+    """Keeps at most `most` states in memory. The least recently used one is dropped first.
 
-    The owner with the most states loses one, so that no owner can drop all of another's. Only the
-    engine's thread calls this.
+    The owner with the most states loses one, so that no owner can drop all states of another. Only
+    the engine's thread calls this.
 
     Args:
-        place: also keeps beginnings, which are here again after a restart.
+        place: also keeps beginnings, so that they are available after a restart.
     """
 
     def __init__(self, most: int, place: PrefixPlace | None = None) -> None:
         self._most = most
         self._place = place
-        self._kept: list[PrefixState] = []  # the one used last at the end
+        self._kept: list[PrefixState] = []  # the most recently used one last
         if place is not None:
             found = place.read_all()
             self._kept = found[max(0, len(found) - most) :]
@@ -104,10 +104,10 @@ class PrefixStates:
         return found
 
     def add(self, new: PrefixState) -> None:
-        """Keep a state, in place of one that has read less of the same prompt.
+        """Keep a state, and drop a state that has read less of the same prompt.
 
-        The end of a beginning is not replaced by a longer state: conversations that differ after
-        it start from it.
+        The end of a beginning is not replaced by a longer state, because conversations that differ
+        after it start from it.
         """
         if not self._most:
             return
@@ -122,7 +122,7 @@ class PrefixStates:
             self._drop([gone])
 
     def forget(self, parent: str) -> None:
-        """Drop the states that follow a checkpoint that is deleted."""
+        """Drop the states that follow a deleted checkpoint."""
         self._drop([kept for kept in self._kept if kept.key.parent == parent])
 
     def _drop(self, gone: Sequence[PrefixState]) -> None:
@@ -133,7 +133,7 @@ class PrefixStates:
 
 
 def _replaces(new: PrefixState, kept: PrefixState) -> bool:
-    """Whether a state makes another one superfluous."""
+    """Return whether a state makes another one superfluous."""
     if new.key != kept.key or new.ids[: len(kept.ids)] != kept.ids:
         return False
     return len(new.ids) == len(kept.ids) or not kept.is_beginning

@@ -1,7 +1,6 @@
-"""Sampling: the next token of each answer, with the parameters of OpenAI's and vLLM's clients.
+"""Sample the next token of each answer, with the parameters of OpenAI's and vLLM's clients.
 
-Every answer has a random generator of its own, so that its draws do not depend on what else is
-answered. Knows nothing about rows or text.
+Every answer has a separate random generator, so that its draws do not depend on other answers.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ if TYPE_CHECKING:
     from weir.serve.structured import GrammarConstraint
 
 LOGITS_AT_ONCE = 2**17
-"""Logits drawn from together; copies of more do not fit into a processor's cache."""
+"""Number of logits to draw from together. Copies of more do not fit in a processor's cache."""
 
 
 @dataclass(frozen=True)
 class SampledToken:
-    """A token of an answer; its `logprob`, if asked for, is from before temperature and limits."""
+    """A token of an answer. Its `logprob`, if requested, is from before temperature and limits."""
 
     id: int
     logprob: float | None = None
@@ -38,13 +37,13 @@ class SampledToken:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the tokens of one answer are sampled; requests have bounds for all of it.
+    """The sampling parameters of one answer. Requests are checked against bounds.
 
     Attributes:
-        repetition: logits of tokens that came before are divided by it where they are positive and
-            multiplied where not (CTRL, section 4.1); 1 leaves them.
-        presence: subtracted from the logits of tokens of this answer, once.
-        frequency: subtracted as often as they came.
+        repetition: logits of tokens that came before are divided by it if they are positive, and
+            multiplied if not (CTRL, section 4.1); 1 does nothing.
+        presence: subtracted once from the logits of tokens in this answer.
+        frequency: subtracted for each time that a token occurs in this answer.
         logprobs: number of most likely tokens to report with every token; None for no
             log-probabilities at all.
     """
@@ -59,7 +58,7 @@ class SamplingParams:
 
 
 def read_defaults(config: GenerationConfig | None) -> tuple[SamplingParams, list[str]]:
-    """Return how a model's generation configuration samples, and its options that are not used.
+    """Return the sampling parameters in a model's generation configuration, and its unused options.
 
     Only a configuration with `do_sample` changes anything. Otherwise the defaults are OpenAI's:
     temperature 1, all tokens.
@@ -77,7 +76,9 @@ def read_defaults(config: GenerationConfig | None) -> tuple[SamplingParams, list
         )
         repetition = given.get("repetition_penalty") or 1.0
         if not (isinstance(repetition, int | float) and 0 < repetition < math.inf):
-            raise WeirError("a repetition penalty is a number over 0")
+            raise WeirError(
+                f"repetition_penalty must be a number greater than 0, got {repetition!r}"
+            )
     except WeirError:
         return SamplingParams(Sampling(temperature=1.0)), sorted({*given} & (_USED | _NOT_USED))
     return SamplingParams(sampling, repetition=repetition), sorted({*given} & _NOT_USED)
@@ -105,11 +106,11 @@ _NOT_USED = {
     "min_length",
     "min_new_tokens",
 }
-"""Options of transformers' generation configuration that change answers there and not here."""
+"""Options of transformers' generation configuration that change answers there but not here."""
 
 
 class Sampler:
-    """The sampling state of one answer; the repetition penalty counts `prompt_ids` too."""
+    """The sampling state of one answer. The repetition penalty also counts `prompt_ids`."""
 
     def __init__(
         self,
@@ -130,14 +131,14 @@ class Sampler:
 
     @property
     def done(self) -> bool:
-        """Whether the constraint says that the answer is complete."""
+        """Return whether the answer is complete according to its constraint."""
         return self.constraint is not None and self.constraint.done
 
     def adjust(self, logits: Tensor) -> Tensor:
-        """Apply penalties, bias and constraint to logits [vocabulary], in a copy.
+        """Apply penalties, bias and constraint to a copy of logits [vocabulary].
 
-        The same tensor is returned where nothing applies. WeirError if the constraint cannot be
-        followed any further.
+        The same tensor is returned if nothing applies. Raises WeirError if the answer cannot follow
+        its constraint any longer.
         """
         params, counts = self.params, self._counts
         penalized = counts and (params.presence or params.frequency)
@@ -159,10 +160,14 @@ class Sampler:
     def accept(self, token: int, logits: Tensor, adjusted: Tensor) -> SampledToken:
         """Advance by a token that was drawn from logits [vocabulary] that `adjust` has adjusted.
 
-        WeirError if no token was left to draw, or the constraint does not take this one.
+        Raises WeirError if there was no token to draw, or if the constraint does not allow this
+        one.
         """
         if adjusted is not logits and adjusted[token] == -math.inf:
-            raise WeirError("the format and bias of this answer leave no token to choose from")
+            raise WeirError(
+                "the format and logit_bias of this answer leave no token to choose from. Change "
+                "one of them."
+            )
         params = self.params
         if params.presence or params.frequency:
             self._counts[token] += 1
@@ -179,8 +184,10 @@ class Sampler:
 
 
 def sample(samplers: Sequence[Sampler], logits: Tensor) -> list[SampledToken | Exception]:
-    """Sample the next token of each answer from logits [answers, vocabulary], or say why there is
-    none; each token is what it would be alone, to the last bit.
+    """Sample the next token of each answer from logits [answers, vocabulary].
+
+    For an answer without a token, the result is the error. Each token is bit-identical to sampling
+    its answer alone.
     """
     rows = list(logits.float().cpu())
     adjusted = list(rows)
@@ -216,12 +223,14 @@ def sample(samplers: Sequence[Sampler], logits: Tensor) -> list[SampledToken | E
 def _draw(
     sampling: Sampling, logits: Tensor, generators: list[torch.Generator]
 ) -> list[int | WeirError]:
-    """Draw a token from each row of logits [rows, vocabulary], or say why there is none."""
+    """Draw a token from each row of logits [rows, vocabulary]. For a row without one, return the
+    error.
+    """
     try:
         return list(sampling.pick(logits, generators)[:, 0].tolist())
     except WeirError as error:
         if len(generators) == 1:
             return [error]
-        # One row is at fault, and no generator has advanced yet.
+        # One row is wrong, and no generator has advanced yet.
         pairs = zip(logits.split(1), generators, strict=True)
         return [_draw(sampling, row, [generator])[0] for row, generator in pairs]

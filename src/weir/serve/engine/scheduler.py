@@ -1,4 +1,4 @@
-"""The scheduler: which sequence gets a row next, which row, and whose tokens are fed next.
+"""The scheduler: decide which sequence gets a row next, which row, and whose tokens are fed next.
 
 Knows nothing about models.
 """
@@ -19,18 +19,19 @@ class Busy(WeirError):
 class Scheduler:
     """Decides which sequences run, and in which rows.
 
-    A row is busy with a running sequence, or resting, or free. A resting one stands at a checkpoint
-    until a sequence continues there or another one needs the row. Clients take turns, and the
-    sequences of one client keep their order.
+    A row is busy with a running sequence, resting, or free. A resting row holds the state of a
+    checkpoint until a sequence continues there or another sequence needs the row. Clients take
+    turns, and the sequences of one client keep their order.
 
     Args:
         queue: number of sequences that may wait.
-        deterministic: every call is over one row.
-        shared: whether one client may have a share of the rows and of the queue only.
+        deterministic: whether every call is over one row.
+        shared: whether one client gets only a share of the rows and of the queue.
 
     Attributes:
-        running: sequences with a row, the one whose prompt was read longest ago first.
-        resting: rows that stand at a checkpoint, by its name, the one used last at the end.
+        running: sequences with a row; the one whose prompt was read longest ago comes first.
+        resting: rows that hold a checkpoint's state, by its name; the most recently used one comes
+            last.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Scheduler:
         self._queue_each = share_of(queue) if shared else queue
         self._deterministic = deterministic
         self.resting: dict[str, int] = {}
-        self._served: dict[str, int] = {}  # when a client got a row, on a clock of its own
+        self._served: dict[str, int] = {}  # when a client last got a row, by a counter
         self._clock = 0
 
     def __bool__(self) -> bool:
@@ -59,7 +60,7 @@ class Scheduler:
 
     @property
     def all_calling(self) -> bool:
-        """Whether sequences run, and all of them wait for a call that is executed."""
+        """Return whether sequences are running, and all of them wait for a tool call."""
         calling = (one.stage is Stage.CALLING and not one.cancelled for one in self.running)
         return bool(self.running) and all(calling)
 
@@ -71,7 +72,7 @@ class Scheduler:
         own = sum(one.holder == sequence.holder for one in self.waiting)
         own -= self._rows_each - self._rows_of(sequence.holder)
         if waiting >= self._queue or own >= self._queue_each:
-            raise Busy(f"{max(waiting, own)} turns are waiting already")
+            raise Busy(f"{max(waiting, own)} turns are already waiting. Try again later.")
         self.waiting.append(sequence)
 
     def add_first(self, sequence: TokenSequence) -> None:
@@ -81,9 +82,9 @@ class Scheduler:
     def admit(self) -> tuple[TokenSequence, bool] | None:
         """Give a row to the next sequence of the client served longest ago.
 
-        The row is one that stands where the sequence starts, a free one, or the one at rest
-        longest. Returns whether it stands there, too; None if all rows are busy, or nobody waits
-        who may have one.
+        The row is the one that holds the state at which the sequence starts, or a free one, or the
+        one that has rested longest. Also returns whether it holds that state. Returns None if all
+        rows are busy, or if no waiting sequence may have one.
         """
         if len(self.running) == self.rows:
             return None
@@ -106,7 +107,7 @@ class Scheduler:
         return sequence, resident
 
     def _rows_of(self, holder: str) -> int:
-        """Number of rows that the sequences of a holder have."""
+        """Return the number of rows of a holder's sequences."""
         return sum(one.holder == holder for one in self.running)
 
     def decode_batches(self) -> Iterator[list[TokenSequence]]:
@@ -117,7 +118,7 @@ class Scheduler:
                 yield decoding
             return
         for sequence in decoding:
-            if sequence.stage is Stage.DECODE:  # and did not fail with the one before
+            if sequence.stage is Stage.DECODE:  # it did not fail with the sequence before it
                 yield [sequence]
 
     def prefill_batch(self) -> list[TokenSequence]:
@@ -135,20 +136,20 @@ class Scheduler:
             if sequence in sequences:
                 sequences.remove(sequence)
         if sequence.row is not None and at_checkpoint:
-            self.resting.pop(sequence.id, None)  # a turn may be asked for again by its name
+            self.resting.pop(sequence.id, None)  # a turn may be requested again by its name
             self.resting[sequence.id] = sequence.row
 
 
 def group_prefills(reading: list[TokenSequence], chunk: int) -> list[TokenSequence]:
     """Choose the sequences whose prompts are read in the next call.
 
-    A prompt longer than a chunk is read in calls of its own, so that other prompts change nothing
-    in it, not even by rounding. Shorter ones are read together, as many as fit into a chunk.
+    A prompt longer than a chunk is read in separate calls, so that other prompts do not change its
+    result, even by rounding. Shorter prompts are read together, as many as fit in a chunk.
 
     Args:
-        reading: sequences whose prompts are not read yet, the one read longest ago first; that one
-            is always chosen.
-        chunk: tokens of a call, padding included.
+        reading: sequences with unread prompts; the one read longest ago comes first, and is always
+            chosen.
+        chunk: tokens of a call, including padding.
     """
     short = [s for s in reading if not (s.num_read or s.alone) and len(s.unread) <= chunk]
     if reading[:1] != short[:1]:
@@ -162,11 +163,12 @@ def group_prefills(reading: list[TokenSequence], chunk: int) -> list[TokenSequen
 
 
 def fits_one_call(tokens: Mapping[int, int], limit: int) -> bool:
-    """Whether rows fit into one call without more padding than tokens.
+    """Return whether rows fit in one call without more padding than tokens.
 
     Args:
-        tokens: by row, how many it is fed. Rows between the first and the last are computed too.
-        limit: tokens of the call, padding included.
+        tokens: number of tokens to feed, by row. Rows between the first and the last are computed,
+            too.
+        limit: tokens of the call, including padding.
     """
     computed = (max(tokens) + 1 - min(tokens)) * max(tokens.values())
     return computed <= limit and computed <= 2 * sum(tokens.values())

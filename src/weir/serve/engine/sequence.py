@@ -1,8 +1,7 @@
 """A sequence: a prompt that is fed to a row of the cache, and the answer sampled after it.
 
-A sequence starts at a checkpoint, the end of an earlier turn, and its own end is a new one.
-Checkpoints never change, so any of them can be continued more than once, and again after a
-failure. Knows nothing about text, models or what rows hold.
+A sequence starts at a checkpoint, the end of an earlier turn, and its end is a new checkpoint.
+Checkpoints never change, so any of them can be continued more than once, and again after a failure.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ class Stage(enum.Enum):
 
 
 class Listener(Protocol):
-    """Receives the tokens of a sequence, in the engine's thread: it must not block."""
+    """Receives the tokens of a sequence in the engine's thread. It must not block."""
 
     def on_token(self, token: SampledToken) -> str | None:
-        """Take the next token of the answer; return "stop" if the answer ends with it."""
+        """Take the next token of the answer. Return "stop" if the answer ends with it."""
 
     def on_finish(self, reason: str) -> None:
-        """The sequence has ended and is saved; `reason` is "stop" or "length"."""
+        """Handle the end of the sequence, which is saved. `reason` is "stop" or "length"."""
 
     def on_failure(self, error: Exception) -> None:
-        """The sequence has failed; the checkpoint it started from is as it was."""
+        """Handle a failure of the sequence. The checkpoint it started from is unchanged."""
 
 
 @dataclass(eq=False)
@@ -48,22 +47,22 @@ class TokenSequence:
     """One answer to one prompt.
 
     Attributes:
-        parent: the checkpoint it starts from; None for a new stream.
-        prompt_ids: tokens to feed before the answer, one or more.
-        max_tokens: tokens of the answer, 1 or more.
-        holder: whose turn it takes: a key, or without keys an address.
-        seed: of the row's random draws, where the stream is new.
-        beginning: how many of `prompt_ids` are the stream's beginning, where it is new.
+        parent: the checkpoint at which it starts; None for a new stream.
+        prompt_ids: tokens to feed before the answer, at least one.
+        max_tokens: maximum number of tokens of the answer, at least 1.
+        holder: the client whose turn it takes: a key or, without keys, an address.
+        seed: seed of the row's random draws, if the stream is new.
+        beginning: how many of `prompt_ids` are the stream's beginning, if it is new.
         header: how many tokens at the end of `prompt_ids` are the header of the answer.
-        owner: who may share what is read of the prompt (`PrefixStates`); None if nothing of it is
-            kept.
-        may_be_lost: whether the answer is given although its end cannot be saved.
+        owner: who may share the state after a part of the prompt (`PrefixStates`); None if no such
+            state is kept.
+        may_be_lost: whether the answer is given even if its end cannot be saved.
         record: makes the record that is saved with its end, from the sequence and the reason why it
             ended (`Listener.on_finish`); None if the end is not saved.
-        on_stop: called in the engine's thread when a token ends the answer; returns the reason why
-            it ends, or None if it goes on with tokens that `Engine.resume` brings. Until then the
+        on_stop: called in the engine's thread when a token ends the answer. Returns the reason why
+            it ends, or None if it continues with tokens from `Engine.resume`. Until then the
             sequence keeps its row and waits. None if every answer ends there.
-        stage: how far it has come. This and what follows is set by the engine only.
+        stage: its progress. The engine alone sets this field and the following ones.
         pending: tokens of `parent` that are fed before those of the prompt.
         unread: tokens still to be fed before the answer.
         num_read: tokens that the row has read, `pending` ones and those of a `PrefixState`
@@ -116,7 +115,7 @@ class TokenSequence:
 
     @property
     def is_running(self) -> bool:
-        """Whether its prompt is being read, or its answer made."""
+        """Whether its prompt is being read, or its answer generated."""
         return self.stage in (Stage.PREFILL, Stage.DECODE, Stage.CALLING)
 
     @property

@@ -1,4 +1,4 @@
-// The server's HTTP API. Knows nothing about what is shown.
+// The server's HTTP API. It changes nothing on the page.
 
 const KEY = "weir-key";
 let asking = null; // one question for a key, however many requests wait for it
@@ -41,7 +41,7 @@ async function call(path, { method = "GET", body, signal, headers = {} } = {}) {
       throw new Trouble("The server cannot be reached.");
     }
     if (response.status === 401) {
-      // Another request may have asked meanwhile.
+      // Another request may have asked for the key meanwhile.
       if (sessionStorage.getItem(KEY) === key) await newKey(key !== null);
       continue;
     }
@@ -64,7 +64,7 @@ async function trouble(response) {
   try {
     message = (await response.json()).error.message;
   } catch {
-    // What is no error of the server's says nothing more.
+    // A body that is not the server's error has no message.
   }
   return new Trouble(message, response.status);
 }
@@ -90,9 +90,9 @@ export const fork = (name, turn) =>
 export const remove = (name) => json(place(name), { method: "DELETE" });
 
 /**
- * Ask for an answer and hear of it as it comes.
+ * Ask for an answer, and receive it while it is generated.
  * Calls `began` with the session's name, then `said` with each piece of text.
- * Returns why it ended and what it took; throws where it was broken off.
+ * Returns why it ended and its usage. Throws an error if it broke off.
  */
 export async function ask(body, session, { signal, began, said }) {
   const response = await call("/v1/chat/completions", {
@@ -113,7 +113,7 @@ export async function ask(body, session, { signal, began, said }) {
     if (choice?.delta.content) said(choice.delta.content);
     reason = choice?.finish_reason ?? reason;
   }
-  throw new Trouble("The answer was broken off.");
+  throw new Trouble("The connection was lost before the answer was complete.");
 }
 
 /** The data of server-sent events. */

@@ -1,4 +1,4 @@
-// A conversation as it is read: turns, and the answer that is coming.
+// The conversation: its turns, and the answer that is being generated.
 
 import { byId, count, el, endOf, several } from "./dom.js";
 
@@ -26,7 +26,7 @@ export function onForkFrom(fork) {
   onFork = fork;
 }
 
-/** Show saved turns, each as `GET /v1/sessions/ID/turns` tells it. */
+/** Show saved turns, each as `GET /v1/sessions/ID/turns` returns it. */
 export function showTurns(turns) {
   all = turns;
   from = Math.max(0, turns.length - SHOWN);
@@ -74,8 +74,8 @@ function item(turn) {
   const fork = el("button", { type: "button", className: "quiet fork" }, "Fork from here");
   fork.addEventListener("click", () => onFork(turn));
   const { completion_tokens: answered } = turn.usage;
-  const facts = [`${count(turn.seen)} seen`, several(answered ?? 0, "token")];
-  if (turn.rate) facts.push(`${Math.round(turn.rate)} a second`);
+  const facts = [`${count(turn.seen)} tokens read`, several(answered ?? 0, "token")];
+  if (turn.rate) facts.push(`${Math.round(turn.rate)} tokens/s`);
   return el(
     "li",
     {},
@@ -91,6 +91,6 @@ function bubble(role, content) {
     "div",
     { className: `said ${role}${text ? "" : " nothing"}`, dir: "auto" },
     el("span", { className: "unseen" }, `${who}: `),
-    text || "said nothing",
+    text || "(empty)",
   );
 }

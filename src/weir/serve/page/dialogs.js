@@ -1,4 +1,4 @@
-// Questions that stand in front of the page.
+// Dialogs over the page.
 
 import { byId } from "./dom.js";
 

@@ -1,4 +1,4 @@
-// Making elements. Text is only ever put in as text, so nothing that was said becomes markup.
+// Create elements. Text is always inserted as text, so a message never becomes markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -50,8 +50,8 @@ export function ago(then) {
 export const several = (n, what) => `${count(n)} ${what}${n === 1 ? "" : "s"}`;
 
 /**
- * Keeps a box that scrolls at its end, unless the user has scrolled away from there.
- * A box that was hidden comes back where its end is now.
+ * Keep a scrolling box at its end, unless the user has scrolled away from it.
+ * A box that was hidden is shown at its current end.
  */
 export function endOf(box, margin) {
   let low = true;

@@ -1,5 +1,5 @@
-// The page: which conversation is open, what happens when somebody does something, and when the
-// server is asked what has changed.
+// The page: the open conversation, the handling of events, and the times at which the
+// server is asked for changes.
 
 import * as api from "./api.js";
 import { addTurn, beginTurn, onForkFrom, showTurns } from "./chat.js";
@@ -56,7 +56,7 @@ async function load() {
   } catch (error) {
     if (error.status !== 404) throw error;
     await open(null);
-    trouble("That conversation is not kept any more.");
+    trouble("This conversation no longer exists on the server.");
   }
 }
 
@@ -81,7 +81,7 @@ async function list() {
 }
 
 async function remove(session) {
-  const what = `${titleOf(session)}: ${several(session.turns, "turn")}. Nobody can bring it back.`;
+  const what = `${titleOf(session)}: ${several(session.turns, "turn")}. This cannot be undone.`;
   if (!(await askToDelete(what))) return;
   await api.remove(session.id);
   tabs.postMessage(session.id);
@@ -93,7 +93,7 @@ async function fork(turn) {
   const made = await api.fork(page.session, turn.id);
   tabs.postMessage(made.id);
   await open(made.id);
-  status("A new conversation goes on from that turn.");
+  status("A new conversation continues from that turn.");
   byId("say").focus();
 }
 
@@ -153,7 +153,7 @@ async function say(words) {
     if (error.name !== "AbortError") trouble(error.message);
     if (mine()) {
       coming.drop();
-      if (error.name === "AbortError") status("The answer was stopped; it never happened.");
+      if (error.name === "AbortError") status("The answer was stopped and is not saved.");
       if (!byId("say").value) byId("say").value = words;
       if (!page.turns.length) {
         page.session = null;
@@ -183,7 +183,7 @@ function busy(is) {
   byId("turns").setAttribute("aria-busy", String(is));
 }
 
-// --- what the cache remembers
+// --- the contents of the cache
 
 /** Look at the cache after some time, and again and again. */
 function look(after) {
@@ -208,7 +208,7 @@ async function glance() {
     memory = await api.memory(session);
   } catch (error) {
     if (error.status !== 404) throw error;
-    // A session begins with the end of its first turn; before that there is nothing to look at.
+    // A session exists once its first turn has ended. Before that there is nothing to show.
     if (session === page.session && !page.answering) await open(null);
     return OFTEN;
   }
@@ -217,9 +217,9 @@ async function glance() {
   if (page.answering) return OFTEN;
   page.elsewhere = memory.doing !== null;
   byId("send").disabled = page.elsewhere;
-  if (page.elsewhere) status("Another window is talking here.");
+  if (page.elsewhere) status("Another window is using this conversation.");
   else if (memory.seen !== (page.turns.at(-1)?.seen ?? 0)) {
-    // Somebody else has talked here.
+    // Another client has added to this conversation.
     await Promise.all([load(), list()]);
   }
   return page.elsewhere ? OFTEN : SELDOM;
@@ -283,7 +283,7 @@ function wire() {
   byId("ask").addEventListener("submit", (event) => {
     event.preventDefault();
     const box = byId("say");
-    // Before a conversation is open, opening it would drop what is said.
+    // A message sent before the conversation is open would be lost when it opens.
     if (!page.model || !box.value.trim() || page.answering || page.elsewhere) return;
     const words = box.value;
     box.value = "";

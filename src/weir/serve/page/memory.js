@@ -1,4 +1,4 @@
-// What the cache of a session remembers: numbers, pictures, and the text token by token.
+// The contents of a session's cache: numbers, pictures, and the text token by token.
 
 import { drawGrowth, drawSlots, drawStream } from "./pictures.js";
 import { byId, bytes, count, el, several } from "./dom.js";
@@ -22,7 +22,7 @@ export function lookOf(pools, n) {
   return `pool-${left.length ? left[others.indexOf(pools[n]) % left.length] : 0}`;
 }
 
-/** Show what `GET /v1/sessions/ID/memory` told; null for nothing. */
+/** Show the data of `GET /v1/sessions/ID/memory`; null shows nothing. */
 export function showMemory(memory) {
   byId("nothing").hidden = memory !== null;
   byId("known").hidden = memory === null;
@@ -37,8 +37,8 @@ export function showMemory(memory) {
   byId("live").hidden = memory.doing === null;
   byId("summary").textContent =
     share > 1
-      ? `All tokens would take ${bytes(memory.bytes_of_all)}, ${times(share)} as much.`
-      : `All tokens would take ${bytes(memory.bytes_of_all)}, and still fit.`;
+      ? `A cache of all tokens would take ${bytes(memory.bytes_of_all)}, ${times(share)} as much.`
+      : `A cache of all tokens would take ${bytes(memory.bytes_of_all)}, and would still fit.`;
   for (const [id, value] of [
     ["seen", count(seen)],
     ["held", count(held)],

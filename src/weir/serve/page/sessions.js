@@ -2,7 +2,7 @@
 
 import { ago, byId, count, el, several } from "./dom.js";
 
-/** Show all, the one used last first, and call `open` or `remove` with the one that is chosen. */
+/** Show all sessions, the last used first. Calls `open` or `remove` with the chosen one. */
 export function showSessions(sessions, now, { open, remove }) {
   const focused = document.activeElement?.dataset?.session;
   byId("no-sessions").hidden = sessions.length > 0;

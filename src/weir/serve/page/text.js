@@ -1,5 +1,5 @@
-// A text token by token, shaded by the pools that hold it. Elements of tokens stay while their
-// tokens do, so that what is forgotten fades.
+// A text, token by token, shaded by the pools that hold it. The elements are reused while the
+// tokens stay, so that a forgotten token fades.
 
 import { count, el, endOf, several } from "./dom.js";
 
@@ -59,7 +59,7 @@ export class Text {
     if (!span) {
       this.#at = null;
       this.#box.removeAttribute("aria-activedescendant");
-      this.#say("Point at a token, or walk with the arrow keys.");
+      this.#say("Point at a token, or use the arrow keys.");
       return;
     }
     span.classList.add("here");
@@ -131,9 +131,9 @@ const placeOf = (target) =>
 /** Who holds a token, in words. */
 function about({ tokens, pools, pairs, read }, at) {
   const token = tokens.find((each) => each.at === at);
-  const said = token.text === null ? "not kept as text" : JSON.stringify(token.text);
+  const said = token.text === null ? "text not kept" : JSON.stringify(token.text);
   const start = `Token ${count(at)}, ${said}: `;
-  if (at >= read) return `${start}said, and not read yet.`;
+  if (at >= read) return `${start}not read yet.`;
   const by = pools
     .map((pool, n) => [pool.name, token.pools[n]])
     .filter(([, some]) => some)

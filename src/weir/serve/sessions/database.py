@@ -1,7 +1,7 @@
 """SQLite database, in a file or in memory.
 
-One connection writes, and its commits survive a power cut; another reads without waiting for
-commits. Knows nothing about what the tables hold.
+One connection writes, and its commits survive a power cut. Another reads without waiting for
+commits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from weir.serve.sessions.snapshot_folder import refusal
 
 
 class DamagedDatabase(WeirError):
-    """A database cannot be read any more; the message is for the operator."""
+    """A database can no longer be read. The message is for the operator."""
 
     def __init__(self, name: str, error: sqlite3.Error) -> None:
         super().__init__(
@@ -30,7 +30,7 @@ class DamagedDatabase(WeirError):
 
 
 def is_damage(error: sqlite3.DatabaseError) -> bool:
-    """Whether an error says that the file itself is wrong."""
+    """Return whether an error says that the file itself is damaged."""
     return error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
@@ -39,7 +39,7 @@ class Database:
 
     Args:
         path: path of the file; None for memory.
-        tables: SQL that makes the tables of a new database.
+        tables: SQL that creates the tables of a new database.
         version: version of the tables (`PRAGMA user_version`).
         create: whether the file may be missing.
 
@@ -60,29 +60,35 @@ class Database:
             self._make(tables, version)
             return
         if path.is_symlink() or (path.exists() and not path.is_file()):
-            raise WeirError(f"{path} is not an ordinary file")
+            raise WeirError(f"{path} is not an ordinary file. Remove it, or use another folder.")
         if not create and not (path.exists() and path.stat().st_size):
             raise WeirError(
-                f"{path.parent} has snapshots but no tables that say what they are; restore its "
-                f"{path.name} or give another folder"
+                f"{path.parent} has snapshots, but not the tables that describe them. Restore its "
+                f"{path.name}, or use another folder."
             )
         with contextlib.ExitStack() as undo:
             try:
-                # Only the user of the server may read it; SQLite gives its logs the same rights.
+                # Only the user who runs the server may read it. SQLite gives its logs the same
+                # rights.
                 flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
                 os.close(os.open(path, flags, 0o600))
                 self._writer = _connected(path)
                 undo.callback(self._writer.close)
-                # Before anything else: a new database has neither version nor tables.
+                # This comes first, because a new database has neither version nor tables.
                 found = self._writer.execute("PRAGMA user_version").fetchone()[0]
                 there = self._writer.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
                 if create and found == 0 and there == 0:
                     self._writer.execute("PRAGMA journal_mode = WAL")
                     self._make(tables, version)
                 elif found != version:
-                    raise WeirError(f"{path} has version {found}, and this weir reads {version}")
+                    raise WeirError(
+                        f"{path} has version {found}, and this version of weir reads {version}. "
+                        "Use another folder."
+                    )
                 elif self._writer.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
-                    raise WeirError(f"{path} is damaged")
+                    raise WeirError(
+                        f"{path} is damaged. Restore it from a copy, or use another folder."
+                    )
                 self._reader = _connected(path)
             except (OSError, sqlite3.Error) as error:
                 raise WeirError(f"{path} is damaged or cannot be opened: {error}") from None
@@ -95,9 +101,11 @@ class Database:
             db.execute(f"PRAGMA user_version = {version}")
 
     def attach(self, path: Path | None, name: str) -> None:
-        """Attach another database, in a file or memory, that is written in the same transactions.
+        """Attach another database, in a file or in memory, that is written in the same
+        transactions.
 
-        Its tables must have other names than those here. An `sqlite3.Error` if it cannot be opened.
+        Its tables must have names that do not occur here. Raises `sqlite3.Error` if it cannot be
+        opened.
         """
         if path is not None:
             flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -112,7 +120,7 @@ class Database:
                     one.execute(f"PRAGMA {name}.journal_mode = WAL")
 
     def detach(self, name: str) -> None:
-        """Detach another database, as far as it is attached."""
+        """Detach an attached database, even if it is only partly attached."""
         self._attached.discard(name)
         for one in {id(one): one for one in (self._writer, self._reader)}.values():
             with contextlib.suppress(sqlite3.Error):
@@ -132,14 +140,14 @@ class Database:
 
     @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
-        """Open a transaction, for one thread at a time: all of it is written, or nothing."""
+        """Open a transaction, for one thread at a time. Either all of it is written, or nothing."""
         with self._writing:
             try:
                 self._begin()
                 yield self._writer
                 self._writer.execute("COMMIT")
             except BaseException as error:
-                with contextlib.suppress(sqlite3.Error):  # it may have been rolled back by itself
+                with contextlib.suppress(sqlite3.Error):  # it may have been rolled back already
                     self._writer.execute("ROLLBACK")
                 if isinstance(error, sqlite3.DatabaseError) and is_damage(error):
                     raise DamagedDatabase(self._name, error) from None
@@ -148,7 +156,7 @@ class Database:
                 raise
 
     def _begin(self) -> None:
-        """Begin a transaction; an attached database that another process has locked is given up."""
+        """Begin a transaction. An attached database that another process has locked is given up."""
         try:
             self._writer.execute("BEGIN IMMEDIATE")
         except sqlite3.OperationalError as error:
@@ -160,17 +168,17 @@ class Database:
             self._writer.execute("BEGIN IMMEDIATE")
 
     def query(self, query: str, *values: Any) -> list[sqlite3.Row]:
-        """The rows of a query, by column name, of what was committed last."""
+        """Return the rows of a query, by column name, from the latest commit."""
         try:
             with self._reading:
                 return self._reader.execute(query, values).fetchall()
         except UnicodeEncodeError:
-            return []  # a lone surrogate is no text, and no row has it
+            return []  # a lone surrogate is not a text, so no row has it
         except sqlite3.DatabaseError as error:
             raise DamagedDatabase(self._name, error) from None
 
     def first(self, query: str, *values: Any) -> sqlite3.Row | None:
-        """The first row of a query; None if there is none."""
+        """Return the first row of a query, or None if there is none."""
         return next(iter(self.query(query, *values)), None)
 
 

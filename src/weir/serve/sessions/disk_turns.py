@@ -1,9 +1,9 @@
 """Turns in a folder: SQLite tables in `weir.db`, and a snapshot file for each turn.
 
-The order of writes makes a crash safe at any point: the snapshot file is written and synced, takes
-its name, and the folder is synced; only then the row that names it is committed. A file without a
-row belongs to a turn that no client saw end, and is deleted at the next start. A crash never leaves
-a row without its file.
+The order of writes makes a crash safe at any point. The snapshot file is written and synced, gets
+its name, and the folder is synced. Only then is the row that names it committed. A file without a
+row belongs to a turn that was never reported to a client as finished, and is deleted at the next
+start. A crash never leaves a row without its file.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class DiskTurns(TurnTables):
 
     Args:
         folder: created if missing.
-        limit: bytes of all snapshots, and one more while one is written; past it, or where the disk
-            is full before, the least recently used turns are deleted. None for no limit: nothing is
-            ever deleted.
+        limit: bytes of all snapshots. One more may exist while it is written. Above the limit, or
+            when the disk is full before that, the least recently used turns are deleted. None for
+            no limit, in which case nothing is ever deleted.
     """
 
     unit = "bytes"
@@ -58,16 +58,19 @@ class DiskTurns(TurnTables):
                 undo.callback(os.close, self._lock)
                 self._files = SnapshotFolder(folder / "nodes")
             except BlockingIOError:
-                raise WeirError(f"{folder} is in use by another server") from None
+                raise WeirError(
+                    f"{folder} is in use by another server. Stop that server, or use another "
+                    "folder."
+                ) from None
             except FileExistsError:
-                raise WeirError(f"{folder} is no folder") from None
+                raise WeirError(f"{folder} is not a folder. Use another path.") from None
             except OSError as error:
-                raise WeirError(f"{folder} cannot be used: {error.strerror}") from None
+                raise WeirError(f"cannot use {folder}: {error.strerror}") from None
             undo.callback(self._files.close)
-            shutil.rmtree(self.scratch, ignore_errors=True)  # leftovers of a killed process
+            shutil.rmtree(self.scratch, ignore_errors=True)  # left by a killed process
             self._reserve = DiskReserve(folder / "reserve")
             with self._reserve.released():
-                # Snapshots whose database is gone may be valuable: never treat them as leftovers.
+                # Snapshots whose database is gone may be valuable, so they are never deleted.
                 create = not self._files.list_names()
                 db = Database(folder / "weir.db", TABLES, VERSION, create=create)
                 undo.callback(db.close)
@@ -76,7 +79,7 @@ class DiskTurns(TurnTables):
             undo.pop_all()
 
     def close(self) -> None:
-        """Write when turns were used and release the folder; closing twice does nothing."""
+        """Save when turns were used, and release the folder. Closing twice does nothing."""
         if self._lock < 0:
             return
         with contextlib.suppress(WeirError), self.changing():
@@ -87,7 +90,7 @@ class DiskTurns(TurnTables):
         self._lock = -1
 
     def _open(self, database: Database) -> None:
-        """Check that the rows are of this format, and delete what a killed process left."""
+        """Check that the rows have this format, and delete files that a killed process left."""
         try:
             with database.writing() as db:
                 written = json.dumps(self.store_format.to_json())
@@ -96,7 +99,7 @@ class DiskTurns(TurnTables):
                 self.store_format.check_place(str(self.folder), found)
                 self._delete_leftovers(db)
         except OSError as error:
-            raise WeirError(f"{self.folder} cannot be used: {error}") from None
+            raise WeirError(f"cannot use {self.folder}: {error}") from None
 
     def _delete_leftovers(self, db: sqlite3.Connection) -> None:
         """Delete turns without a record, rows without their file, and files without a row."""
@@ -133,7 +136,7 @@ class DiskTurns(TurnTables):
         return Checkpoint(lambda: self._read(row), tuple(json.loads(row["pending"])))
 
     def _read(self, row: sqlite3.Row) -> RowState:
-        """Read a snapshot file; a damaged one is deleted with its turn."""
+        """Read a snapshot file. A damaged file is deleted with its turn."""
         name = quote(row["name"])
         try:
             data = self._files.read(row["file"], row["bytes"])
@@ -149,12 +152,10 @@ class DiskTurns(TurnTables):
         except WeirError as error:
             _log.warning("turn %s cannot be read and is dropped: %s", name, error)
             self._delete_damaged(row)
-            raise WeirError(
-                f"turn {name} cannot be gone on from, and is dropped: {error}"
-            ) from None
+            raise WeirError(f"turn {name} cannot be continued and was deleted: {error}") from None
 
     def _delete_damaged(self, row: sqlite3.Row) -> None:
-        """Delete a turn unless its row now names another file."""
+        """Delete a turn, unless its row now names another file."""
         if self.db.query("SELECT 1 FROM nodes WHERE file = ?", row["file"]):
             with contextlib.suppress(WeirError):
                 self.remove([row["name"]])
@@ -163,7 +164,7 @@ class DiskTurns(TurnTables):
         for file in files:
             try:
                 self._files.delete(file)
-            except OSError as error:  # left to the next start
+            except OSError as error:  # retried at the next start
                 _log.warning("%s cannot be removed: %s", file, error)
 
     # --- room
@@ -173,18 +174,19 @@ class DiskTurns(TurnTables):
         return self.store_format.turn_bytes(tokens)
 
     def free_bytes(self) -> int:
-        """Bytes that the disk has left, as far as it says."""
+        """Return the free bytes that the disk reports."""
         return self._files.free_bytes()
 
     def has_room(self, size: int) -> bool:
-        """Whether the disk has room for turns of so many bytes together."""
+        """Return whether the disk has room for turns of this many bytes together."""
         return self._files.has_room(size)
 
     def make_room(self, size: int, keep: int) -> bool:
-        """Delete old turns, but not the newest `keep`, until the disk has room for so many bytes.
+        """Delete old turns until the disk has room for this many bytes.
 
-        Nothing is deleted without a limit, which says that old turns may go, and nothing where that
-        would not help: there are too few, or the disk refuses bytes that are free.
+        The newest `keep` turns stay. Nothing is deleted without a limit, which allows deletion, or
+        if deletion would not help: because there are too few turns, or because the disk refuses
+        bytes that are free.
         """
         if self.has_room(size) or self._limit is None:
             return self.has_room(size)
@@ -204,12 +206,12 @@ class DiskTurns(TurnTables):
     def remove(
         self, nodes: Collection[str], owner: str | None = None, session: str | None = None
     ) -> list[str]:
-        """Take turns out of a session, or out of all, also where the disk is full."""
+        """Remove turns from a session, or from all, even if the disk is full."""
         with self.exclusive:
             try:
                 return super().remove(nodes, owner, session)
             except StorageFull:
-                # Deleting takes room too: free the files and the reserve, then try once more.
+                # Deleting takes room, too. Free the files and the reserve, then try once more.
                 rows = self.db.query(LEAVING, json.dumps(sorted(nodes)), owner, session)
                 with self._reserve.released():
                     self._discard([row["file"] for row in rows if row["alone"]])

@@ -1,7 +1,6 @@
-"""Items of OpenAI's responses and conversations, and the messages that they stand for.
+"""Items of OpenAI's responses and conversations, and the messages that they represent.
 
 A new kind of item needs a line in `messages_of` and a class in `serve/api/schemas/responses.py`.
-Knows nothing about where items are kept.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from typing import Any
 from weir.serve.messages import Call, Message
 
 Item = dict[str, Any]
-"""As the client sees it, with its id."""
+"""An item as the client sees it, with its id."""
 
 
 def new_id(kind: str) -> str:
-    """A random id with a prefix: `msg`, `fc`, `fco` or `conv`."""
+    """Return a random id with a prefix: `msg`, `fc`, `fco` or `conv`."""
     return f"{kind}_{secrets.token_hex(16)}"
 
 
@@ -86,8 +85,8 @@ def result_item(call: str, output: str | list[dict[str, Any]]) -> Item:
 def messages_of(items: Sequence[Item]) -> list[Message]:
     """Convert items to messages.
 
-    An answer is one message, though its calls and the text before and between them are items of
-    their own. Thoughts are no part of a history.
+    An answer is one message, though its calls and the text before and between them are separate
+    items. Thoughts are not part of a history.
     """
     messages: list[Message] = []
     for item in items:

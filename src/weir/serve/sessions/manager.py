@@ -1,6 +1,6 @@
 """Operations on saved sessions: fork, rewind, delete, export and import.
 
-Another owner's session looks as if it did not exist. Knows nothing about HTTP or text.
+Another owner's session looks as if it did not exist.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class UnknownSession(WeirError):
     """The owner has no such session or turn."""
 
     def __init__(self, what: str = "session") -> None:
-        super().__init__(f"there is no such {what}")
+        super().__init__(f"{what} not found")
 
 
 class HeldByConversation(WeirError):
@@ -37,8 +37,8 @@ class HeldByConversation(WeirError):
 class SessionManager:
     """The sessions of all owners.
 
-    Methods raise `UnknownSession` where the owner has no such session or turn in it,
-    `HeldByConversation` where it cannot be changed alone, and a WeirError where the disk refuses.
+    Methods raise `UnknownSession` if the owner has no such session or turn, `HeldByConversation` if
+    the session cannot be changed alone, and a WeirError if the disk refuses.
     """
 
     def __init__(
@@ -58,12 +58,16 @@ class SessionManager:
         return StoreFormat.of(self._engine.model, cache.policy, cache.chunk)
 
     def list_turns(self, owner: str, session: str) -> tuple[list[TurnRecord], set[str]]:
-        """List the turns of a session in order, and the nodes of the path to the newest."""
+        """List the turns of a session in order, and the ids of the turns that lead to the
+        newest.
+        """
         records = self._records(owner, session)
         return records, _path(records, records[-1].node)
 
     def fork(self, owner: str, session: str, node: str | None, name: str | None) -> SessionSummary:
-        """Begin a session with a turn of another, or its newest, and its ancestors."""
+        """Begin a session with a turn of another, or with its newest turn, and the ancestors of the
+        turn.
+        """
         records = self._records(owner, session)
         at = _find(records, node or records[-1].node)
         found = self._store.fork(owner, at, name or f"sess_{secrets.token_hex(16)}")
@@ -71,7 +75,7 @@ class SessionManager:
         return found
 
     def rewind(self, owner: str, session: str, node: str) -> SessionSummary:
-        """Make a turn the newest of its session: all turns but its ancestors are removed."""
+        """Make a turn the newest of its session by removing all turns except its ancestors."""
         records = self._records(owner, session)
         stay = _path(records, _find(records, node))
         self._require_free(owner, session)
@@ -82,39 +86,43 @@ class SessionManager:
         return found
 
     def delete(self, owner: str, session: str) -> bool:
-        """Delete an owner's session; return False if there is none."""
+        """Delete an owner's session. Returns False if there is none."""
         records = self._store.list_turns(owner, session)
         if records:
             self._require_free(owner, session)
         self._remove(owner, session, [record.node for record in records])
-        # Responses whose checkpoints were deleted to save room; a fork may still have some.
+        # Responses whose checkpoints were deleted to make room. A fork may still have some.
         names = self._responses.list_responses(owner, session)
         turns = {name: self._store.find_turn(owner, name.removeprefix("resp_")) for name in names}
         self._responses.delete_responses(owner, [n for n, turn in turns.items() if turn is None])
         return bool(records)
 
     def delete_conversation(self, owner: str, conversation: str) -> None:
-        """Delete a conversation of an owner's, and its session."""
+        """Delete a conversation of an owner and its session."""
         self._responses.delete_conversation(owner, conversation)
         self.delete(owner, conversation)
 
     def trim(self, owner: str) -> None:
-        """Delete the least recently used sessions of an owner who has too many; text stays."""
+        """Delete the least recently used sessions of an owner with too many. Stored text is
+        kept.
+        """
         sessions = self._store.list_sessions(owner)
         for session in sessions[: max(0, len(sessions) - self._limits.sessions)]:
             nodes = [record.node for record in self._store.list_turns(owner, session.id)]
             self._forget(owner, session.id, nodes)
 
     def export_file(self, owner: str, session: str, most: int | None, path: Path) -> None:
-        """Export an owner's session, or the newest turns of it, to a file; one at a time (Busy)."""
+        """Export an owner's session, or its newest turns, to a file. Raises Busy during another
+        export.
+        """
         records = self._records(owner, session)
         records = records if most is None else records[-most:]
         cache = self._engine.cache
         size = len(records) * (cache.nbytes // (cache.batch or 1))
         if size > self._limits.parcel:
             raise WeirError(
-                f"{len(records)} turns take {size:,} bytes, and a file may have "
-                f"{self._limits.parcel:,}; ask for fewer of the newest turns"
+                f"{len(records)} turns take {size:,} bytes, and a file can have at most "
+                f"{self._limits.parcel:,}. Export fewer of the newest turns."
             )
         with _one_at_a_time(self._transfer):
             turns: list[Turn] = []
@@ -125,13 +133,15 @@ class SessionManager:
                 except WeirError:
                     if self._store.find_turn(owner, record.node) is not None:
                         raise
-                    # Otherwise it was just deleted: leave it out.
+                    # Otherwise it was just deleted, and is left out.
             if not turns:
                 raise UnknownSession
             write_export(path, turns, self.store_format)
 
     def import_file(self, owner: str, path: Path) -> SessionSummary:
-        """Import a session from a file, as a new one of the owner's; one at a time (Busy)."""
+        """Import a session from a file as a new session of the owner. Raises Busy during another
+        import.
+        """
         with _one_at_a_time(self._transfer):
             most = self._limits.parcel
             self._worker.vet(check_facts, path, most)
@@ -158,14 +168,16 @@ class SessionManager:
 
     def _require_free(self, owner: str, session: str) -> None:
         if self._responses.get_conversation(owner, session) is not None:
-            raise HeldByConversation("this session is a conversation: delete that, or items of it")
+            raise HeldByConversation(
+                "this session is a conversation. Delete the conversation, or items of it."
+            )
 
 
 @contextmanager
 def _one_at_a_time(lock: threading.Lock) -> Iterator[None]:
-    """Allow one export or import at a time: the whole file is in memory."""
+    """Allow one export or import at a time, because the whole file is in memory."""
     if not lock.acquire(blocking=False):
-        raise Busy("another session is being exported or imported")
+        raise Busy("another session is being exported or imported. Try again later.")
     try:
         yield
     finally:
@@ -173,12 +185,12 @@ def _one_at_a_time(lock: threading.Lock) -> Iterator[None]:
 
 
 def _find(records: list[TurnRecord], node: str) -> str:
-    """The node, if a session has it."""
+    """Return the turn's id if the session has the turn."""
     if all(record.node != node for record in records):
         raise UnknownSession("turn")
     return node
 
 
 def _path(records: list[TurnRecord], node: str) -> set[str]:
-    """The nodes of a turn and of its ancestors in a session."""
+    """Return the ids of a turn and of its ancestors in a session."""
     return set(find_path(node, {record.node: record.parent for record in records}))

@@ -1,8 +1,8 @@
-"""A folder of beginnings that conversations share, so that they outlast a restart.
+"""A folder of beginnings that conversations share, so that they survive a restart.
 
-Each is a file with the state of a row and the tokens that it has read. A file's name is the
-beginning of its checksum. What is damaged, or of another model or policy, is ignored with a
-warning and deleted: it is read again from its text. Knows nothing about who asks for what.
+Each is a file with the state of a row and the tokens that the row has read. A file's name is the
+beginning of its checksum. A file that is damaged, or belongs to another model or policy, is deleted
+with a warning, and the beginning is read again from its text.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class _PrefixNotes(FileFacts):
 
 
 class PrefixFolder:
-    """Keeps states in a folder (`PrefixPlace`); a thread writes them, in the order they come.
+    """Keeps states in a folder (`PrefixPlace`). A thread writes them in the order in which they
+    arrive.
 
     Args:
         path: created if missing. It belongs to one server at a time, as the folder around it.
@@ -50,17 +51,17 @@ class PrefixFolder:
         try:
             self._files = SnapshotFolder(path)
         except OSError as error:
-            raise WeirError(f"{path} cannot be used: {error.strerror}") from None
+            raise WeirError(f"cannot use {path}: {error.strerror}") from None
         self._names: dict[PrefixState, str] = {}  # only the thread changes it
         self._writer = ThreadPoolExecutor(1, "weir-prefixes")
 
     def close(self) -> None:
-        """Write what was added, and release the folder."""
+        """Write the added states, and release the folder."""
         self._writer.shutdown()
         self._files.close()
 
     def read_all(self) -> list[PrefixState]:
-        """The states in the folder, the one used last at the end."""
+        """Return the states in the folder, the most recently used one last."""
         self._files.delete_parts()
         found = []
         names = self._files.list_names()
@@ -70,8 +71,8 @@ class PrefixFolder:
             except (OSError, WeirError) as error:
                 reason = getattr(error, "strerror", None) or error
                 LOG.warning(
-                    "a beginning that conversations share is read again: %s/%s cannot be used "
-                    "and is deleted: %s",
+                    "a shared beginning is read again, because %s/%s cannot be used and is "
+                    "deleted: %s",
                     self._path.name,
                     name,
                     reason,
@@ -87,11 +88,11 @@ class PrefixFolder:
         self._do(self._write, state)
 
     def use(self, state: PrefixState) -> None:
-        """Note that a state is used now."""
+        """Note that a state is being used."""
         self._do(self._touch, state)
 
     def remove(self, state: PrefixState) -> None:
-        """Keep a state no longer."""
+        """Stop keeping a state."""
         self._do(self._remove, state)
 
     def wait(self) -> None:
@@ -104,9 +105,9 @@ class PrefixFolder:
     def _carefully(self, function: Callable[[PrefixState], None], state: PrefixState) -> None:
         try:
             function(state)
-        except Exception as error:  # what is not kept is read again after a restart
+        except Exception as error:  # a beginning that is not kept is read again after a restart
             reason = getattr(error, "strerror", None) or error
-            LOG.warning("a beginning that conversations share is not kept on disk: %s", reason)
+            LOG.warning("a shared beginning cannot be saved: %s", reason)
 
     def _write(self, state: PrefixState) -> None:
         key = state.key

@@ -1,4 +1,4 @@
-"""Saved turns: a checkpoint of the row, and a record of the owner and the messages.
+"""Saved turns: a checkpoint of the row, and a record with the owner and the messages.
 
 Knows nothing about HTTP or models.
 """
@@ -15,50 +15,53 @@ from weir.errors import WeirError
 from weir.serve.messages import Message, ResultPlace
 
 OnSaved = Callable[[Exception | None], None]
-"""Called once: with None when a turn is safe, or with the reason why it cannot be kept."""
+"""Called once: with None when a turn is safely saved, or with the reason why it cannot be."""
 TOPIC = 80
-"""Characters of `TurnRecord.topic`."""
+"""Length of `TurnRecord.topic` in characters."""
 
 
 class NameTaken(WeirError):
-    """The owner already has a session of this name."""
+    """The owner already has a session with this name."""
 
 
 class StorageFull(WeirError):
-    """Nothing can be kept until there is room."""
+    """Nothing can be saved until there is room."""
 
 
 DISK_FULL = (
-    "the disk that keeps sessions is full, so no turn is answered that would have to be kept; "
-    "delete sessions or make room"
+    "the disk that stores sessions is full, so turns that must be saved are not answered. Delete "
+    "sessions or free some space"
 )
 
 
 def describe_full(needed: int, free: int | None) -> str:
-    """Say that the disk is full, what is needed and what it has."""
-    has = "" if free is None else f"; {needed:,} bytes are needed and {max(free, 0):,} are free"
+    """Describe that the disk is full, with the needed and the free bytes."""
+    has = "" if free is None else f". Needed: {needed:,} bytes, free: {max(free, 0):,} bytes"
     return DISK_FULL + has
 
 
 HIDDEN = "~"
-"""First character of the sessions of turns that clients do not want stored; clients' own names of
-sessions cannot begin with it."""
+"""First character of the sessions of turns that clients do not want stored.
+
+Clients' names of sessions cannot begin with it.
+"""
 
 
 def is_hidden(session: str) -> bool:
-    """Whether the turns of a session can be continued, but not listed or fetched by their ids."""
+    """Return whether a session's turns can be continued, but not listed or fetched by their ids."""
     return session.startswith(HIDDEN)
 
 
-NOT_KEPT = "what this turn goes on from is not kept any more"
+NOT_KEPT = "the state that this turn continues is no longer kept"
 
 
 class Checkpoint:
     """The end of a turn, with everything needed to continue from there.
 
     Args:
-        state: of the row, or a function that reads it and raises a WeirError if it cannot.
-        pending: tokens of the turn that the row has not read yet: the last of the answer.
+        state: the state of the row, or a function that reads it and raises a WeirError if it
+            cannot.
+        pending: tokens of the turn that the row has not read yet: the last token of the answer.
     """
 
     def __init__(self, state: RowState | Callable[[], RowState], pending: tuple[int, ...]) -> None:
@@ -67,7 +70,7 @@ class Checkpoint:
 
     @property
     def state(self) -> RowState:
-        """The state of the row; one that is not in memory is read again on every access."""
+        """The state of the row. A state that is not in memory is read again on every access."""
         return self._state if isinstance(self._state, RowState) else self._state()
 
     def to_bytes(self) -> bytes:
@@ -107,7 +110,7 @@ class TurnRecord:
     Attributes:
         owner: hash of the API key of the request; empty if the server needs none.
         chain: hash of all messages up to and including its answer.
-        messages: of this turn, its answer last.
+        messages: the messages of this turn, with its answer last.
         seen: tokens of the stream so far, including `last`.
         created: when it ended, in seconds since 1970.
         ids: the tokens of this turn, prompt and answer, as `pack_ids` writes them; they end at
@@ -130,7 +133,7 @@ class TurnRecord:
 
     @property
     def topic(self) -> str:
-        """The beginning of the last user message, in one line."""
+        """The beginning of the last user message, on one line."""
         users = (message.content for message in reversed(self.messages) if message.role == "user")
         line = " ".join(next(users, "")[: 4 * TOPIC].split())[:TOPIC]
         return line.encode("utf-8", "replace").decode()
@@ -141,12 +144,12 @@ Turn = tuple[Checkpoint, TurnRecord]
 
 
 def pack_ids(ids: Iterable[int]) -> bytes:
-    """Token ids in four bytes each."""
+    """Pack token ids in four bytes each."""
     return array("I", ids).tobytes()
 
 
 def unpack_ids(ids: bytes) -> array[int]:
-    """The token ids that `pack_ids` wrote."""
+    """Return the token ids that `pack_ids` wrote."""
     found = array("I")
     found.frombytes(ids)
     return found
@@ -162,7 +165,7 @@ class TurnTokens:
 
     @property
     def start(self) -> int:
-        """The position in the stream of the turn's first token."""
+        """The position of the turn's first token in the stream."""
         return self.end - len(self.ids) // 4
 
 
@@ -183,7 +186,7 @@ class SessionSummary:
 
 
 def find_path(node: str, parents: Mapping[str, str | None]) -> list[str]:
-    """A turn and its ancestors, the oldest first, as far as `parents` knows them."""
+    """Return a turn and its ancestors, the oldest first, as far as `parents` contains them."""
     path: dict[str, None] = {}
     at: str | None = node
     while at is not None and at in parents and at not in path:

@@ -1,8 +1,7 @@
 """SQLite-backed store of OpenAI's responses and conversations, as text.
 
-Text is small beside a checkpoint and is kept longer: a turn whose checkpoint was deleted is read
-again from here. Every query names the owner, so that another owner's data looks absent. Knows
-nothing about models or HTTP.
+Text is small compared with a checkpoint and is kept longer: a turn whose checkpoint was deleted is
+read again from here. Every query names the owner, so that another owner's data looks absent.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from weir.serve.sessions.snapshot_folder import free_bytes
 
 VERSION = 1
 OVERHEAD = 500
-"""Bytes that a row takes beside its text, roughly."""
+"""Approximate number of bytes that a row takes besides its text."""
 
 ROOM = 2**18
 """Bytes that must be free before a response is answered."""
@@ -67,7 +66,7 @@ CREATE INDEX items_owner ON items (owner, number, bytes);
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """A stored response; its id is `resp_` and the name of its turn."""
+    """A stored response. Its id is `resp_` and the name of its turn."""
 
     id: str
     session: str
@@ -78,14 +77,14 @@ class StoredResponse:
 
     @property
     def own_tools(self) -> list[str]:
-        """Names of the server's tools that the model knew."""
+        """Names of the server's tools that the model could call."""
         found: list[str] = self.body.get("weir", {}).get("tools", [])
         return found
 
 
 @dataclass(frozen=True)
 class StoredConversation:
-    """A stored conversation; the turn of the response `head` has read its items up to `read`."""
+    """A stored conversation. The turn of the response `head` has read its items up to `read`."""
 
     id: str
     created: int
@@ -98,7 +97,7 @@ class StoredConversation:
 class ResponseStore:
     """Responses and conversations of all owners, open until `close`.
 
-    Methods that write raise a WeirError where the disk refuses.
+    Methods that write raise a WeirError if the disk refuses.
 
     Args:
         path: path of the file; None for memory.
@@ -116,7 +115,7 @@ class ResponseStore:
         self._tables.close()
 
     def check_room(self) -> None:
-        """Raise StorageFull for a response that could not be kept, before it is answered."""
+        """Raise StorageFull, before answering, if a response could not be stored."""
         if self._path is not None and (free := free_bytes(self._path.parent)) < ROOM:
             raise StorageFull(describe_full(ROOM, free))
 
@@ -129,7 +128,7 @@ class ResponseStore:
         conversation: str | None = None,
         items: Sequence[Item] = (),
     ) -> None:
-        """Save a response, and items that its conversation, if any, does not have yet."""
+        """Save a response, and its items that are not yet in its conversation, if there is one."""
         with self._tables.writing() as db:
             written = {"input": json.dumps(response.input), "body": json.dumps(response.body)}
             size = sum(map(len, written.values())) + OVERHEAD
@@ -167,7 +166,7 @@ class ResponseStore:
         return found
 
     def get_response(self, owner: str, name: str) -> StoredResponse | None:
-        """A response of the owner's."""
+        """Return a response of the owner."""
         row = self._tables.first(
             "SELECT id, session, previous, instructions, input, body FROM responses "
             "WHERE id = ? AND owner = ?",
@@ -180,12 +179,12 @@ class ResponseStore:
         return StoredResponse(**{**row, **written})
 
     def list_responses(self, owner: str, session: str) -> list[str]:
-        """The responses of a session of the owner's."""
+        """Return the ids of the responses in a session of the owner."""
         query = "SELECT id FROM responses WHERE owner = ? AND session = ?"
         return [row["id"] for row in self._tables.query(query, owner, session)]
 
     def delete_responses(self, owner: str, names: Sequence[str]) -> None:
-        """Delete responses of the owner's."""
+        """Delete responses of the owner."""
         with self._tables.writing() as db:
             db.execute(
                 "DELETE FROM responses WHERE owner = ? AND id IN (SELECT value FROM json_each(?))",
@@ -211,7 +210,7 @@ class ResponseStore:
         return found
 
     def get_conversation(self, owner: str, name: str) -> StoredConversation | None:
-        """A conversation of the owner's."""
+        """Return a conversation of the owner."""
         row = self._tables.first(
             "SELECT id, created, metadata, head, read, whole FROM conversations "
             "WHERE id = ? AND owner = ?",
@@ -237,7 +236,7 @@ class ResponseStore:
             db.execute("DELETE FROM conversations WHERE id = ? AND owner = ?", (name, owner))
 
     def list_items(self, owner: str, conversation: str, after: int = 0) -> list[Item]:
-        """The items of a conversation with a number above `after`, the oldest first."""
+        """Return the items of a conversation with a number above `after`, the oldest first."""
         found = self._tables.query(
             "SELECT body FROM items WHERE conversation = ? AND owner = ? AND number > ? "
             "ORDER BY number",
@@ -250,7 +249,7 @@ class ResponseStore:
     def page_items(
         self, owner: str, conversation: str, after: str | None, most: int, *, newest: bool
     ) -> list[Item] | None:
-        """List the items of a conversation after one; None if there is no such item."""
+        """List the items of a conversation after a given one. None if there is no such item."""
         order, compare = ("DESC", "<") if newest else ("ASC", ">")
         start = self._tables.first(
             "SELECT number FROM items WHERE conversation = ? AND owner = ? AND id = ?",
@@ -271,18 +270,20 @@ class ResponseStore:
         return [json.loads(row["body"]) for row in found]
 
     def get_item(self, owner: str, conversation: str, name: str) -> Item | None:
-        """An item of a conversation."""
+        """Return an item of a conversation."""
         query = "SELECT body FROM items WHERE conversation = ? AND owner = ? AND id = ?"
         row = self._tables.first(query, conversation, owner, name)
         return json.loads(row["body"]) if row else None
 
     def add_items(self, owner: str, conversation: str, items: Sequence[Item]) -> None:
-        """Add items to a conversation; the next response reads them."""
+        """Add items to a conversation. The next response reads them."""
         with self._tables.writing() as db:
             self._append(db, owner, conversation, items)
 
     def remove_item(self, owner: str, conversation: str, name: str) -> None:
-        """Delete an item; if it was read, the next response reads the conversation anew."""
+        """Delete an item. If it was already read, the next response reads the conversation
+        again.
+        """
         which = "conversation = ? AND owner = ? AND id = ?"
         values = (conversation, owner, name)
         with self._tables.writing() as db:
@@ -310,7 +311,7 @@ class ResponseStore:
         self._trim(db, "items", owner)
 
     def _trim(self, db: sqlite3.Connection, table: str, owner: str) -> None:
-        """Delete the oldest rows, a tenth at once, of an owner that exceeds the limit."""
+        """If an owner exceeds the limit, delete a tenth of its rows, the oldest first."""
         ((held,),) = db.execute(
             f"SELECT coalesce(sum(bytes), 0) FROM {table} WHERE owner = ?", (owner,)
         )

@@ -1,7 +1,7 @@
-"""A folder of snapshot files, each written whole or not at all, and what a disk says of itself.
+"""A folder of snapshot files, each written completely or not at all, and the state of its disk.
 
 Files are opened through one descriptor of the folder, never through a link, and only under names
-that `new_name` makes. Knows nothing about what the files hold.
+that `new_name` makes.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ def new_name() -> str:
 
 
 def is_full(error: Exception) -> bool:
-    """Whether an error says that a disk has no room, or a user no quota."""
+    """Return whether an error says that a disk has no room, or a user no quota."""
     return getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "is full" in str(error)
 
 
 def refusal(error: Exception) -> WeirError:
-    """The error of a disk or database that keeps something not, for those who asked for it."""
+    """Convert the error of a disk or database that cannot save something, for the caller."""
     if is_full(error):
         return StorageFull(DISK_FULL)
     if isinstance(error, UnicodeEncodeError):
-        return WeirError("the name of this session is no text")
-    return WeirError(f"it cannot be kept: {getattr(error, 'strerror', None) or error}")
+        return WeirError("the name of this session is not valid text. Use another name.")
+    return WeirError(f"cannot save the turn: {getattr(error, 'strerror', None) or error}")
 
 
 def free_bytes(folder: Path | int) -> int:
-    """Bytes that the disk of a folder has left, as far as it says."""
+    """Return the free bytes that the disk of a folder reports."""
     found = os.statvfs(folder)
     return found.f_bavail * found.f_frsize
 
 
 class SnapshotFolder:
-    """A folder, open until `close`; created if missing."""
+    """A folder, open until `close`. It is created if missing."""
 
     def __init__(self, path: Path) -> None:
         with contextlib.suppress(FileExistsError):
@@ -63,7 +63,7 @@ class SnapshotFolder:
         os.close(self._fd)
 
     def list_names(self) -> list[str]:
-        """List the names in the folder that `new_name` could have made, of any kind of entry."""
+        """List all entries with names that `new_name` could have made."""
         return sorted(name for name in os.listdir(self._fd) if _FILE.fullmatch(name))
 
     def delete_parts(self) -> None:
@@ -73,7 +73,7 @@ class SnapshotFolder:
                 self._unlink(name)
 
     def size(self, name: str) -> int | None:
-        """Bytes of a file; None if there is no ordinary file of that name."""
+        """Return the bytes of a file. None if there is no ordinary file with that name."""
         if not _FILE.fullmatch(name):
             return None
         try:
@@ -83,26 +83,26 @@ class SnapshotFolder:
         return found.st_size if stat.S_ISREG(found.st_mode) else None
 
     def used(self, name: str) -> float:
-        """When a file was written or used last; 0 if there is none."""
+        """Return when a file was last written or used. 0 if there is none."""
         try:
             return os.stat(name, dir_fd=self._fd, follow_symlinks=False).st_mtime
         except FileNotFoundError:
             return 0.0
 
     def use(self, name: str) -> None:
-        """Note that a file is used now."""
+        """Note that a file is being used."""
         _check(name)
         os.utime(name, dir_fd=self._fd, follow_symlinks=False)
 
     def free_bytes(self) -> int:
-        """Bytes that the disk has left, as far as it says."""
+        """Return the free bytes that the disk reports."""
         return free_bytes(self._fd)
 
     def has_room(self, size: int) -> bool:
-        """Whether files of `size` bytes together can be written now.
+        """Return whether files of `size` bytes together can be written now.
 
-        A disk may refuse what it says is free, by quotas. So after a write that failed for lack of
-        room this tries to set the bytes aside.
+        Because of quotas, a disk may refuse bytes that it reports as free. So after a write that
+        failed for lack of room, this tries to reserve the bytes.
         """
         if self.free_bytes() < size:
             return False
@@ -146,15 +146,15 @@ class SnapshotFolder:
             raise
 
     def read(self, name: str, size: int) -> bytes:
-        """Read an ordinary file of this size; WeirError if it is another."""
+        """Read an ordinary file of this size. Raises WeirError for any other."""
         _check(name)
-        # Non-blocking: a pipe in the place of the file would make the reader wait.
+        # Non-blocking, because a pipe in place of the file would make the reader wait.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
             fd = os.open(name, flags, dir_fd=self._fd)
         except OSError as error:
             if error.errno == errno.ELOOP:
-                raise WeirError("a link stands in its place") from None
+                raise WeirError("there is a link in its place") from None
             raise
         try:
             found = os.fstat(fd)
@@ -168,7 +168,7 @@ class SnapshotFolder:
             os.close(fd)
 
     def delete(self, name: str) -> None:
-        """Delete a file, if there is one of that name."""
+        """Delete a file, if there is one with that name."""
         _check(name)
         self._unlink(name)
 
@@ -179,12 +179,13 @@ class SnapshotFolder:
 
 def _check(name: str) -> None:
     if not _FILE.fullmatch(name):
-        raise WeirError(f"{name!r} is the name of no file of a store")
+        raise WeirError(f"{name!r} is not a file name of a store")
 
 
 def lock_file(path: Path) -> int:
-    """Lock a file until the returned descriptor is closed or this process ends; BlockingIOError if
-    another has the lock, or this one already.
+    """Lock a file until the returned descriptor is closed or this process ends.
+
+    Raises BlockingIOError if another process or this one already has the lock.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
@@ -196,7 +197,7 @@ def lock_file(path: Path) -> int:
 
 
 class DiskReserve:
-    """Room on the disk for the moment when it is full: deleting takes some too."""
+    """Reserved room on the disk for when it is full, because deleting takes room, too."""
 
     def __init__(self, path: Path, size: int = 2**19) -> None:
         self._path = path
@@ -204,7 +205,7 @@ class DiskReserve:
 
     @contextmanager
     def released(self) -> Iterator[None]:
-        """Free the room meanwhile, and take it again afterwards if there is some."""
+        """Free the reserved room in this block, and reserve it again afterwards if possible."""
         with contextlib.suppress(OSError):
             self._path.unlink()
         try:

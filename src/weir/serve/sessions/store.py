@@ -1,10 +1,12 @@
 """The store of sessions: turns of all owners, in memory or in another place.
 
-A turn is saved whole, state and record, or not at all, and no client hears that it ended before it
-is safe. When room runs out, the least recently used turns are deleted; a session ends with its last
-turn. A turn may be in several sessions, since a fork shares its ancestors. It is deleted when it is
-in none any more; the session in its record is the first that it joined and still is in. Another
-owner's turns look absent. Knows nothing about HTTP.
+A turn is saved completely, state and record, or not at all. No client is told that it ended before
+it is safely saved. When there is no more room, the least recently used turns are deleted. A session
+ends with its last turn.
+
+A turn may be in several sessions, because a fork shares its ancestors. It is deleted when it is no
+longer in any session. The session in its record is the first one that it joined and is still in.
+Another owner's turns look absent.
 """
 
 from __future__ import annotations
@@ -37,20 +39,20 @@ from weir.stream.archive import Excerpt
 
 _log = logging.getLogger(__name__)
 DEFAULT_KEPT = 256
-"""Turns that are kept in memory by default, if so many fit."""
+"""Number of turns that are kept in memory by default, if that many fit."""
 
 
 class SessionStore:
-    """Sessions of one place, which is written by a thread of its own if it is not memory.
+    """The sessions in one place. A separate thread writes to the place if it is not memory.
 
-    Called from any thread. `load` returns exactly the numbers that `save` received. Methods that
-    write raise a WeirError where the disk refuses.
+    Can be called from any thread. `load` returns exactly the numbers that `save` received. Methods
+    that write raise a WeirError if the disk refuses.
 
     Args:
-        keep: number of turns in memory; None for `DEFAULT_KEPT`, and 0 with another place. With
-            one, so many turns are not deleted for a full disk, and as many that it is full for go
-            on in memory until there is room.
-        queue: turns that may wait to be written; `save` of one more waits.
+        keep: number of turns in memory; None for `DEFAULT_KEPT`, or 0 with another place. With
+            another place, this many turns are not deleted when the disk is full, and as many turns
+            that do not fit on it continue in memory until there is room.
+        queue: number of turns that may wait to be written; `save` of one more waits.
     """
 
     def __init__(
@@ -59,9 +61,9 @@ class SessionStore:
         self._keep = keep if keep is not None else DEFAULT_KEPT if place is None else 0
         self._memory = TurnTables(self._keep)
         self.place = place or self._memory
-        # The newest turns are in the last.
+        # The newest turns are in the last place.
         self._places = [self._memory] if place is None else [place, self._memory]
-        # The thread writes turns in the order they come.
+        # The thread writes turns in the order in which they arrive.
         self._writer = None if place is None else ThreadPoolExecutor(1, "weir-store")
         self._room_to_wait = threading.BoundedSemaphore(queue)
         self._lock = threading.RLock()
@@ -76,30 +78,31 @@ class SessionStore:
     def close(self) -> None:
         """Write all pending turns, and release the place."""
         if self._writer is not None:
-            self._writer.shutdown()  # when the accepted turns are written
+            self._writer.shutdown()  # waits until the accepted turns are written
             with contextlib.suppress(WeirError):
                 self._write_remembered()
         self.place.close()
 
     @property
     def archive(self) -> TurnArchive | None:
-        """What was said in the turns of the place; None if that is not kept."""
+        """The text of the turns in the place. None if it is not kept."""
         return self.place.archive
 
     # --- saving
 
     def load(self, node: str) -> Checkpoint:
-        """The checkpoint of a turn, if it is kept; one on disk is read when its state is needed."""
+        """Return the checkpoint of a turn, if it is kept. A state on disk is read when it is
+        needed.
+        """
         for place in reversed(self._places):
             if (found := place.load(node)) is not None:
                 return found
         raise WeirError(NOT_KEPT)
 
     def check_room(self, size: int) -> None:
-        """Raise StorageFull for turns of so many bytes that could not be kept, before they are
-        answered.
+        """Raise StorageFull, before answering, if turns of this many bytes could not be saved.
 
-        May drop old ones.
+        May delete old turns.
         """
         full = not self.place.make_room(size, self._keep)
         if full and not self._was_full:
@@ -109,14 +112,15 @@ class SessionStore:
             raise StorageFull(self.describe_full(size))
 
     def is_full(self) -> bool:
-        """Whether the disk has no room for one more turn of a full row."""
+        """Return whether the disk has no room for one more turn of a full row."""
         return not self.place.has_room(self.place.turn_bytes())
 
     def describe_full(self, size: int | None = None) -> str:
-        """Say what a full disk means for turns that would have to be kept, of so many bytes; None
-        for one of a full row.
+        """Describe the effect of a full disk on turns of this many bytes that must be saved.
+
+        None means a turn of a full row.
         """
-        more = f"; up to {self._keep} turns go on in memory" if self._keep else ""
+        more = f". Up to {self._keep} turns continue in memory" if self._keep else ""
         needed = self.place.turn_bytes() if size is None else size
         return describe_full(needed, self.place.free_bytes()) + more
 
@@ -125,8 +129,7 @@ class SessionStore:
     ) -> None:
         """Save a turn as the newest of its session, and call `done`, perhaps in another thread.
 
-        Waits while as many turns as `queue` are being written, so that no engine runs ahead of the
-        disk.
+        Waits while `queue` turns are being written, so that no engine runs ahead of the disk.
         """
         if self._writer is None:
             self._memory.add([(checkpoint, record)])
@@ -137,7 +140,7 @@ class SessionStore:
             self._writer.submit(self._write_and_tell, (checkpoint, record), done)
         except RuntimeError:
             self._room_to_wait.release()
-            done(WeirError("the store is closed, and keeps nothing more"))
+            done(WeirError("the store is closed and saves nothing more"))
 
     def _write_and_tell(self, turn: Turn, done: OnSaved) -> None:
         error: Exception | None = None
@@ -153,7 +156,7 @@ class SessionStore:
             _log.exception("the callback of a saved turn has failed")
 
     def _write(self, turn: Turn) -> None:
-        """Write a turn; while the disk is full, it goes on in memory."""
+        """Write a turn. While the disk is full, it stays in memory."""
         try:
             try:
                 self._write_remembered(turn)
@@ -167,7 +170,7 @@ class SessionStore:
             self._memory.add([turn])
 
     def _write_remembered(self, *more: Turn) -> None:
-        """Write the turns that went on in memory, the oldest first, and then more."""
+        """Write the turns that stayed in memory, the oldest first, and then the new one."""
         with self._lock:
             for record in self._memory.list_all():
                 self.place.add([(self.load(record.node), record)])
@@ -182,11 +185,14 @@ class SessionStore:
         self.place.add(turns, "the session")
         found = self.get_session(turns[0][1].owner, turns[0][1].session)
         if found is None:
-            raise WeirError("the session was imported, but others took its room at once")
+            raise WeirError(
+                "the session was imported, but its turns were deleted at once to make room. "
+                "Import it again, or use a larger --disk."
+            )
         return found
 
     def drop(self, node: str) -> None:
-        """Delete a turn, if there is one of that name."""
+        """Delete a turn, if there is one with that name."""
         with self._lock:
             for place in self._places:
                 place.remove([node])
@@ -194,17 +200,19 @@ class SessionStore:
     # --- finding
 
     def find_history(self, owner: str, chain: str) -> TurnRecord | None:
-        """The owner's newest turn that ends a conversation of this hash."""
+        """Return the owner's newest turn that ends a conversation with this hash."""
         return self.find_turn(owner, chain, "chain")
 
     def find_turn(self, owner: str, value: str, column: str = "node") -> TurnRecord | None:
-        """A turn of the owner's."""
+        """Return a turn of the owner."""
         found = (place.newest(owner, column, value) for place in reversed(self._places))
         return next((record for record in found if record is not None), None)
 
     def ancestry(self, owner: str, node: str) -> list[TurnTokens]:
-        """The tokens that led to a turn of the owner's, the oldest first: back to the beginning of
-        the stream, or to the last turn that is not kept or whose tokens are unknown.
+        """Return the tokens that led to a turn of the owner, the oldest first.
+
+        They go back to the beginning of the stream, or to the last turn that is not kept or whose
+        tokens are unknown.
         """
         found: list[TurnTokens] = []
         parent: str | None = node
@@ -218,8 +226,9 @@ class SessionStore:
     def list_results(
         self, owner: str, node: str, call: str | None = None, most: int = 256
     ) -> list[tuple[str, ResultPlace]]:
-        """The newest results among the turns that lead to one, of all calls or of one: the id of
-        the call, and where it is.
+        """Return the newest results among the turns that lead to one, of all calls or of one.
+
+        Each has the id of its call, and its place.
         """
         return [
             each
@@ -228,9 +237,9 @@ class SessionStore:
         ][:most]
 
     def drop_result(self, owner: str, chain: str) -> None:
-        """Note that a result is not to be read again: that which ends a history of this hash.
+        """Note that the result at the end of a history with this hash must not be read again.
 
-        A WeirError if the owner has dropped too many.
+        Raises a WeirError if the owner has dropped too many.
         """
         self.place.mark_result(DROPPED, owner, chain)
 
@@ -259,12 +268,14 @@ class SessionStore:
         return next((message for message in found if message is not None), None)
 
     def dropped_places(self, owner: str, node: str) -> list[tuple[int, int]]:
-        """Where the dropped results are that the turns which lead to one have read."""
+        """Return the places of the dropped results that the turns before a given one have read."""
         return [each for place in self._places for each in place.dropped_places(owner, node)]
 
     def search_archive(self, owner: str, node: str, text: str) -> list[Excerpt]:
-        """Find what answers the questions in a text among what was said up to a turn and has left
-        the cache; nothing without an archive. Dropped outputs are not found.
+        """Search the text of turns up to a given one that has left the cache, for the questions in
+        a text.
+
+        Empty without an archive. Dropped outputs are not found.
         """
         if self.archive is None:
             return []
@@ -272,15 +283,17 @@ class SessionStore:
         return self.archive.search(owner, node, text, dropped)
 
     def get_session(self, owner: str, session: str) -> SessionSummary | None:
-        """A session of the owner's."""
+        """Return a session of the owner."""
         return next(iter(self.list_sessions(owner, session)), None)
 
     def list_sessions(self, owner: str, session: str | None = None) -> list[SessionSummary]:
-        """All sessions of the owner, or one of them, the least recently used first."""
+        """Return all sessions of the owner, or one of them, the least recently used first."""
         found: dict[str, SessionSummary] = {}
         for place in self._places:
             for new in place.summaries(owner, session):
-                old = found.pop(new.id, None)  # what has turns in memory too was used last
+                old = found.pop(
+                    new.id, None
+                )  # a session that also has turns in memory is the most recently used
                 if old is not None:
                     topic, turns = new.topic or old.topic, old.turns + new.turns
                     new = replace(new, turns=turns, created=old.created, topic=topic)
@@ -288,31 +301,34 @@ class SessionStore:
         return list(found.values())
 
     def list_turns(self, owner: str, session: str) -> list[TurnRecord]:
-        """The turns of a session that are kept, in the order they came; empty if there is none."""
+        """Return the kept turns of a session in order. Empty if there is none."""
         return [record for place in self._places for record in place.list_turns(owner, session)]
 
     # --- sessions that exist
 
     def fork(self, owner: str, node: str, session: str) -> SessionSummary:
-        """Begin a session that ends with a turn of another: that one and its ancestors.
+        """Begin a session that ends with a turn of another: that turn and its ancestors.
 
-        NameTaken if the owner has a session of this name, a WeirError without such a turn.
+        Raises NameTaken if the owner has a session with this name, and WeirError if there is no
+        such turn.
         """
         if self._writer is not None:
             self._write_remembered()
         self.place.fork(owner, node, session)
         found = self.get_session(owner, session)
         if found is None:
-            raise WeirError("there is no such turn")  # it was deleted this moment
+            raise WeirError("the turn does not exist")  # it was deleted this moment
         return found
 
     def remove_turns(self, owner: str, session: str, nodes: Collection[str]) -> list[str]:
-        """Take turns out of a session; returns those that were in no other and are now deleted."""
+        """Remove turns from a session. Returns those that were in no other session and are now
+        deleted.
+        """
         with self._lock:
             return [n for place in self._places for n in place.remove(nodes, owner, session)]
 
     def make_scratch_folder(self) -> TemporaryDirectory[str]:
-        """A folder for a large file in transit; the next start deletes what a crash leaves."""
+        """Make a folder for a large file in transit. The next start deletes what a crash leaves."""
         if self.place.scratch is not None:
             self.place.scratch.mkdir(mode=0o700, exist_ok=True)
         return TemporaryDirectory(prefix="weir-", dir=self.place.scratch)

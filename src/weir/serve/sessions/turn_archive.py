@@ -1,9 +1,9 @@
-"""The archive of saved turns: what was said in them, found again after it has left the cache.
+"""The archive of saved turns, which finds their text again after it has left the cache.
 
-Its tables are in a database of their own, `archive.db`, which is attached to that of the turns:
-both are written in one transaction. It keeps text whose turn has been deleted to make room, as long
-as a later turn of the conversation is kept. If the archive cannot be read or written, turns are
-saved without it, and the log says so once.
+Its tables are in a separate database, `archive.db`, which is attached to the database of the turns;
+both are written in one transaction. The archive keeps the text of a turn that was deleted to make
+room as long as a later turn of the conversation is kept. If the archive cannot be read or written,
+turns are saved without it, and the log says so once.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from weir.stream.archive import (
 _log = logging.getLogger(__name__)
 SCHEMA = "archive"
 ANCESTORS = 4096
-"""Turns before one that are looked up in the archive, where some were saved without it."""
+"""Number of turns before one that are looked up in the archive, if some were saved without it."""
 MOST = 8
-"""Excerpts that a search finds."""
+"""The most excerpts that a search finds."""
 
 
 class TurnArchive:
-    """The archive of the turns in one place. Called from any thread.
+    """The archive of the turns in one place. Can be called from any thread.
 
     Args:
         db: the database of the turns.
         path: the archive's file; None for memory.
-        limit: bytes that it may take.
+        limit: the most bytes that it may take.
 
     Attributes:
         find_held: finds the places of a stream that a row holds; set by the client of the engine.
-        problem: why the archive is not used any more; None while it is.
+        problem: why the archive is no longer used; None while it is.
     """
 
     def __init__(self, db: Database, path: Path | None, limit: int | None) -> None:
@@ -73,7 +73,8 @@ class TurnArchive:
                     connection.execute(f"PRAGMA {SCHEMA}.user_version = {ARCHIVE_VERSION}")
                 elif version != ARCHIVE_VERSION:
                     raise ArchiveProblem(
-                        f"it has version {version}, and this weir reads {ARCHIVE_VERSION}"
+                        f"it has version {version}, and this version of weir reads "
+                        f"{ARCHIVE_VERSION}"
                     )
         except (sqlite3.Error, OSError, WeirError) as error:
             self._give_up(error)
@@ -90,7 +91,7 @@ class TurnArchive:
             query = _query_of(db)
             node, before = record.parent, 0
             while node is not None and before < ANCESTORS:
-                # A turn that was saved while there was no archive is passed over.
+                # A turn that was saved while there was no archive is skipped.
                 after = self._tables.find_end(query, record.owner, node)
                 if after is not None:
                     break
@@ -104,20 +105,21 @@ class TurnArchive:
             if dropped and not self._told_dropped:
                 self._told_dropped = True
                 _log.warning(
-                    "%s is full: from now on the oldest turns of whoever has most are deleted from "
-                    "it; a larger --archive keeps more",
+                    "%s is full: from now on, it deletes the oldest turns of the owner with the "
+                    "most turns. A larger --archive keeps more.",
                     self._name,
                 )
 
     def _held_of(self, checkpoint: Checkpoint) -> bytes:
-        """The places of the stream that the row held at the end of the turn."""
+        """Return the places of the stream that the row held at the end of the turn."""
         state = checkpoint.state
         seen = int(state.facts["seen"])
         return seen.to_bytes(8, "little") + self.find_held(state)
 
     def forget(self, db: sqlite3.Connection, gone: Iterable[tuple[str, str]]) -> None:
-        """Delete what was said in turns that are being deleted (owner and node), as far as no turn
-        that is kept comes after it.
+        """Delete the text of turns that are being deleted (owner and node).
+
+        The text of a turn that a kept turn follows stays.
         """
         nodes: dict[str, list[str]] = {}
         for owner, node in gone:
@@ -132,11 +134,11 @@ class TurnArchive:
     def search(
         self, owner: str, node: str, text: str, dropped: Sequence[tuple[int, int]]
     ) -> list[Excerpt]:
-        """Find what answers the questions in a text among what was said up to a turn and has left
-        the cache; nothing if the archive cannot be read.
+        """Search the text of turns up to a given one that has left the cache, for the questions in
+        a text.
 
-        Text at the places `dropped` is not found. These are outputs of tools that were dropped, so
-        that the model does not read them again.
+        Empty if the archive cannot be read. Text at the places `dropped` is not found. These are
+        dropped outputs of tools, so that the model does not read them again.
         """
         if self.problem is not None or not (asked := find_inquiries(text)):
             return []
@@ -156,7 +158,7 @@ class TurnArchive:
             return []
 
     def count_turns(self, owner: str, node: str) -> int:
-        """Number of turns that a search from a turn would see."""
+        """Return the number of turns that a search from a turn would see."""
         if self.problem is not None:
             return 0
         try:
@@ -173,27 +175,29 @@ class TurnArchive:
 
     @contextmanager
     def _guarding(self, db: sqlite3.Connection) -> Iterator[None]:
-        """Undo what a failure in the archive has written, and go on without it."""
+        """Undo the writes of a failure in the archive, and go on without the archive."""
         db.execute("SAVEPOINT archive")
         try:
             yield
         except Exception as error:
             self._give_up(error)
-            if not db.in_transaction:  # SQLite has undone all of it, as where the disk is full
+            if (
+                not db.in_transaction
+            ):  # SQLite has undone all of it, for example because the disk is full
                 raise
             db.execute("ROLLBACK TO archive")
         db.execute("RELEASE archive")
 
     def _give_up(self, error: Exception) -> None:
-        """Go on without the archive, and say so once."""
+        """Go on without the archive, and report that once."""
         with self._lock:
             if self.problem is not None:
                 return
             why = self._db.lost.get(SCHEMA, str(error))
             self.problem = f"{self._name} cannot be used: {why}"
         _log.warning(
-            "%s. Turns are saved without it, and nothing is recalled, until the server is started "
-            "again.",
+            "%s. Turns are saved without it, and nothing is recalled, until the server is "
+            "restarted.",
             self.problem,
         )
 
@@ -203,7 +207,9 @@ def _query_of(db: sqlite3.Connection) -> Callable[..., list[sqlite3.Row]]:
 
 
 def _turns_of(record: TurnRecord) -> Iterator[ArchivedTurn]:
-    """What was said in a turn, with its place in the stream, as far as characters tell."""
+    """Return the text of a turn, with its approximate places in the stream, counted by
+    characters.
+    """
     texts = [_text_of(message) for message in record.messages]
     whole = sum(map(len, texts)) or 1
     length = len(record.ids) // 4
@@ -218,5 +224,5 @@ def _turns_of(record: TurnRecord) -> Iterator[ArchivedTurn]:
 
 
 def _text_of(message: Message) -> str:
-    """What a message says, without thoughts."""
+    """Return the text of a message without thoughts."""
     return THINKING.sub("", message.content) if message.role == "assistant" else message.content

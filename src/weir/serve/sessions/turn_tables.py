@@ -1,7 +1,8 @@
-"""Turns in SQLite tables: the state of each as a snapshot in memory or in a file, and its record.
+"""Turns in SQLite tables: a record of each, and its state as a snapshot in memory or in a file.
 
-Past a limit the least recently used turns are deleted. Every query names the owner, so that another
-owner's turns look absent. Names that come from clients are values in tables, never parts of a path.
+Above a limit, the least recently used turns are deleted. Every query names the owner, so that
+another owner's turns look absent. Names that come from clients are values in tables, never parts of
+a path.
 """
 
 from __future__ import annotations
@@ -164,19 +165,21 @@ SELECT name, file, bytes, (SELECT owner FROM records WHERE node = name) AS owner
 ) AS alone FROM nodes WHERE name IN (SELECT value FROM json_each(?1)) AND (?2 IS NULL OR EXISTS (
     SELECT 1 FROM members WHERE node = name AND (owner, session) = (?2, ?3)
 ))"""
-"""The turns of a list that are in a session, and whether in no other; NULL is all sessions."""
+"""The turns of a list that are in a session, and whether they are in no other. NULL means all
+sessions.
+"""
 
 _JOIN = "INSERT INTO members (owner, session, node) VALUES (?, ?, ?)"
 
 
 class TurnTables:
-    """Turns of which both record and state are in memory; base of other places.
+    """Turns whose records and states are in memory; the base class of other places.
 
     Attributes:
         nbytes: bytes of all snapshots; in memory, their number.
-        archive: of what was said in the turns; None for none.
+        archive: the archive of the turns' text; None for none.
         exclusive: excludes other changes inside a `with` block.
-        scratch: a folder on the disk of the snapshots; None for the system's own.
+        scratch: a folder on the disk of the snapshots; None for the system's temporary folder.
     """
 
     unit = "turns"  # of `limit`, for errors
@@ -202,22 +205,22 @@ class TurnTables:
     # --- what other places than memory do in their own way
 
     def open_archive(self, limit: int | None) -> TurnArchive:
-        """Keep what is said from now on, in at most so many bytes, to be found again."""
+        """Archive the text of turns from now on, in at most this many bytes."""
         self.archive = TurnArchive(self.db, self._archive_path(), limit)
         return self.archive
 
     def _archive_path(self) -> Path | None:
-        """The file of the archive; None for memory."""
+        """Return the file of the archive. None for memory."""
         return None
 
     def _keep(self, checkpoint: Checkpoint) -> tuple[str, int, str]:
-        """Keep a snapshot; return its file, its bytes and their SHA-256."""
+        """Store a snapshot. Returns its file, its bytes and their SHA-256."""
         file = new_name()
         self._states[file] = checkpoint
         return file, 1, ""
 
     def _checkpoint(self, row: sqlite3.Row) -> Checkpoint:
-        """The checkpoint that a row of `nodes` describes."""
+        """Return the checkpoint that a row of `nodes` describes."""
         try:
             return self._states[row["file"]]
         except KeyError:
@@ -229,29 +232,31 @@ class TurnTables:
             self._states.pop(file, None)
 
     def turn_bytes(self, tokens: int | None = None) -> int:
-        """Bytes that a turn may take whose stream has so many tokens; None for a full row."""
+        """Return the bytes that a turn may take whose stream has this many tokens. None: a full
+        row.
+        """
         return 0
 
     def free_bytes(self) -> int | None:
-        """Bytes that the place says it has left; None if it does not say."""
+        """Return the free bytes that the place reports. None if it does not report them."""
         return None
 
     def has_room(self, size: int) -> bool:
-        """Whether there is room for turns of so many bytes together, as far as the place says."""
+        """Return whether the place reports room for turns of this many bytes together."""
         free = self.free_bytes()
         return free is None or free >= size
 
     def make_room(self, size: int, keep: int) -> bool:
-        """Make room for so many bytes, and say whether there is any."""
+        """Make room for this many bytes, and return whether there is any."""
         return self.has_room(size)
 
     def close(self) -> None:
-        """Release the place; closing twice does nothing."""
+        """Release the place. Closing twice does nothing."""
 
     # --- reading
 
     def load(self, node: str) -> Checkpoint | None:
-        """The checkpoint of a turn; None if there is none of that name."""
+        """Return the checkpoint of a turn. None if there is none with that name."""
         row = self.db.first("SELECT * FROM nodes WHERE name = ?", node)
         if row is None:
             return None
@@ -259,7 +264,7 @@ class TurnTables:
         return self._checkpoint(row)
 
     def newest(self, owner: str, column: str, value: str) -> TurnRecord | None:
-        """The owner's newest turn with a value in a column of its record."""
+        """Return the owner's newest turn with a value in a column of its record."""
         row = self.db.first(
             f"SELECT {_COLUMNS} FROM records WHERE owner = ? AND {column} = ? "
             "ORDER BY number DESC LIMIT 1",
@@ -269,7 +274,7 @@ class TurnTables:
         return _record_of(row) if row else None
 
     def list_turns(self, owner: str, session: str) -> list[TurnRecord]:
-        """The turns of a session, in the order they came."""
+        """Return the turns of a session in order."""
         found = self.db.query(
             f"SELECT {_COLUMNS} FROM records JOIN (SELECT node AS member, number AS place FROM "
             "members WHERE owner = ? AND session = ?) ON member = node ORDER BY place",
@@ -279,17 +284,19 @@ class TurnTables:
         return [_record_of(row) for row in found]
 
     def list_all(self) -> list[TurnRecord]:
-        """All turns, in the order they came."""
+        """Return all turns in order."""
         return [*map(_record_of, self.db.query(f"SELECT {_COLUMNS} FROM records ORDER BY number"))]
 
     def summaries(self, owner: str, session: str | None = None) -> list[SessionSummary]:
-        """The owner's sessions, or one of them, the least recently used first."""
+        """Return the owner's sessions, or one of them, the least recently used first."""
         uses = json.dumps(self._unwritten_uses())
         found = self.db.query(_SUMMARIES, uses, owner, session)
         return [SessionSummary(**{**row, "usage": json.loads(row["usage"])}) for row in found]
 
     def ancestry(self, owner: str, node: str) -> tuple[list[TurnTokens], str | None]:
-        """The tokens that led to a turn, as far back as its turns are here; the parent of those."""
+        """Return the tokens that led to a turn, as far back as its turns are here, and the parent
+        of the first.
+        """
         rows = self.db.query(_ANCESTRY, node, owner)
         found = [TurnTokens(row["node"], row["seen"], row["ids"]) for row in rows]
         return found, rows[0]["parent"] if rows else node
@@ -299,7 +306,7 @@ class TurnTables:
             return dict(self._uses)
 
     def _touch(self, node: str) -> int:
-        """Note that a turn was used; the number rises from use to use."""
+        """Note that a turn was used. The number rises with each use."""
         with self._uses_lock:
             self._clock += 1
             self._uses[node] = self._clock
@@ -309,7 +316,9 @@ class TurnTables:
 
     @contextmanager
     def changing(self) -> Iterator[sqlite3.Connection]:
-        """Open a transaction, which also writes when turns were used; all of it or nothing."""
+        """Open a transaction that also writes when turns were used. Either all of it is written, or
+        nothing.
+        """
         with self.exclusive, self.db.writing() as db:
             uses = self._unwritten_uses()
             db.executemany(
@@ -323,7 +332,9 @@ class TurnTables:
                     del self._uses[name]
 
     def add(self, turns: Sequence[Turn], what: str = "one turn") -> None:
-        """Add turns, all or none; one of the same name is replaced. Errors call them `what`."""
+        """Add turns, either all or none. A turn with the same name is replaced. Errors call them
+        `what`.
+        """
         kept: list[tuple[str, int, str]] = []
         names = json.dumps([record.node for _, record in turns])
         try:
@@ -334,7 +345,7 @@ class TurnTables:
                     more = " or more" if len(turns) > 1 else ""
                     raise WeirError(
                         f"{what} takes {size:,} {self.unit}{more}, and the store has "
-                        f"{self._limit:,} for all sessions"
+                        f"{self._limit:,} for all sessions. Use a larger --disk or --keep."
                     )
             with self.exclusive:
                 with self.changing() as db:
@@ -374,7 +385,7 @@ class TurnTables:
         snapshot: tuple[str, int, str],
         pending: str,
     ) -> None:
-        """Insert the rows of a turn, and delete those of an earlier one of its name."""
+        """Insert the rows of a turn, and delete those of an earlier turn with its name."""
         node = record.node
         db.execute("DELETE FROM nodes WHERE name = ?", (node,))  # the others go with it
         db.execute(
@@ -398,8 +409,9 @@ class TurnTables:
     def list_results(
         self, owner: str, node: str, call: str | None, most: int
     ) -> list[tuple[str, ResultPlace]]:
-        """The newest results among the turns that lead to one, of all calls or of one: the id of
-        the call, and where it is.
+        """Return the newest results among the turns that lead to one, of all calls or of one.
+
+        Each has the id of its call, and its place.
         """
         rows = self.db.query(
             f"{_LINE} SELECT call, start, stop, results.chain FROM line JOIN results "
@@ -413,7 +425,7 @@ class TurnTables:
         return [(row["call"], ResultPlace(row["start"], row["stop"], row["chain"])) for row in rows]
 
     def dropped_places(self, owner: str, node: str) -> list[tuple[int, int]]:
-        """Where the dropped results are that the turns which lead to one have read."""
+        """Return the places of the dropped results that the turns before a given one have read."""
         rows = self.db.query(
             f"{_LINE}, read (start, stop, chain) AS ("
             "SELECT start, stop, results.chain FROM line JOIN results ON results.node = line.node "
@@ -483,8 +495,10 @@ class TurnTables:
     def remove(
         self, nodes: Collection[str], owner: str | None = None, session: str | None = None
     ) -> list[str]:
-        """Take turns out of a session, or out of all; return those that are in none any more, which
-        are deleted.
+        """Remove turns from a session, or from all. Returns those that are no longer in any
+        session.
+
+        The returned turns are deleted.
         """
         with self.exclusive:
             rows = self.db.query(LEAVING, json.dumps(sorted(nodes)), owner, session)
@@ -504,14 +518,14 @@ class TurnTables:
         return [row["name"] for row in gone]
 
     def fork(self, owner: str, node: str, session: str) -> None:
-        """Begin a session that ends with a turn of another: that one and its ancestors."""
+        """Begin a session that ends with a turn of another: that turn and its ancestors."""
         with self.changing() as db:
             path = db.execute(_PATH, (node, owner)).fetchall()
             if not path:
-                raise WeirError("there is no such turn")
+                raise WeirError("the turn does not exist")
             taken = "SELECT 1 FROM members WHERE owner = ? AND session = ?"
             if db.execute(taken, (owner, session)).fetchone() is not None:
-                raise NameTaken("there is a session of this name already")
+                raise NameTaken("a session with this name already exists. Use another name")
             db.executemany(_JOIN, [(owner, session, row["node"]) for row in path])
 
 

@@ -1,1 +1,1 @@
-"""Calls of a client's functions: how models write them, and how they are constrained and parsed."""
+"""Calls of a client's functions: the formats that models write, their grammars and their parser."""

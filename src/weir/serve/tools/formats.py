@@ -1,7 +1,7 @@
-"""Tools, the formats in which models write calls of them, and the detection of a model's own.
+"""Tools, the formats in which models write tool calls, and how the format of a model is detected.
 
-A format is read off the chat template, which is what the model saw in training. Where that takes no
-tools, or there is none, a system message asks for calls in the first of these formats.
+The format is read from the chat template, which the model saw in training. If the template does not
+accept tools, or there is none, a system message asks for calls in the first of these formats.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Tool:
     """A function.
 
     Attributes:
-        parameters: a JSON schema of an object; None where it takes nothing.
-        strict: refuse a schema of which some keyword cannot be enforced.
+        parameters: a JSON schema of an object; None if it has no parameters.
+        strict: refuse a schema if some keyword in it cannot be enforced.
     """
 
     name: str
@@ -42,17 +42,17 @@ class Tool:
         return nothing if self.parameters is None else self.parameters
 
     def for_template(self) -> dict[str, Any]:
-        """The tool as chat templates take it, and as clients send it."""
+        """Return the tool as chat templates take it, and as clients send it."""
         description = {} if self.description is None else {"description": self.description}
         function = {"name": self.name, **description, "parameters": self.schema}
         return {"type": "function", "function": function}
 
 
 def describe_tools(tools: Iterable[Tool]) -> str:
-    """One text with all that is said of tools, to compare or hash.
+    """Return one text with everything about some tools, to compare or hash.
 
-    It is the same in whatever order tools and the keys of their schemas come, and however numbers
-    are written.
+    It does not depend on the order of tools or of the keys in their schemas, or on the notation of
+    numbers.
     """
     described = (same_value(tool.for_template()) for tool in tools)
     return "\n".join(sorted(json.dumps(each, sort_keys=True) for each in described))
@@ -60,18 +60,18 @@ def describe_tools(tools: Iterable[Tool]) -> str:
 
 @dataclass(frozen=True)
 class CallFormat:
-    """The text format of calls: each is a JSON object, or as a name followed by JSON arguments.
+    """The text format of calls: each is a JSON object, or a name followed by JSON arguments.
 
     Attributes:
-        trigger: text in front of a call, or of the list of all; empty where there is none, so that
-            an answer is either text or a call.
+        trigger: text before a call, or before the list of all calls; empty if there is none, so
+            that an answer is either text or a call.
         key: the key of the arguments.
-        between: text between name and arguments, where a call is not one JSON object.
+        between: text between name and arguments, if a call is not one JSON object.
         parallel: whether an answer may have more than one call.
-        is_list: whether the calls of an answer stand in one list.
-        in_template: whether the chat template takes tools; otherwise a system message describes
+        is_list: whether the calls of an answer are in one list.
+        in_template: whether the chat template accepts tools; otherwise a system message describes
             them.
-        short_ids: whether the template wants ids of nine letters and digits.
+        short_ids: whether the template needs ids of nine letters and digits.
     """
 
     trigger: str
@@ -84,13 +84,13 @@ class CallFormat:
     short_ids: bool = False
 
     def head(self, name: str) -> str:
-        """The text of a call up to its arguments, in a format of JSON objects."""
+        """Return the text of a call up to its arguments, in a format of JSON objects."""
         return f'{{"name": {json.dumps(name)}, "{self.key}": '
 
     def for_template(
         self, messages: Sequence[Message], tools: Sequence[Tool]
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Messages and tools as the chat template takes them."""
+        """Return messages and tools as the chat template takes them."""
         if not self.in_template:
             messages, tools = self._in_words(messages, tools), ()
         rendered = [message.for_template() for message in messages]
@@ -103,7 +103,7 @@ class CallFormat:
         return rendered, [tool.for_template() for tool in tools]
 
     def _in_words(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
-        """Messages with calls and results as text, and the tools in a system message."""
+        """Return messages with calls and results as text, and the tools in a system message."""
         found: list[Message] = []
         for message in messages:
             if message.role == "tool":
@@ -126,7 +126,7 @@ class CallFormat:
         return f"{self.trigger}{self.head(call.name)}{call.arguments}}}{self.close}"
 
     def _instructions(self, tools: Sequence[Tool]) -> str:
-        """The part of the system message that describes the tools."""
+        """Write the part of the system message that describes the tools."""
         functions = [tool.for_template()["function"] for tool in tools]
         call = f'{self.trigger}{{"name": NAME, "{self.key}": {{...}}}}{self.close}'
         return "\n".join(
@@ -151,12 +151,12 @@ MISTRAL_ARGS = CallFormat("[TOOL_CALLS]", "", between="[ARGS]", short_ids=True)
 
 
 def template_variables(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
-    """The variables that a model's chat template looks at; none without a template."""
+    """Return the variables that a model's chat template uses. Empty without a template."""
     if tokenizer.chat_template is None:
         return frozenset()
     try:
         template = str(tokenizer.get_chat_template(tools=[{}]))
-        # Parsed only, for the variables it uses; transformers renders it, in a sandbox.
+        # The template is only parsed, for its variables. transformers renders it in a sandbox.
         return frozenset(
             find_undeclared_variables(
                 jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(
@@ -169,8 +169,9 @@ def template_variables(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
 
 
 def format_of(tokenizer: PreTrainedTokenizerBase) -> CallFormat:
-    """The format that a model was made for; WeirError if its chat template takes tools, but writes
-    calls in a format that is not known.
+    """Return the call format that a model was made for.
+
+    Raises WeirError if its chat template accepts tools, but writes calls in an unknown format.
     """
     if tokenizer.chat_template is None:
         return replace(HERMES, in_template=False)
@@ -178,7 +179,7 @@ def format_of(tokenizer: PreTrainedTokenizerBase) -> CallFormat:
     template = str(tokenizer.get_chat_template(tools=[{}])) if variables else ""
     if "tools" not in variables:
         return replace(HERMES, in_template=False)
-    # Templates with [CALL_ID] let the model name its calls, and want that name with the result.
+    # Templates with [CALL_ID] let the model name its calls, and need that name with the result.
     if "[TOOL_CALLS]" in template and "[CALL_ID]" not in template:
         return MISTRAL_ARGS if "[ARGS]" in template else MISTRAL
     if "<tool_call>" in template and "<function=" not in template:
@@ -187,19 +188,20 @@ def format_of(tokenizer: PreTrainedTokenizerBase) -> CallFormat:
         return LLAMA
     how = (words for mark, words in _OTHERS.items() if mark in template)
     raise WeirError(
-        f"this model's chat template writes calls {next(how, 'in a way of its own')}, a form that "
-        "is not served here; those of Hermes and Qwen up to 3, Llama 3 and Mistral are"
+        f"this model's chat template writes tool calls {next(how, 'in an unknown format')}, which "
+        "this server does not support. Supported are the formats of Hermes and Qwen up to 3, "
+        "Llama 3, and Mistral. Leave out tools, or use such a model."
     )
 
 
 _OTHERS = {
     "<function=": "as XML (<function=…>, as Qwen 3.5 and Qwen 3 Coder do)",
     "<|tool_call>": "as <|tool_call>call:…, as Gemma 4 does",
-    "[CALL_ID]": "with ids of the model's own ([CALL_ID], as Mistral Small 3.2 does)",
+    "[CALL_ID]": "with ids that the model writes ([CALL_ID], as Mistral Small 3.2 does)",
 }
-"""How templates write calls in formats that are not served, by a text they contain."""
+"""Descriptions of unsupported call formats, by a text in templates that use them."""
 
 
 def _short_id(name: str) -> str:
-    """An id as Mistral's templates want it, which is a function of the given one."""
+    """Return an id in the form that Mistral's templates need, computed from the given one."""
     return hashlib.sha256(name.encode()).hexdigest()[:9]

@@ -1,8 +1,7 @@
 """Grammars of answers with tools: text, calls, or either.
 
-The arguments of a call are held to the parameters of its function, so that every call can be
-parsed. Grammars are written in llguidance's variant of Lark. Knows nothing about tokenizers but
-which texts of a call format are single special tokens.
+The arguments of a call must fit the parameters of its function, so that every call can be parsed.
+Grammars are written in llguidance's variant of Lark.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ def tool_grammar(
         tools: the functions of the client.
         newlines: whether a call may have line ends around its JSON.
         special: the texts of the format that are special tokens, with their ids.
-        schema: of an answer without calls, as llguidance takes it; None for text.
-        own: functions that the server executes. An answer, or what of it comes after the result of
-            such a call, has calls of `tools` or one of these, which ends it.
+        schema: the schema of an answer without calls, in llguidance's form; None for text.
+        own: functions that the server runs. An answer, or its part after the result of such a call,
+            has calls of `tools`, or one call of these, which ends it.
     """
     trigger, close, between = (
         f"<[{special[text]}]>" if text in special else json.dumps(text) if text else ""
@@ -48,7 +47,9 @@ def tool_grammar(
     again = several and not form.is_list
 
     def body(call: str, *, several: bool) -> str:
-        """What comes after a trigger; without one, the answer is either text or a call."""
+        """Return the rule for what follows a trigger. Without a trigger, the answer is text or a
+        call.
+        """
         if form.is_list:
             more = f'("," " "? {call})*' if several else ""
             return f'" "? "[" {call} {more} {close}'
@@ -66,7 +67,7 @@ def tool_grammar(
     elif not trigger:
         start = " | ".join(["TEXT", *theirs, *ours])
     else:
-        # Up to the first trigger all is text, and what comes next is a call.
+        # Everything up to the first trigger is text, and a call follows.
         until = f"TEXT {trigger}" if form.trigger in special else "until"
         ways = [f"({until} {one})* TEXT" if again else f"{until} {one}" for one in theirs]
         start = " | ".join(["TEXT", *ways, *(f"{until} {one}" for one in ours)])
@@ -86,7 +87,7 @@ def tool_grammar(
 
 
 def _terminals(trigger: str, *, is_token: bool) -> list[str]:
-    """Terminals: text with and without the trigger of a call, and text up to one."""
+    """Return terminals: text with and without the trigger of a call, and text up to a trigger."""
     anything, escaped = r"(.|\n)*", re.escape(trigger)
     if not trigger:
         return [rf"TEXT: /([^{{]{anything})?/", rf"QUIET: /([^{{]{anything})?/"]

@@ -1,6 +1,6 @@
-"""The server's own tools: a model calls them, and the server executes the call within the answer.
+"""The server's own tools: a model calls them, and the server runs the call within the answer.
 
-A request switches them on by name. To add one, put an `OwnTool` into `EngineClient.own_tools`.
+A request turns them on by name. To add one, put an `OwnTool` into `EngineClient.own_tools`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from weir.serve.structured import GrammarConstraint
 
 MAX_CALLS = 8
-"""Calls of the server's tools in one answer. After these, the model cannot make more."""
+"""The most calls of the server's tools in one answer. After these, the model cannot make more."""
 MAX_RESULT = 8192
-"""Characters of a result; what comes after them is left out."""
+"""The most characters of a result. The rest is left out."""
 CUT = " [cut]"
-"""Ends a result that was too long."""
+"""Suffix of a result that was cut."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class ToolContext:
     """The session that a call was made in.
 
     Attributes:
-        engine: the engine that makes the answer; `engine.store` has the turns of all owners.
-        prompt: what the answer continues: its owner, its session, the saved turn before it, and the
+        engine: the engine that generates the answer; `engine.store` has the turns of all owners.
+        prompt: the prompt of the answer: its owner, its session, the saved turn before it, and the
             messages that are new since then.
         sequence: the answer, which waits for the result in its row.
     """
@@ -46,13 +46,13 @@ class ToolContext:
 
 @dataclass(frozen=True)
 class OwnTool:
-    """A tool that the server executes.
+    """A tool that the server runs.
 
     Attributes:
         tool: its name, its description and the JSON schema of its arguments, as the model reads
             them.
         run: called in a thread with the session and the arguments, which fit the schema; returns
-            the text that the model reads. A WeirError is told to the model as the result.
+            the text that the model reads. The model gets a WeirError as the result.
     """
 
     tool: Tool
@@ -65,10 +65,10 @@ class OwnTools:
 
     Attributes:
         tools: those that the model may call, by name.
-        described: all tools that the model knows, those of the client included.
+        described: all tools that the model knows, including those of the client.
         variables: further variables of the chat template.
-        again: makes the format of what comes after a call, and may have another call.
-        last: makes the format of what comes after the last call that is allowed.
+        again: makes the format of the answer after a call, which may have another call.
+        last: makes the format of the answer after the last call that is allowed.
     """
 
     tools: Mapping[str, OwnTool]
@@ -111,6 +111,6 @@ KEEP_TOOL_OUTPUT = Tool(
 
 
 def clip_result(text: str) -> str:
-    """A result as a text that can be tokenized, cut if it is too long."""
+    """Return a result as a text that can be tokenized, cut if it is too long."""
     text = text.encode("utf-8", "replace").decode()
     return text if len(text) <= MAX_RESULT else text[: MAX_RESULT - len(CUT)] + CUT

@@ -1,7 +1,7 @@
 """Incremental parser of the tool calls in an answer.
 
-An answer is held to its call format by a grammar (`grammar.py`), so that a call that has begun goes
-on as one. All else is text, and nothing of it is lost. Knows nothing about tokens.
+A grammar (`grammar.py`) makes an answer follow its call format, so a call that has begun is always
+completed in that format. Everything else is text, and none of it is lost.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class CallEnd:
 
 
 PARAGRAPH = "\n\n"
-"""Between the texts before and after a call that the server executes."""
+"""Separator between the texts before and after a call that the server runs."""
 AnswerPart = TextDelta | CallStart | CallEnd
 
 
@@ -52,7 +52,7 @@ class _Json:
     escaped: bool = False
 
     def ends(self, char: str) -> bool:
-        """Take the next character; True if the value ends with it."""
+        """Take the next character. Returns True if the value ends with it."""
         if self.quoted:
             if self.escaped:
                 self.escaped = False
@@ -70,10 +70,10 @@ class CallParser:
     """Parser of one answer.
 
     Attributes:
-        names: of the functions that may be called; a call of another is text.
+        names: names of the functions that may be called; a call of another function is text.
         calls_only: whether the answer consists of calls and has no text.
-        own: names of functions that the server executes itself. No part tells of their calls.
-        own_calls: the complete calls of these in the running part of the answer: name, arguments.
+        own: names of functions that the server runs. Their calls are in no part.
+        own_calls: the complete calls of these in the current part of the answer: name, arguments.
     """
 
     form: CallFormat
@@ -89,7 +89,7 @@ class CallParser:
     _gap: str = ""  # comes before the next text
     _state: str = "text"
     _rest: str = ""
-    _spaces: str = ""  # white space that came last, which is text if more text comes
+    _spaces: str = ""  # the latest white space, which is text if more text follows
     _has_text: bool = False
     _json: _Json = field(default_factory=_Json)
     _whole_head: re.Pattern[str] = field(init=False)
@@ -101,12 +101,12 @@ class CallParser:
 
     @property
     def in_call(self) -> bool:
-        """Whether what comes next is part of a call, and not text."""
+        """Whether the next text is part of a call."""
         return self._state in ("call", "between")
 
     @property
     def is_undecided(self) -> bool:
-        """Whether text is held back that may be the beginning of a call."""
+        """Whether text that may be the beginning of a call is held back."""
         return self._state == "head" or bool(self._rest)
 
     def feed(self, text: str) -> list[AnswerPart]:
@@ -123,8 +123,8 @@ class CallParser:
     def finish(self, *, cut: bool = False) -> list[AnswerPart]:
         """Parse the end of the answer.
 
-        A call whose name is complete starts, without arguments. One whose name is not is dropped.
-        What was held back as the beginning of a trigger is text.
+        A call whose name is complete starts, without arguments. A call without a complete name is
+        dropped. Text that was held back as the beginning of a trigger is text.
 
         Args:
             cut: whether the answer ran into its limit, so that such a beginning belongs to a call.
@@ -145,7 +145,7 @@ class CallParser:
         parts = self.finish()
         self._state, self._spaces, self._has_text, self._has_call = "text", "", False, False
         self._own_call, self.own_calls = None, []
-        self.calls_only = False  # what was required has been done
+        self.calls_only = False  # the required call was made
         self._gap = PARAGRAPH if self._said else ""
         return parts
 
@@ -170,7 +170,7 @@ class CallParser:
         """Parse text, up to the trigger of a call."""
         trigger, rest = self.form.trigger, self._rest
         if not trigger:
-            # The whole answer is either text or a call, as its first character says.
+            # The whole answer is either text or a call, depending on its first character.
             if self._has_text or not rest.lstrip().startswith("{"):
                 self._rest = ""
                 return self._text_delta(rest)
@@ -202,7 +202,7 @@ class CallParser:
         return self._not_a_call() if head or len(self._rest) > longest else []
 
     def _not_a_call(self) -> list[AnswerPart]:
-        """Return what looked like a call as text."""
+        """Return text that looked like a call."""
         text = self.form.trigger + self._rest
         self._state, self._rest = "text", ""
         if not self.form.trigger:
@@ -230,7 +230,7 @@ class CallParser:
         return [TextDelta(own, self._started - 1)]
 
     def _between(self) -> list[AnswerPart]:
-        """Skip what stands between calls, or after the last."""
+        """Skip the text between calls, or after the last."""
         rest = self._rest.lstrip(" \n}")
         form = self.form
         if form.is_list and rest.startswith(","):
@@ -243,7 +243,7 @@ class CallParser:
         return []
 
     def _text_delta(self, text: str, *, last: bool = False) -> list[AnswerPart]:
-        """Return text, but hold back white space at its end, which may stand around a call."""
+        """Return text, but hold back white space at its end, which may surround a call."""
         text = self._spaces + text
         shown = text if last and not self._has_call else text.rstrip()
         self._spaces = text[len(shown) :]
@@ -255,7 +255,7 @@ class CallParser:
 
 
 def _head(form: CallFormat) -> list[str]:
-    """A call up to its arguments, as a list of patterns in their order.
+    """Return the patterns of a call up to its arguments, in their order.
 
     The group `known` is the first that cannot match before the name is complete.
     """
@@ -269,7 +269,7 @@ def _head(form: CallFormat) -> list[str]:
 
 
 def _prefix_pattern(patterns: Sequence[str]) -> re.Pattern[str]:
-    """A pattern of every prefix of a text that matches patterns in their order."""
+    """Return a pattern of every prefix of a text that matches patterns in their order."""
     nested = ""
     for pattern in reversed(patterns):
         nested = f"(?:{pattern}{nested})?"
@@ -277,7 +277,7 @@ def _prefix_pattern(patterns: Sequence[str]) -> re.Pattern[str]:
 
 
 def join_parts(parts: Sequence[AnswerPart], make_id: Callable[[int], str]) -> Message:
-    """Make the message of all parts of an answer; `make_id` gives calls their ids, by index."""
+    """Make the message from all parts of an answer. `make_id` gives calls their ids, by index."""
     content = ""
     names: list[str] = []
     arguments: list[str] = []

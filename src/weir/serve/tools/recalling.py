@@ -1,4 +1,4 @@
-"""`recall`: the server's tool by which a model asks for text that has left its cache."""
+"""`recall`: the server's tool with which a model asks for text that has left its cache."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def make_recall_tool() -> OwnTool:
 
 
 def _recall(context: ToolContext, arguments: Mapping[str, Any]) -> str:
-    """Search what was said up to the turn that is being answered."""
+    """Search the text up to the turn that is being answered."""
     store, parent = context.engine.store, context.prompt.parent
     if store.archive is None or store.archive.problem is not None:
         raise WeirError("the archive of this server cannot be read at the moment")
     if parent is None:
         return NOTHING
     query = str(arguments["query"])
-    # Whatever its form, it asks.
+    # The query counts as a question, whatever its form.
     asked = query if query.rstrip().endswith("?") else f"{query.rstrip(' .!;:')}?"
     parts: list[str] = []
     for one in store.search_archive(context.prompt.owner, parent.node, asked):

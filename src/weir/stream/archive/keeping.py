@@ -166,7 +166,7 @@ class Archive:
         with self._refusing(), self._writing() as db:
             if self._tables.find_end(self._query, self._owner, session) is not None:
                 raise WeirError(
-                    f"there is a session {session!r} in this archive already; name another"
+                    f"a session {session!r} already exists in this archive. Use another name."
                 )
             self._tables.fork(db, self._owner, self.session, session)
         if self.path is None:

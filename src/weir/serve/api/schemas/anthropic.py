@@ -23,11 +23,11 @@ from weir.serve.messages import Call, Message
 from weir.serve.tools.formats import Tool
 
 LongName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
-"""Name of a function: those of MCP servers are long."""
+"""Name of a function. Names from MCP servers are long."""
 BILLING = "x-anthropic-billing-header:"
-"""Claude Code begins its system message with a line that differs in each request."""
+"""Prefix of a line in Claude Code's system message that differs in each request."""
 GAP = "\n"
-"""Put between the text blocks of a message that is not an assistant's."""
+"""Separator between the text blocks of a message, except an assistant's."""
 
 
 class TextBlock(Lenient):
@@ -66,7 +66,7 @@ class ResultBlock(Lenient):
 
 
 class SkippedBlock(Skipped):
-    """A block that can be left out of a history: thoughts, and the work of Anthropic's tools."""
+    """A block that is ignored in a history: thoughts, and the work of Anthropic's own tools."""
 
     type: Annotated[str, StringConstraints(max_length=64)]
 
@@ -131,7 +131,7 @@ class AnthropicMessage(Lenient):
 
 
 class AnthropicTool(Noted):
-    """A tool of the client's."""
+    """One of the client's tools."""
 
     type: Literal["custom"] | None = None
     name: LongName
@@ -146,7 +146,7 @@ class AnthropicTool(Noted):
 
 
 class AnthropicSkippedTool(Skipped):
-    """A tool of Anthropic's. The model is not told of it."""
+    """One of Anthropic's own tools. The model is not told about it."""
 
     type: Annotated[str, StringConstraints(min_length=1, max_length=64)]
 
@@ -157,7 +157,7 @@ def _kind_of_tool(value: Any) -> str:
 
 
 class AnthropicChoice(Lenient):
-    """Which tools the model calls."""
+    """The choice of tools that the model calls."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: LongName | None = None
@@ -166,7 +166,9 @@ class AnthropicChoice(Lenient):
     @model_validator(mode="after")
     def _check_name(self) -> AnthropicChoice:
         if (self.type == "tool") != (self.name is not None):
-            raise unsupported("name must be given with type: tool, and with no other type")
+            raise unsupported(
+                "name is required with type: tool, and not allowed with any other type"
+            )
         return self
 
 
@@ -219,7 +221,7 @@ class CountBody(GenerationBody):
 
     @model_validator(mode="after")
     def _note_parts(self) -> CountBody:
-        """Note what has no effect: the messages of a large body are not kept with it."""
+        """Note the parts that have no effect. The messages of a large body are not kept with it."""
         if self._billing:
             self.note("system (the billing header)")
         for n, message in enumerate(self.messages):
@@ -289,7 +291,7 @@ class CountBody(GenerationBody):
             found += self.thinking.skipped_in("thinking")
         if self.output_config is not None:
             found += self.output_config.skipped_in("output_config")
-        return [one for one in found if one != "cache_control"]  # what it asks for is always done
+        return [one for one in found if one != "cache_control"]  # everything is always cached
 
 
 class AnthropicBody(CountBody):

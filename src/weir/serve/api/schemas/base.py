@@ -23,12 +23,12 @@ from pydantic_core import PydanticCustomError, PydanticKnownError, core_schema
 from weir.errors import quote
 
 T = TypeVar("T")
-# Validation stops at the first wrong entry: an error for each would take seconds and gigabytes.
+# Validation stops at the first wrong entry. An error for each would take seconds and gigabytes.
 ListOf = Annotated[list[T], Field(fail_fast=True)]
 
 
 def _whole(value: Any) -> Any:
-    """Accept 100.0 as 100, since some clients have no integers."""
+    """Accept 100.0 as 100, because some clients have no integers."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -38,7 +38,7 @@ Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
 
 def bounded_dict(most: int) -> BeforeValidator:
-    """A validator that refuses objects with more entries than `most` before looking at any."""
+    """Make a validator that refuses objects with more than `most` entries before looking at any."""
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > most:
@@ -50,18 +50,18 @@ def bounded_dict(most: int) -> BeforeValidator:
 
 
 SHOWN = 64
-"""Characters of a name that a client chose, in a warning."""
+"""Characters of a client's name for something that a warning shows."""
 
 
 def is_nothing(value: Any) -> bool:
-    """Whether a field with this value asks for nothing, whatever the field is."""
+    """Return whether a field with this value asks for nothing."""
     return value is None or value is False or (isinstance(value, list | dict) and not value)
 
 
 class Strict(BaseModel):
     """An object with no other fields than these, and no conversions of types.
 
-    An unknown field is passed over if its value asks for nothing.
+    An unknown field is ignored if its value asks for nothing.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -69,7 +69,7 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _keep_one_unknown(cls, value: Any) -> Any:
-        """Keep the first of many unknown fields: there would be an error for each."""
+        """Keep the first of many unknown fields, so that there is only one error."""
         if not isinstance(value, dict):
             return value
         known = {field.alias or name for name, field in cls.model_fields.items()}
@@ -83,7 +83,7 @@ class Noted(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     def skipped_in(self, place: str) -> list[str]:
-        """The fields that have no effect, for a warning."""
+        """Return the fields that have no effect, for a warning."""
         extra = self.model_extra or {}
         return [
             f"{place}.{show_name(name)}" for name, given in extra.items() if not is_nothing(given)
@@ -91,7 +91,7 @@ class Noted(BaseModel):
 
 
 def show_name(name: str) -> str:
-    """A client's name for something, as a warning in a header can have it."""
+    """Format a client's name for something so that it can be in a header."""
     shown = "".join(char if char.isascii() and char.isprintable() else "?" for char in name)
     return shown if len(shown) <= SHOWN else f"{shown[:SHOWN]}..."
 
@@ -100,28 +100,31 @@ ECHOED = frozenset(
     {"id", "type", "status", "object", "index", "created_at", "logprobs"}
     | {"cache_control", "prompt_cache_breakpoint"}
 )
-"""Unknown fields that need no warning: they repeat what a server said of an answer, or ask it to
-keep in a cache what is always kept.
+"""Unknown fields that need no warning.
+
+They repeat what a server said about an answer, or ask it to cache something that is always cached.
 """
 MAX_NOTES = 1000
 
 
 class Lenient(BaseModel):
-    """A part of a message or an item. It may have unknown fields, so that what was received can be
-    sent back; `unknown_fields` finds those that a warning names.
+    """A part of a message or an item, which may have unknown fields.
+
+    Clients can thus send back what they received. `unknown_fields` finds the ones that a warning
+    names.
     """
 
     model_config = ConfigDict(extra="allow", strict=True)
 
 
 class Skipped(BaseModel):
-    """An object that has no effect as a whole, and that a warning names as a whole."""
+    """An object that has no effect, and is named as a whole in a warning."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
 
 def unknown_fields(value: Any, place: str) -> Iterator[str]:
-    """The unknown fields of messages, items and their parts, for a warning."""
+    """Find the unknown fields of messages, items and their parts, for a warning."""
     if isinstance(value, list):
         for n, one in enumerate(value):
             yield from unknown_fields(one, f"{place}[{n}]")
@@ -136,17 +139,17 @@ def unknown_fields(value: Any, place: str) -> Iterator[str]:
 
 
 class SkippedTool(Skipped):
-    """A tool that is not a function. The model is not told of it."""
+    """A tool that is not a function. The model is not told about it."""
 
     type: Annotated[str, StringConstraints(min_length=1, max_length=256)]
 
 
 class Only:
-    """Refuses all values but `allowed`, in a field of a feature that is not served.
+    """Refuses all values but `allowed`, in a field of a feature that is not supported.
 
     Args:
         allowed: values that ask for nothing.
-        instead: what to do in place of using the field.
+        instead: what to do instead of using the field.
     """
 
     def __init__(self, *allowed: Any, instead: str = "leave it out") -> None:
@@ -163,14 +166,15 @@ class Only:
 
     def _check(self, value: Any) -> Any:
         if value not in self.allowed:
-            raise unsupported(f"this is not served here; {self._instead}")
+            raise unsupported(f"is not supported by this server; {self._instead}")
         return value
 
 
 def _check_arguments(value: str, info: ValidationInfo) -> str:
-    """Check the arguments of a call. Invalid JSON is accepted: the model may have been cut off.
+    """Check the arguments of a call. Invalid JSON is accepted, because the model may have been cut
+    off.
 
-    What they hold is JSON in a text of JSON, and counts as part of the body (`parse_body`).
+    The arguments are JSON inside a JSON text, and count as part of the body (`parse_body`).
     """
     if info.context is not None:
         info.context(value)
@@ -179,7 +183,7 @@ def _check_arguments(value: str, info: ValidationInfo) -> str:
     except (ValueError, RecursionError):
         return value
     if not isinstance(found, dict):
-        raise unsupported("the arguments of a call are an object, as JSON")
+        raise unsupported("the arguments of a call must be an object, as JSON")
     return value
 
 
@@ -189,18 +193,22 @@ def unsupported(message: str) -> PydanticCustomError:
 
 
 def check_limit(value: int) -> int:
-    """Refuse an answer of no tokens."""
+    """Refuse a limit of 0 tokens."""
     if value == 0:
         raise unsupported("must be at least 1, or -1 for as many tokens as the server allows")
     return value
 
 
 def check_call_ids(ids: Iterable[str]) -> None:
-    """Refuse calls of one message that have the same id: a result could be any of theirs."""
+    """Refuse calls with the same id in one message, because their results could not be told
+    apart.
+    """
     known: set[str] = set()
     for name in ids:
         if name in known:
-            raise unsupported(f"two calls of one message have the id {quote(name)}")
+            raise unsupported(
+                f"two calls of one message have the id {quote(name)}; give each its own id"
+            )
         known.add(name)
 
 

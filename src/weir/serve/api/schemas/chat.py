@@ -1,7 +1,7 @@
 """Bodies of chat and text completions.
 
-As with OpenAI, unknown fields are refused. Fields of type `Any` have no effect. Those
-marked `Only` ask for what weir does not do, so they may be unset or have the values listed.
+Unknown fields are refused, as with OpenAI. Fields of type `Any` have no effect. Fields marked
+`Only` ask for features that weir does not have, so they may be left out or have the listed values.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ OPTIONS = {
     "num_predict": "max_tokens",
     "repeat_penalty": "repetition_penalty",
 }
-"""Names that llama.cpp and Ollama have for fields of these bodies."""
+"""Names in llama.cpp and Ollama for fields of these bodies."""
 HONORED_OPTIONS = {
     "max_tokens",
     "repetition_penalty",
@@ -76,13 +76,13 @@ HONORED_OPTIONS = {
     "presence_penalty",
     "frequency_penalty",
 }
-"""Options of Ollama's `options` that have an effect, by the names here."""
+"""Options in Ollama's `options` that have an effect, with their names here."""
 SKIPPED_OPTIONS = "skipped_options"
 ZERO_ASKS = {"keep_alive", "repeat_last_n", "id_slot", "typical_p"}
-"""Fields without an effect that ask for something when they are 0; others are off then."""
+"""Fields without an effect that ask for something when they are 0. Other fields are off at 0."""
 MAX_OPTIONS = 64
 Limit = Annotated[Whole, Field(ge=-2, lt=2**63), AfterValidator(check_limit)]
-"""Tokens of an answer; -1 and -2 are as many as the server allows, as with llama.cpp and Ollama."""
+"""Tokens of an answer. -1 and -2 mean as many as the server allows, as in llama.cpp and Ollama."""
 Variable = Annotated[str, StringConstraints(max_length=1024)] | bool | Whole | float | None
 """A variable of a chat template."""
 Effort = Annotated[str, StringConstraints(max_length=64)]
@@ -92,7 +92,7 @@ Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 
 
 def _wrong_at(field: str, words: str) -> ValidationError:
-    """The error that a field is wrong, for a validator of the whole body."""
+    """Make the error for a wrong field, for a validator of the whole body."""
     lines = InitErrorDetails(type=unsupported(words), loc=(field,), input=None)
     return ValidationError.from_exception_data("body", [lines])
 
@@ -100,7 +100,7 @@ def _wrong_at(field: str, words: str) -> ValidationError:
 def _renamed(
     error: ErrorDetails, names: Mapping[tuple[str | int, ...], tuple[str, ...]]
 ) -> InitErrorDetails:
-    """An error at the place that the client wrote."""
+    """Make an error at the place that the client wrote."""
     loc, kind = error["loc"], error["type"]
     known = kind in get_args(ErrorType)
     return InitErrorDetails(
@@ -112,14 +112,14 @@ def _renamed(
 
 
 class TextPart(Lenient):
-    """Text content of a message, in the words of any of OpenAI's APIs."""
+    """Text content of a message, in any of OpenAI's APIs."""
 
     type: Literal["text", "input_text", "output_text"]
     text: str
 
 
 class RefusalPart(Lenient):
-    """An answer in which a model declined: text like any other."""
+    """An answer in which a model refused. It is treated as text."""
 
     type: Literal["refusal"]
     refusal: str
@@ -131,7 +131,7 @@ class RefusalPart(Lenient):
 
 
 def kind_of_part(value: Any) -> str:
-    """Tell a refusal from text, for a discriminator."""
+    """Distinguish a refusal from text, for a discriminator."""
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     return "a refusal" if kind == "refusal" else "a text"
 
@@ -158,23 +158,25 @@ class ChatMessage(Lenient):
     @classmethod
     def _check_function_call(cls, value: Any) -> Any:
         if value:
-            raise unsupported("functions are not served here; use tools and tool_calls")
+            raise unsupported("functions are not supported; use tools and tool_calls")
         return value
 
     @field_validator("audio")
     @classmethod
     def _check_audio(cls, value: Any) -> Any:
         if value:
-            raise unsupported("audio is not served here; send what was said as content")
+            raise unsupported("audio is not supported; send the text as content")
         return value
 
     @model_validator(mode="after")
     def _check_role(self) -> Self:
         if self.tool_calls and self.role != "assistant":
-            raise unsupported("tool_calls are an assistant's")
+            raise unsupported("tool_calls are allowed only in messages with the role assistant")
         check_call_ids(call.id for call in self.tool_calls or ())
         if (self.role == "tool") != (self.tool_call_id is not None):
-            raise unsupported("a message of role tool has a tool_call_id, and no other has one")
+            raise unsupported(
+                "tool_call_id is required with the role tool, and not allowed with any other role"
+            )
         return self
 
     def message(self) -> Message:
@@ -199,7 +201,7 @@ class StreamOptions(Strict):
 
 
 MAX_RECALL = 8192
-"""Tokens of recalled text that a request may ask for."""
+"""The most tokens of recalled text that a request may ask for."""
 
 
 Calls = Annotated[
@@ -209,7 +211,7 @@ Calls = Annotated[
 
 
 class WeirOptions(Strict):
-    """What only this server does.
+    """Options that only this server has.
 
     `tools` are tools of the server that the model may call. The server executes such a call within
     the answer. `drop` has the ids of calls whose outputs are dropped before the answer, `pin` those
@@ -229,8 +231,8 @@ class WeirOptions(Strict):
 class GenerationBody(Strict):
     """Fields of every request for a completion: the model and the sampling parameters.
 
-    Fields of the type `Any` that are not `Only` have no effect; a warning names those that are
-    given.
+    Fields of the type `Any` that are not `Only` have no effect. A warning names those that a
+    request has.
     """
 
     _notes: list[str] = PrivateAttr(default_factory=list)
@@ -252,7 +254,7 @@ class GenerationBody(Strict):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=10, allow_inf_nan=False)] | None = None
     logit_bias: Annotated[dict[str, Bias], Field(max_length=1024), bounded_dict(1024)] | None = None
 
-    # Options of other servers for sampling, for what is shown, and for what is kept in memory.
+    # Options of other servers for sampling, for output, and for memory.
     cache_prompt: Any = None
     id_slot: Any = None
     n_keep: Any = None
@@ -289,15 +291,15 @@ class GenerationBody(Strict):
     @model_validator(mode="before")
     @classmethod
     def _rename(cls, value: Any) -> Any:
-        """Give options of llama.cpp and Ollama the names that OpenAI's clients use."""
+        """Rename options of llama.cpp and Ollama to the names of OpenAI's API."""
         if not isinstance(value, dict):
             return value
         value, options = dict(value), value.get("options")
         if "options" in value and "options" not in cls.model_fields and options is not None:
             if not isinstance(options, dict):
-                raise _wrong_at("options", "it is to be an object")
+                raise _wrong_at("options", "must be an object")
             if len(options) > MAX_OPTIONS:
-                words = f"it has {len(options)} entries, and may have {MAX_OPTIONS}"
+                words = f"has {len(options)} entries, and at most {MAX_OPTIONS} are allowed"
                 raise _wrong_at("options", words)
             del value["options"]
             for name, given in options.items():
@@ -314,13 +316,13 @@ class GenerationBody(Strict):
             if name in value and is_free and target in cls.model_fields:
                 value[target] = value.pop(name)
             elif name in value and name not in cls.model_fields and not is_nothing(value[name]):
-                raise _wrong_at(name, f"it is another name of {target}; leave one of them out")
+                raise _wrong_at(name, f"is another name for {target}; send only one of them")
         return value
 
     @model_validator(mode="wrap")
     @classmethod
     def _name_as_given(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """Name a wrong field as the client does, if `_rename` gave it another name."""
+        """Report a wrong field under the client's name for it, if `_rename` renamed it."""
         try:
             return handler(value)
         except ValidationError as error:
@@ -334,7 +336,7 @@ class GenerationBody(Strict):
 
     @classmethod
     def _names_given(cls, value: Any) -> dict[tuple[str | int, ...], tuple[str, ...]]:
-        """The places of the fields that `_rename` renames, by those that it gives them."""
+        """Return the paths of renamed fields, by their new paths."""
         if not isinstance(value, dict):
             return {}
         options = value.get("options")
@@ -350,7 +352,7 @@ class GenerationBody(Strict):
 
     @model_validator(mode="after")
     def _note_unknown(self) -> Self:
-        """Note unknown fields of messages and items: those of a large body are not kept with it."""
+        """Note unknown fields of messages and items. Those of a large body are not kept with it."""
         found = (
             one
             for name in type(self).model_fields
@@ -376,7 +378,7 @@ class GenerationBody(Strict):
 
     @property
     def skipped(self) -> list[str]:
-        """The parts of the request that have no effect, for a warning."""
+        """Return the parts of the request that have no effect, for a warning."""
         fields = type(self).model_fields.items()
         without = [
             name
@@ -393,16 +395,16 @@ class GenerationBody(Strict):
     @classmethod
     def _check_stream_options(cls, value: Any, info: ValidationInfo) -> Any:
         if value is not None and not info.data.get("stream"):
-            raise unsupported("this goes with stream: true, and not without it")
+            raise unsupported("needs stream: true")
         return value
 
     def note(self, what: str) -> None:
-        """Name something in the warning that is not done as the client asks."""
+        """Add something that is not done as the client asks to the warning."""
         self._notes.append(what)
 
     @property
     def tells_forgotten(self) -> bool:
-        """Whether the model is told what it has forgotten."""
+        """Whether the model is told what has left the cache."""
         return self.weir is not None and bool(self.weir.tell_forgotten)
 
     @property
@@ -417,7 +419,7 @@ class GenerationBody(Strict):
 
     @property
     def recall(self) -> int | None:
-        """Tokens of recalled text that are asked for; None if the request does not say."""
+        """Number of tokens of recalled text that the request asks for. None if it does not say."""
         return None if self.weir is None else self.weir.recall
 
     @property
@@ -427,12 +429,12 @@ class GenerationBody(Strict):
 
     @property
     def streams(self) -> bool:
-        """Whether the answers are sent while they are made."""
+        """Whether the answers are sent while they are generated."""
         return bool(self.stream)
 
     @property
     def wants_progress(self) -> bool:
-        """Whether a stream reports how far the prompt is read, as with llama.cpp."""
+        """Whether a stream reports the progress of reading the prompt, as in llama.cpp."""
         return bool(self.return_progress)
 
     @property
@@ -546,7 +548,9 @@ class ChatBody(CompletionBody):
 
     @model_validator(mode="after")
     def _check_end(self) -> Self:
-        """Accept what other servers call the beginning of an answer where it is done anyway."""
+        """Accept options of other servers about a begun answer if they ask for what is done
+        anyway.
+        """
         continues = self.messages[-1].role == "assistant"
         for name, asked in (
             ("continue_final_message", self.continue_final_message),
@@ -554,8 +558,8 @@ class ChatBody(CompletionBody):
         ):
             if asked is not None and asked != continues:
                 raise unsupported(
-                    f"{name} asks for something else than is done: an assistant's message at the "
-                    "end is continued, and any other is answered; leave it out"
+                    f"{name} does not match the messages: an assistant message at the end is "
+                    f"continued, and any other message is answered. Leave {name} out"
                 )
         return self
 
@@ -600,7 +604,9 @@ class TextBody(CompletionBody):
     @classmethod
     def _check_prompt(cls, value: Any) -> Any:
         if isinstance(value, list) and len(value) != 1 and not _is_ids(value):
-            raise unsupported("a request has one prompt here")
+            raise unsupported(
+                "a request can have only one prompt; send one request for each prompt"
+            )
         return value
 
     @property
@@ -616,5 +622,5 @@ def _opposite(value: bool | None) -> bool | None:
 
 
 def _is_ids(prompt: list[Any]) -> bool:
-    """Whether a list is one prompt of token ids, and not a list of prompts."""
+    """Return whether a list is a single prompt of token ids, not a list of prompts."""
     return bool(prompt) and isinstance(prompt[0], int)

@@ -44,7 +44,8 @@ class ResponseFormat(Strict):
     def _check_schema(self) -> Self:
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise unsupported(
-                "json_schema goes with type: json_schema, and neither without the other"
+                "json_schema is required with type: json_schema, and not allowed with any other "
+                "type"
             )
         return self
 
@@ -71,7 +72,7 @@ class Function(Noted):
 
 
 class OfFunction(Strict):
-    """An object that names its type; functions are the only one."""
+    """An object that names its type, which can only be a function."""
 
     type: Literal["function"]
 
@@ -169,7 +170,7 @@ def _kind(value: Any) -> str | None:
 _CHOICE = Discriminator(
     _kind,
     custom_error_type="unsupported",
-    custom_error_message="it is to be 'none', 'auto', 'required' or an object",
+    custom_error_message="must be 'none', 'auto', 'required' or an object",
 )
 # Tags that are not identifiers are left out of error paths.
 Word = Annotated[Literal["none", "auto", "required"], Tag("a word")]
@@ -185,16 +186,16 @@ FlatChoice = Annotated[
 
 @dataclass(frozen=True)
 class ToolOffer:
-    """The tools that a client offers, the same for chats and responses.
+    """The tools that a client offers, in the same form for chats and responses.
 
     Attributes:
-        tools: all that are described to the model.
+        tools: all tools that are described to the model.
         choice: whether the model calls any; None if the client does not say.
         names: names of the tools that the model may call; None for all.
         parallel: whether the model may make more than one call.
-        schema_param: the field of the request with the schema of a tool, `{}` for its index.
+        schema_param: the field of the request with the schema of a tool, with `{}` for its index.
         choice_param: the field with `names`.
-        own: names of the tools that the server executes itself; they are among `tools`, too.
+        own: names of the tools that the server runs; they are among `tools`, too.
     """
 
     tools: Sequence[Tool]

@@ -20,7 +20,7 @@ from weir.serve.api.schemas.formats import AnyTool, FunctionTool, ToolOffer, ski
 from weir.serve.messages import Call, Message
 
 TAG = ":latest"
-"""Ends the name of a model whose client names no version."""
+"""Suffix of a model's name if the client names no version."""
 
 
 class OllamaFunction(Lenient):
@@ -51,7 +51,7 @@ class OllamaMessage(Lenient):
     @classmethod
     def _check_images(cls, value: Any) -> Any:
         if value:
-            raise unsupported("images are not served here; leave them out")
+            raise unsupported("images are not supported; leave them out")
         return value
 
     @model_validator(mode="after")
@@ -63,9 +63,9 @@ class OllamaMessage(Lenient):
 def link_calls(messages: list[OllamaMessage]) -> list[Message]:
     """Convert messages to the server's own type.
 
-    A result belongs to the call with its `tool_call_id`. Most clients of this API send no ids: then
-    it belongs to a call of the last message with calls, the first one without a result, or the
-    first of the function `tool_name` if that is given.
+    A result belongs to the call with its `tool_call_id`. Most clients of this API send no ids. Then
+    it belongs to the first call without a result in the last message with calls, or to the first
+    such call of the function `tool_name` if that is given.
     """
     found: list[Message] = []
     waiting: list[tuple[str, str]] = []  # the ids and names of calls without a result
@@ -87,7 +87,9 @@ def link_calls(messages: list[OllamaMessage]) -> list[Message]:
 
 
 class OllamaBody(GenerationBody):
-    """Fields of every request for an answer. Answers are streamed unless the client says no."""
+    """Fields of every request for an answer. Answers are streamed unless the client turns that
+    off.
+    """
 
     max_tokens: Limit | None = None
     format: Literal["", "json"] | dict[str, Any] | None = None
@@ -157,7 +159,7 @@ class OllamaGenerateBody(OllamaBody):
     @model_validator(mode="after")
     def _check_raw(self) -> OllamaGenerateBody:
         if self.raw and self.system:
-            raise unsupported("a raw prompt has no system message; write it into the prompt")
+            raise unsupported("a raw prompt cannot have a system message; write it in the prompt")
         return self
 
     @property

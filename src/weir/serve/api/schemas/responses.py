@@ -87,7 +87,9 @@ class MessageItem(Lenient):
         if value != "message":
             kinds = ", ".join(f"'{kind}'" for kind in ("message", *KINDS))
             skipped = ", ".join(f"'{kind}'" for kind in SKIPPED_KINDS)
-            raise unsupported(f"it must be one of {kinds}; these have no effect: {skipped}")
+            raise unsupported(
+                f"must be one of {kinds}; these are accepted and have no effect: {skipped}"
+            )
         return value
 
     def item(self) -> Item:
@@ -132,9 +134,9 @@ class ResultItem(Lenient):
 class OtherCallItem(Lenient):
     """A call of a tool that is not a function, in a history.
 
-    The model reads it as a call of a function: for `custom_tool_call` with the argument `input`,
-    for `local_shell_call` and `shell_call` with those of its action, for `apply_patch_call` with
-    those of its operation.
+    The model reads it as a call of a function. Its arguments are `input` for `custom_tool_call`,
+    the fields of the action for `local_shell_call` and `shell_call`, and those of the operation for
+    `apply_patch_call`.
     """
 
     type: Literal["custom_tool_call", "local_shell_call", "shell_call", "apply_patch_call"]
@@ -147,7 +149,7 @@ class OtherCallItem(Lenient):
     @model_validator(mode="after")
     def _check_name(self) -> Self:
         if self.type == "custom_tool_call" and self.name is None:
-            raise unsupported("a custom_tool_call has a name")
+            raise unsupported("a custom_tool_call must have a name")
         return self
 
     def item(self) -> Item:
@@ -159,9 +161,10 @@ class OtherCallItem(Lenient):
 
 
 class OtherResultItem(Lenient):
-    """The result of a call of a tool that is no function.
+    """The result of a call of a tool that is not a function.
 
-    That of a shell may be a list of what each command has written; the model reads it as JSON.
+    The result of a shell may be a list with the output of each command. The model reads the list as
+    JSON.
     """
 
     type: Literal[
@@ -180,9 +183,9 @@ class OtherResultItem(Lenient):
     def _check_output(self) -> Self:
         written = isinstance(self.output, list) and any(isinstance(o, dict) for o in self.output)
         if written and self.type != "shell_call_output":
-            raise unsupported("the output is a text, or a list of text parts")
+            raise unsupported("the output must be a text or a list of text parts")
         if self.output is None and self.type != "apply_patch_call_output":
-            raise unsupported("an output is missing")
+            raise unsupported("an output is required")
         return self
 
     def item(self) -> Item:
@@ -201,7 +204,7 @@ class OtherResultItem(Lenient):
 class McpCallItem(Lenient):
     """A call of a tool of an MCP server with its result, in a history.
 
-    The model reads it as a call of a function, and its result.
+    The model reads it as a call of a function and its result.
     """
 
     type: Literal["mcp_call"]
@@ -210,7 +213,7 @@ class McpCallItem(Lenient):
     arguments: Arguments = "{}"
     output: str | None = None
     error: str | dict[str, Any] | None = None
-    # Where the call was made, and how it went: the result says what the model has to know of it.
+    # The server and status of the call. The model learns them from the result if it needs them.
     server_label: str | None = None
     approval_request_id: str | None = None
     status: str | None = None
@@ -235,12 +238,12 @@ class ReferenceItem(Lenient):
     id: Name
 
     def item(self) -> Item:
-        """The reference, which the server replaces by the item."""
+        """Return the reference, which the server replaces with the item."""
         return {"type": self.type, "id": self.id}
 
 
 class CompactionItem(Lenient):
-    """Stands for all that came before it; from `POST /v1/responses/compact` of this server."""
+    """A stand-in for the whole conversation before it, from `POST /v1/responses/compact`."""
 
     type: Literal["compaction", "compaction_summary"]
     encrypted_content: Annotated[str, StringConstraints(max_length=256)]
@@ -250,24 +253,24 @@ class CompactionItem(Lenient):
     def _check_ours(cls, value: Any) -> Any:
         if not (isinstance(value, str) and value.startswith(COMPACTED)):
             raise unsupported(
-                "this compaction was made by another server, and this one cannot read it; send the "
-                "history itself"
+                "this compaction comes from another server, and this server cannot read it. Send "
+                "the history instead"
             )
         return value
 
     def item(self) -> Item:
-        """The item with the id of the turn that it stands for."""
+        """Return the item with the id of the turn that it stands for."""
         return {"type": "compaction", "turn": self.encrypted_content.removeprefix(COMPACTED)}
 
 
 class SkippedItem(Skipped):
-    """An item that can be left out: thoughts, and searches whose results are in the answer."""
+    """An item that is ignored: thoughts, and searches whose results are in the answer."""
 
     type: Annotated[str, StringConstraints(max_length=64)]
 
 
 COMPACTED = "weir:"
-"""First characters of the content of this server's compactions."""
+"""Prefix of the content of this server's compactions."""
 KINDS = {
     "function_call": "a call",
     "function_call_output": "a result",
@@ -320,7 +323,7 @@ AnyItem = Annotated[
 
 
 def _check_calls(items: list[Any]) -> list[Any]:
-    """Check the ids of the calls in each answer, which no other message interrupts."""
+    """Check the ids of the calls in each answer, up to the next message."""
     answers = groupby(
         items,
         lambda item: (
@@ -340,15 +343,18 @@ Items = Annotated[ListOf[AnyItem], AfterValidator(_check_calls)]
 
 
 def _check_kept(items: list[Any]) -> list[Any]:
-    """Refuse items that stand for others: a conversation keeps the items themselves."""
+    """Refuse items that stand for others. A conversation keeps the items themselves."""
     for item in items:
         if isinstance(item, ReferenceItem | CompactionItem | SkippedItem):
-            raise unsupported(f"a conversation keeps no items of the type {item.type}")
+            raise unsupported(
+                f"a conversation cannot keep items of the type {item.type}; send the items "
+                "themselves"
+            )
     return items
 
 
 def items_of(given: Iterable[Any]) -> list[Item]:
-    """The items that a client gives, with new ids; one may stand for a call and its result."""
+    """Return a client's items with new ids. One item may stand for a call and its result."""
     found: list[Item] = []
     for item in given:
         found += item.items() if isinstance(item, McpCallItem) else [item.item()]
@@ -380,7 +386,7 @@ class ItemsBody(Strict):
 LOGPROBS = "message.output_text.logprobs"
 
 Label = Annotated[str, StringConstraints(max_length=512)]
-"""A text of the client's own, which is repeated in the response and has no effect."""
+"""A client's text, which is repeated in the response and has no other effect."""
 
 
 class TextFormat(Strict):
@@ -397,9 +403,9 @@ class TextFormat(Strict):
         fields = {"name": self.name, "schema": self.schema_}
         missing = " and ".join(name for name, value in fields.items() if value is None)
         if self.type == "json_schema" and missing:
-            raise unsupported(f"type: json_schema needs a name and a schema; here is no {missing}")
+            raise unsupported(f"type: json_schema needs a name and a schema; {missing} is missing")
         if self.type != "json_schema" and missing != "name and schema":
-            raise unsupported("name and schema go with type: json_schema, and not without it")
+            raise unsupported("name and schema are allowed only with type: json_schema")
         return self
 
     @property
@@ -430,7 +436,7 @@ class Reasoning(Noted):
 
 
 def split_at_compaction(items: list[Item]) -> tuple[str | None, list[Item]]:
-    """The response that the last compaction among items stands for, and the items after it."""
+    """Return the response that the last compaction stands for, and the items after it."""
     places = [n for n, item in enumerate(items) if item["type"] == "compaction"]
     if not places:
         return None, items
@@ -476,7 +482,7 @@ class ResponseBody(GenerationBody):
 
     @model_validator(mode="after")
     def _note_items(self) -> Self:
-        """Note the items that have no effect: the input of a large body is not kept with it."""
+        """Note the items that have no effect. The input of a large body is not kept with it."""
         if isinstance(self.input, list):
             for n, item in enumerate(self.input):
                 if isinstance(item, SkippedItem):
@@ -545,7 +551,9 @@ class ResponseBody(GenerationBody):
 
 
 def result_param(field: str, items: Sequence[Item], error: StrayResult) -> str | None:
-    """The path of a stray result in a field of the request; None if it comes before its items."""
+    """Return the path of a stray result in a field of the request, or None if it is before its
+    items.
+    """
     results = [n for n, item in enumerate(items) if item["type"] == "function_call_output"]
     at = len(results) - 1 - error.behind
     return None if at < 0 else f"{field}[{results[at]}].call_id"
