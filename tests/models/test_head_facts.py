@@ -15,9 +15,9 @@ import weir
 from weir.cache import fit_to_model, size_of
 from weir.errors import WeirError
 from weir.evals.grid import make_grid
-from weir.models import find_head_facts, head_facts, measure_heads
+from weir.models import ObservedAttention, find_head_facts, head_facts, measure_heads
 from weir.policies.weir import LOOKS_UP, SPOILED
-from weir.slab import FORMATS, as_read
+from weir.slab import FORMATS, AttentionParams, as_read
 
 pytestmark = pytest.mark.thinned(3, least=2)
 
@@ -148,13 +148,16 @@ def test_one_layer_that_4_bits_would_spoil_is_enough(layer, kept):
     assert "slots=int8" in str(weir.Stream(model, "weir(120)").policy)
 
 
-@pytest.mark.parametrize("given", [{}, {"softcap": 2.0}, {"s_aux": torch.tensor([0.5, -1.0])}])
+@pytest.mark.thinned(1)
+@pytest.mark.parametrize("given", [{}, {"softcap": 2.0}, {"s_aux": torch.tensor([4.0, 3.0])}])
 def test_the_shift_is_the_divergence_of_the_head_that_is_moved_most(given):
     draw = torch.Generator().manual_seed(0)
     query, key, value = torch.randn(3, 1, 2, 40, 64, generator=draw).unbind()
-    module = torch.nn.Module()
-    module._weir_head_facts = found = {}
-    head_facts._attend(module, query, key, value, None, **given)
+    sinks = given["s_aux"][:, None] if "s_aux" in given else None
+    params = AttentionParams(1 / 8, given.get("softcap"), sinks)
+    earlier = torch.ones(1, 1, 40, 40, dtype=torch.bool).tril()
+    seen = ObservedAttention(torch.nn.Module(), query, key, value, params, earlier)
+    shift = head_facts._measure(seen)[1]
     rounded = as_read(key, FORMATS["int4"].keys)
     rounded[:, :, :4] = key[:, :, :4]
 
@@ -171,7 +174,7 @@ def test_the_shift_is_the_divergence_of_the_head_that_is_moved_most(given):
         return float((exact * (exact / shares(head, place, rounded)).log()).sum())
 
     wanted = max(sum(divergence(head, place) for place in range(40)) / 40 for head in range(2))
-    assert found[id(module)][1] == pytest.approx(wanted, abs=1e-4)
+    assert shift == pytest.approx(wanted, abs=1e-4)
 
 
 def test_heads_with_an_odd_number_of_channels_get_8_bits(fresh_llama):

@@ -17,7 +17,7 @@ from weir.cache.file_facts import FARTHEST, FileFacts, ListOf, Whole, read_facts
 from weir.cache.forward import Folded, Forward
 from weir.cache.generating import generate
 from weir.cache.layers import LayerPlan, describe_window_excess
-from weir.cache.observing import Attention, AttentionCall, ListeningCache, bias_of
+from weir.cache.observing import Attention, AttentionCall, ListeningCache
 from weir.cache.repetition import Repetition, fill, repetition_scores
 from weir.cache.row_state import RowFormat, RowState, check_kind, check_token, located
 from weir.cache.size import Size, read_bytes, size_of

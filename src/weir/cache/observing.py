@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from weir.cache.cache import StreamingCache
 from weir.cache.forward import Forward
 from weir.cache.layer import Layer
-from weir.models import CACHE, input_device, transformers_model
+from weir.models import CACHE, bias_of, input_device, transformers_model
 from weir.policies import Policy
 from weir.slab import AttentionParams, LayerPositions, attention_softmax, compute_logits
 
@@ -108,11 +108,6 @@ class Attention:
             keys, own = biases.split([len(self.places), len(here)], dim=-1)
             return (keys - own.mT).masked_fill_(~seen, -torch.inf)
         return bias_of(seen)
-
-
-def bias_of(seen: Tensor) -> Tensor:
-    """0 where something is true, and -inf elsewhere."""
-    return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -torch.inf)
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import repeat_kv
-from transformers.masking_utils import sdpa_mask
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from weir.errors import WeirError
 from weir.models.fingerprints import digest_rows, fingerprint
-from weir.models.interception import forward_lock_of
 from weir.models.kept_files import cache_folder, read_json, write_json
 from weir.models.model_spec import (
     OWN_FAMILIES,
@@ -30,15 +27,14 @@ from weir.models.model_spec import (
     input_device,
     window_of,
 )
-from weir.slab import FORMATS, as_read
+from weir.models.observing import ObservedAttention, bias_of, observe_attention
+from weir.slab import FORMATS, as_read, attention_softmax, compute_logits
 
 REPEATED = 128
 """Random tokens that are read twice."""
 FILE = "head_facts.json"
 """The facts of some models, in weir's assets; a file of this name in `cache_folder` has others."""
 _SHIPPED = Path(str(files("weir"))) / "assets" / FILE
-ATTENTION = "weir_head_facts"
-"""The name under which transformers finds `_attend`."""
 _FIRST = 8
 """Tokens at the beginning that are not counted: many heads look at them for no reason."""
 EXACT = 4
@@ -113,7 +109,7 @@ def measure_heads(model: PreTrainedModel) -> HeadFacts | None:
     spec = describe(model)
     window, config = window_of(model.config), model.config.get_text_config(decoder=True)
     count = min(REPEATED, (window or 2 * REPEATED) // 2)
-    own = config.model_type in OWN_FAMILIES  # whose attention would not come to `_attend`
+    own = config.model_type in OWN_FAMILIES  # whose attention cannot be observed
     if own or count <= 2 * _FIRST or config.vocab_size < REPEATED:
         return None
     draw = torch.Generator().manual_seed(0)
@@ -121,21 +117,19 @@ def measure_heads(model: PreTrainedModel) -> HeadFacts | None:
     modules = spec.attentions
     training = [module for module in model.modules() if module.training]
     found: dict[int, tuple[tuple[float, ...], float]] = {}
-    lock = forward_lock_of(config)
-    with lock, torch.no_grad():
+
+    def hear(seen: ObservedAttention) -> None:
+        found[id(seen.module)] = _measure(seen)
+
+    with torch.no_grad(), observe_attention(config, hear):
         try:
             model.eval()
-            for module in modules:
-                vars(module)[_FOUND] = found
-            with lock.attention(ATTENTION):
-                # The text decoder of a model that sees: some ids stand for images outside of it.
-                text = model.get_decoder()
-                text(input_ids=ids.repeat(1, 2).to(input_device(model)), use_cache=False)
+            # The text decoder of a model that sees: some ids stand for images outside of it.
+            text = model.get_decoder()
+            text(input_ids=ids.repeat(1, 2).to(input_device(model)), use_cache=False)
         except WeirError:
             return None
         finally:
-            for module in modules:
-                vars(module).pop(_FOUND, None)
             for each in training:
                 each.training = True
     layers = list(zip(modules, spec.layers, strict=True))
@@ -146,51 +140,31 @@ def measure_heads(model: PreTrainedModel) -> HeadFacts | None:
     return HeadFacts(lookup, max(shifts))
 
 
-_FOUND = "_weir_head_facts"
-"""Attribute of a module of attention that is being measured: what was found, by the module's id."""
+def _measure(seen: ObservedAttention) -> tuple[tuple[float, ...], float]:
+    """Return the lookup of each KV head and the shift of one layer (`HeadFacts`).
 
-
-def _attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Causal attention for transformers, by its formula in float32, that measures its layer."""
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    half, group = query.shape[2] // 2, query.shape[1] // key.shape[1]
+    The second half of the queries reads what the first half has read.
+    """
+    query, key, params = seen.queries, seen.keys, seen.params
+    half, heads = query.shape[2] // 2, key.shape[1]
+    bias = None if seen.mask is None else bias_of(seen.mask[:, None])
 
     def shares_of(key: Tensor) -> Tensor:
-        """Shares of attention [1, heads, queries, keys], behind them that of a learned sink."""
-        logits = query.float() @ repeat_kv(key, group).float().transpose(2, 3) * scale
-        if softcap is not None:
-            logits = (logits / softcap).tanh() * softcap
-        later = torch.ones(logits.shape[2:], dtype=torch.bool, device=key.device).triu(1)
-        logits = logits.masked_fill(later, -torch.inf)
-        if s_aux is not None:
-            sink = s_aux.float()[None, :, None, None].expand(*logits.shape[:3], 1)
-            logits = torch.cat([logits, sink], dim=3)
-        return logits.softmax(dim=-1)
+        """Shares of attention [1, kv_heads, group, queries, keys]."""
+        logits = compute_logits(query.unflatten(1, (heads, -1)), key, params, bias)
+        return attention_softmax(logits, logits.new_zeros(1, 1, 1), params)
 
     shares = shares_of(key)
-    out = shares[..., : key.shape[2]].to(value.dtype) @ repeat_kv(value, group)
-    largest = shares[0, :, half:, _FIRST:half].unflatten(0, (-1, group)).amax(dim=(1, 2))
+    largest = shares[0, :, :, half:, _FIRST:half].amax(dim=(1, 2))
     form, shift = FORMATS["int4"], math.inf
-    if form.wrong(key.shape[3], value.shape[3]) is None:
+    if form.wrong(key.shape[3], seen.values.shape[3]) is None:
         rounded = torch.cat([key[:, :, :EXACT], as_read(key[:, :, EXACT:], form.keys)], dim=2)
+        there = shares_of(rounded)
         # Both functions count a share of 0 as nothing.
-        nats = -torch.special.entr(shares) - torch.special.xlogy(shares, shares_of(rounded))
-        shift = round(float(nats.sum(-1).mean(-1).max()), 4)
+        nats = (-torch.special.entr(shares) - torch.special.xlogy(shares, there)).sum(-1)
+        if params.sinks is not None:  # a learned sink has the rest of the attention
+            rest, other = ((1 - one.sum(-1)).clamp(min=0) for one in (shares, there))
+            nats += torch.special.xlogy(rest, rest) - torch.special.xlogy(rest, other)
+        shift = round(float(nats.mean(-1).max()), 4)
     scores = tuple(round(score, 4) for score in largest.mean(dim=-1).tolist())
-    vars(module)[_FOUND][id(module)] = scores, shift
-    return out.transpose(1, 2).contiguous(), None
-
-
-AttentionInterface.register(ATTENTION, _attend)
-AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+    return scores, shift

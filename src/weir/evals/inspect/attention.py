@@ -7,29 +7,28 @@ any other model, encoders such as BERT among them, through transformers' attenti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import sdpa_mask
+from torch import Tensor
+from transformers import PreTrainedModel
 
-from weir.cache import Attention, AttentionCall, ListeningCache, bias_of
+from weir.cache import Attention, AttentionCall, ListeningCache
 from weir.errors import WeirError
-from weir.models import CACHE, cache_of, describe, input_device, sink_of, transformers_model
-from weir.slab import (
-    AttentionParams,
-    two_weight_attention,
+from weir.models import (
+    CACHE,
+    ObservedAttention,
+    cache_of,
+    describe,
+    input_device,
+    observe_attention,
+    sink_of,
+    transformers_model,
 )
 
 PIECE = 256
 """Tokens that a model reads in one call."""
-OURS = "weir-inspect"
-"""Our attention function's name in transformers."""
-
 
 Look = Callable[[Attention], None]
 """Is shown every layer of every call, and keeps what it wants of it."""
@@ -77,9 +76,6 @@ def looks_ahead(model: PreTrainedModel) -> bool:
 
 # --- models that weir does not stream
 
-_showing: list[Callable[..., None]] = []
-"""Callbacks that the attention function below passes its arguments to; none between calls."""
-
 
 def _watch_another(model: PreTrainedModel, ids: Tensor, look: Look) -> None:
     """`watch` through transformers' attention interface."""
@@ -94,20 +90,18 @@ def _watch_another(model: PreTrainedModel, ids: Tensor, look: Look) -> None:
     seen, shown = 0, 0
     past: Any = None
 
-    def show(
-        module: nn.Module, q: Tensor, k: Tensor, mask: Tensor | None, params: AttentionParams
-    ) -> None:
+    def show(it: ObservedAttention) -> None:
         nonlocal shown
-        index = getattr(module, "layer_idx", None)
+        index = getattr(it.module, "layer_idx", None)
         index = index if isinstance(index, int) else shown % max(1, layers)
         shown += 1
         # A cache of transformers' that slides gives its last keys and the new ones.
-        end = seen + q.shape[2]
-        places = torch.arange(end - k.shape[2], end, device=k.device)
-        whole = q.unflatten(1, (k.shape[1], -1))
-        look(Attention(index, whole, k, seen, places, params, None, mask))
+        keys, end = it.keys, seen + it.queries.shape[2]
+        places = torch.arange(end - keys.shape[2], end, device=keys.device)
+        whole = it.queries.unflatten(1, (keys.shape[1], -1))
+        look(Attention(index, whole, keys, seen, places, it.params, None, it.mask))
 
-    with torch.no_grad(), _ours(model, show):
+    with torch.no_grad(), observe_attention(model.config, show):
         for piece in pieces:
             given: dict[str, Any] = {} if ahead else {"use_cache": True, CACHE: past}
             out = model(input_ids=piece.to(input_device(model)), **given)
@@ -118,57 +112,3 @@ def _watch_another(model: PreTrainedModel, ids: Tensor, look: Look) -> None:
                 )
             past = cache_of(out)
             seen += piece.shape[1]
-
-
-@contextmanager
-def _ours(model: PreTrainedModel, show: Callable[..., None]) -> Iterator[None]:
-    """Replace a model's attention function by ours."""
-    before = model.config._attn_implementation
-    model.config._attn_implementation = {"": OURS}
-    _showing.append(show)
-    try:
-        yield
-    finally:
-        _showing.pop()
-        model.config._attn_implementation = {"": before}
-
-
-def _attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Attention function for transformers while `watch` runs a model that weir does not stream."""
-    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    sinks = None if s_aux is None else s_aux.float().view(key.shape[1], -1)
-    params, mask = AttentionParams(scale, softcap, sinks), attention_mask
-    if mask is not None and mask.dtype != torch.bool:
-        raise WeirError(
-            "this model adds numbers to its attention logits, which cannot be distinguished from "
-            "a mask"
-        )
-    _showing[-1](module, query, key, mask, params)
-    if softcap is None and s_aux is None:
-        out = F.scaled_dot_product_attention(
-            query, key, value, mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
-        )
-    else:
-        none, bias = key.new_zeros(1, 1, 1), None if mask is None else bias_of(mask[:, None])
-        group = query.unflatten(1, (key.shape[1], -1))
-        out = two_weight_attention(group, key, value, none, none, params, bias).flatten(1, 2)
-    return out.transpose(1, 2).contiguous(), None
-
-
-def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """transformers' mask as booleans: None only where every query sees everything."""
-    return sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
-
-
-AttentionInterface.register(OURS, _attend)
-AttentionMaskInterface.register(OURS, _mask)

@@ -1,0 +1,116 @@
+"""The attention of a model's layers, observed through transformers' attention interface.
+
+Models that weir streams can also be observed through a cache: `cache.ListeningCache` reports each
+call with the slots that the cache holds. This file works without a cache, for any model that uses
+the interface, encoders included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+from weir.errors import WeirError
+from weir.models.interception import forward_lock_of
+from weir.slab import AttentionParams, two_weight_attention
+
+ATTENTION = "weir_observed"
+"""The name under which transformers finds `_attend`."""
+
+
+@dataclass(frozen=True)
+class ObservedAttention:
+    """The inputs of one layer's attention in one call.
+
+    Attributes:
+        module: the layer's attention module.
+        queries: [batch, heads, length, key_dim], rotated, like the keys.
+        keys, values: [batch, kv_heads, tokens, key_dim] and [..., value_dim].
+        mask: true where a query attends, broadcasts with [batch, 1, length, tokens]; None if every
+            query attends to every token.
+    """
+
+    module: nn.Module
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    params: AttentionParams
+    mask: Tensor | None
+
+
+Hear = Callable[[ObservedAttention], None]
+_hear: ContextVar[Hear] = ContextVar("hear")
+"""The callback of `observe_attention` in this thread."""
+
+
+@contextmanager
+def observe_attention(config: Any, hear: Hear) -> Iterator[None]:
+    """Call `hear` before each attention that a model of this configuration computes.
+
+    The model computes the same as with SDPA. Other threads that want the model wait.
+
+    Raises:
+        WeirError: in the model's forward, if the model adds numbers to its attention logits.
+    """
+    lock = forward_lock_of(config)
+    with lock, lock.attention(ATTENTION):
+        before = _hear.set(hear)
+        try:
+            yield
+        finally:
+            _hear.reset(before)
+
+
+def bias_of(seen: Tensor) -> Tensor:
+    """Return 0 where a mask is true, and -inf elsewhere."""
+    return torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -torch.inf)
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention function for transformers that reports its inputs."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    sinks = None if s_aux is None else s_aux.float().view(key.shape[1], -1)
+    params, mask = AttentionParams(scale, softcap, sinks), attention_mask
+    if mask is not None and mask.dtype != torch.bool:
+        raise WeirError(
+            "this model adds numbers to its attention logits, which cannot be distinguished from "
+            "a mask"
+        )
+    _hear.get()(ObservedAttention(module, query, key, value, params, mask))
+    if softcap is None and s_aux is None:
+        out = F.scaled_dot_product_attention(
+            query, key, value, mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+        )
+    else:
+        none, bias = key.new_zeros(1, 1, 1), None if mask is None else bias_of(mask[:, None])
+        group = query.unflatten(1, (key.shape[1], -1))
+        out = two_weight_attention(group, key, value, none, none, params, bias).flatten(1, 2)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """Return transformers' mask as booleans; None only if every query sees everything."""
+    return sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
+
+
+AttentionInterface.register(ATTENTION, _attend)
+AttentionMaskInterface.register(ATTENTION, _mask)
