@@ -44,7 +44,7 @@ def test_without_names_all_are_meant_that_need_not_be_asked_for():
     assert set(chosen([])) == {name for name in FIGURES if not FIGURES[name].asked}
     assert chosen([])[:2] == ["decode", "around"]
     assert chosen(["flat", "decode"]) == ["flat", "decode"]
-    with pytest.raises(WeirError, match="no figure 'speed'; there are decode, "):
+    with pytest.raises(WeirError, match=r"unknown figure 'speed'\. Use one of decode, "):
         chosen(["speed"])
 
 

@@ -216,7 +216,7 @@ def test_models_whose_images_attend_both_ways_are_refused_by_name() -> None:
         image_token_index=19,
         projection_dim=16,
     )
-    with pytest.raises(WeirError, match="both ways in paligemma"):
+    with pytest.raises(WeirError, match="both directions in paligemma"):
         StreamingCache(PaliGemmaForConditionalGeneration(config), "window(20)")
 
 
@@ -224,7 +224,7 @@ def test_a_model_that_weir_streams_the_text_of_only() -> None:
     model = shared("gemma3-multimodal")
     cache = StreamingCache(model, "window(20)")
     given = {"input_ids": tokens(1, 5), "pixel_values": torch.zeros(1, 3, 28, 28)}
-    with pytest.raises(WeirError, match="both ways in gemma3; weir streams its text only"):
+    with pytest.raises(WeirError, match="in gemma3, and weir streams only its text"):
         logits(model, given, past_key_values=cache)
 
 

@@ -58,7 +58,7 @@ def test_the_largest_layer_counts(small):
 def test_a_policy_without_a_limit_is_told_where_frequencies_change():
     model = make("phi3-longrope")
     said = describe_window_excess(model, weir.policy("dense"), 8) or ""
-    assert "past 192 tokens this model rotates keys by other frequencies" in said
+    assert "past 192 tokens this model changes its rotary frequencies" in said
     # So the frequencies of a long text are those of transformers.
     ids = torch.randint(1, 90, (1, 250), generator=torch.Generator().manual_seed(0))
     logits = weir.Stream(model, "window(248)", chunk=8).feed(ids, all_logits=True)
@@ -75,7 +75,7 @@ def test_frequencies_that_never_change_are_not_said_to_change():
 @pytest.mark.parametrize(
     ("name", "known", "why"),
     [
-        ("phi3-longrope", 192, "past 192 tokens this model rotates keys by other frequencies"),
+        ("phi3-longrope", 192, "past 192 tokens this model changes its rotary frequencies"),
         ("llama", WINDOW, f"this model was made for {WINDOW} tokens"),
     ],
 )

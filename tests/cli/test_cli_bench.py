@@ -91,8 +91,8 @@ def test_the_table_is_written_beside_the_figures(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (("--only", "speed"), "there is no figure 'speed'; there are decode, around"),
-        (("--flat", "--only", "decode"), "--flat is a figure of its own"),
+        (("--only", "speed"), "unknown figure 'speed'. Use one of decode, around"),
+        (("--flat", "--only", "decode"), "--flat is a separate figure"),
         (
             ("--policies", "weir,wier"),
             "figures compare, got 'wier', did you mean 'weir'?",

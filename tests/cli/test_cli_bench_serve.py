@@ -36,8 +36,11 @@ def test_json_is_one_object_and_nothing_else(capsys):
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (("bench", "serve", "--quick", "--only", "speed"), "no part 'speed'; there are attack, "),
-        (("bench", "--quick", "serve"), "--quick is of weir bench; write it behind serve"),
+        (
+            ("bench", "serve", "--quick", "--only", "speed"),
+            "part 'speed'. Use one of attack, ",
+        ),
+        (("bench", "--quick", "serve"), "--quick is an option of weir bench. Write it after serve"),
         (("bench", "serve", "/nowhere", "--only", "disk"), "/nowhere"),
     ],
 )

@@ -70,7 +70,7 @@ def test_a_table_says_what_was_found(capsys, model, text, tmp_path):
     ("more", "said"),
     [
         (("--out", "budgets.txt"), "ends with .toml"),
-        (("--out", "nowhere/budgets.toml"), "there is no folder nowhere"),
+        (("--out", "nowhere/budgets.toml"), "the folder nowhere for budgets.toml does not exist"),
         (
             ("--budget", 24, "--memory", "1MB"),
             "--budget and --memory both set the size of the cache",

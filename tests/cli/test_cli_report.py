@@ -50,7 +50,7 @@ def test_what_is_no_results_file_is_one_line(capsys, text, tmp_path):
     ended = run(capsys, "report", tmp_path / "none.jsonl")
     assert (ended.code, ended.err) == (
         1,
-        f"weir: there is no results file {tmp_path / 'none.jsonl'}\n",
+        f"weir: the results file {tmp_path / 'none.jsonl'} does not exist\n",
     )
 
 
@@ -60,7 +60,7 @@ def test_advice_names_one_policy_with_its_figures(capsys, model, text, monkeypat
     ended = run(capsys, *words)
     assert (ended.code, ended.err) == (0, "")
     facts = json.loads(run(capsys, *words, "--json").out)
-    assert f"take {facts['best']}: perplexity " in ended.out
+    assert f"ommended: {facts['best']}. Perplexity " in ended.out
     assert facts["memory"] == 80_000
     assert len(facts["tries"]) == 2
     assert all(one["kv_bytes"] <= 80_000 for one in facts["tries"])

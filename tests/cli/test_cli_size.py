@@ -381,7 +381,7 @@ def test_the_rest_of_a_long_command_is_estimated_once(capsys, monkeypatch):
     rest = common.RemainingTime("the rest")
     for share in (0.5, 0.1, 0.2):
         rest.at(share)
-    assert capsys.readouterr().err == "about 4 minutes for the rest, at this pace\n"
+    assert capsys.readouterr().err == "the rest: about 4 minutes left at this pace\n"
 
 
 def test_what_a_server_holds_is_counted(capsys, model):

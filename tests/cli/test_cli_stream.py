@@ -131,7 +131,7 @@ def test_a_dash_is_standard_input(capsys, monkeypatch, model, text):
     words = ("--model", model, "--policy", SMALL, "--tokens", 9000, "--json")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.read_bytes()), "latin-1"))
     piped = run(capsys, "stream", "--text", "-", *words)
-    assert piped.err.startswith("standard input has 1,561 tokens, not 9,000")
+    assert piped.err.startswith("standard input has only 1,561 tokens, not 9,000")
     whole = json.loads(run(capsys, "stream", "--text", text, *words).out)
     assert json.loads(piped.out)["ppl"] == whole["ppl"]
     again = run(capsys, "stream", "--text", "-", *words)
@@ -161,7 +161,9 @@ def test_a_perplexity_that_is_no_number_ends_the_reading_in_one_sentence(capsys,
     for_people, for_programs = (run(capsys, "stream", *words, *more) for more in ((), ("--json",)))
     for ended in (for_people, for_programs):
         assert ended.code == 1
-        assert ended.err.splitlines()[-1].startswith("weir: there is no perplexity: what the model")
+        assert ended.err.splitlines()[-1].startswith(
+            "weir: perplexity cannot be computed: the model"
+        )
     assert "perplexity inf over 200 tokens" in for_people.out
     assert json.loads(for_programs.out, parse_constant=pytest.fail)["ppl"] is None
 

@@ -123,9 +123,9 @@ def test_a_run_that_was_interrupted_says_so_and_goes_on(capsys, text, tmp_path, 
         (("--width", 33), "33"),
         (("--rows", 500), "500"),
         (("--sink", "some"), "none, zero, learnable"),
-        (("--preset", "huge"), "nano, small, medium, large, not 'huge'"),
+        (("--preset", "huge"), "unknown preset 'huge'. Use one of nano, small, medium, large"),
         (("--exercises", "maybe"), "auto, on, off"),
-        (("--length", 2000), "samples of 2000 take"),
+        (("--length", 2000), "samples of 2000 need at least 40,000"),
     ],
 )
 def test_what_cannot_be_trained_is_one_line(capsys, text, tmp_path, changes, says):

@@ -39,7 +39,7 @@ NOWHERE = "/nowhere/text.txt"
         ),
         (
             "eval --tasks ppl --policies h2o(64) --budgets 32 --out {folder}",
-            "--budgets has no effect: every policy here has a budget or takes none",
+            "--budgets has no effect: no policy here takes a budget and is written without one",
         ),
         (
             "eval --tasks ppl --protocol subgen --positions original --out {folder}",

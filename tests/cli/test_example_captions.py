@@ -215,7 +215,7 @@ def test_one_command_puts_policies_side_by_side(
     assert all(record["metric"] == "cider" for record in records)
     assert all(record["result"]["asked"] == 3 for record in records)
     assert records[1]["result"]["share"] < 0.7
-    assert "caption: 1 images were left out: 0003.png is not there" in ended.err
+    assert "caption: left out, because images are missing: 0003.png" in ended.err
 
 
 def test_what_drawings_py_trains_can_be_measured(

@@ -15,7 +15,7 @@ import weir
 from weir.cache import fit_to_model, size_of
 from weir.errors import WeirError
 from weir.evals.grid import make_grid
-from weir.models import ObservedAttention, find_head_facts, head_facts, measure_heads
+from weir.models import AttentionInputs, find_head_facts, head_facts, measure_heads
 from weir.policies.weir import LOOKS_UP, SPOILED
 from weir.slab import FORMATS, AttentionParams, as_read
 
@@ -156,7 +156,7 @@ def test_the_shift_is_the_divergence_of_the_head_that_is_moved_most(given):
     sinks = given["s_aux"][:, None] if "s_aux" in given else None
     params = AttentionParams(1 / 8, given.get("softcap"), sinks)
     earlier = torch.ones(1, 1, 40, 40, dtype=torch.bool).tril()
-    seen = ObservedAttention(torch.nn.Module(), query, key, value, params, earlier)
+    seen = AttentionInputs(torch.nn.Module(), query, key, value, params, earlier)
     shift = head_facts._measure(seen)[1]
     rounded = as_read(key, FORMATS["int4"].keys)
     rounded[:, :, :4] = key[:, :, :4]

@@ -37,12 +37,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "T5ForConditionalGeneration": (
         "T5Config",
         {"vocab_size": 97, "d_model": 32, "d_kv": 8, "num_layers": 1, "num_heads": 4, "d_ff": 32},
-        "t5 is an encoder-decoder; weir streams decoders only",
+        "t5 is an encoder-decoder, and weir streams only decoders",
     ),
     "BartForConditionalGeneration": (
         "BartConfig",
         {"vocab_size": 97, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1},
-        "bart is an encoder-decoder; weir streams decoders only",
+        "bart is an encoder-decoder, and weir streams only decoders",
     ),
     "DeepseekV3ForCausalLM": (
         "DeepseekV3Config",
@@ -75,7 +75,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "BertLMHeadModel": (
         "BertConfig",
         {**SMALL},
-        "bert is an encoder: its tokens see later ones too; weir streams decoders only",
+        "bert is an encoder: its tokens see later ones too; weir streams only decoders",
     ),
     "CohereForCausalLM": (
         "CohereConfig",

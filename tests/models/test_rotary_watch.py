@@ -113,7 +113,7 @@ def test_an_embedding_that_computes_something_else_is_refused(name: str) -> None
             return super().forward(x, 2 * position_ids, *more, **others)
 
     rotary.__class__ = Faster
-    with pytest.raises(WeirError, match="a Faster, computes other cosines and sines than its"):
+    with pytest.raises(WeirError, match="a Faster, computes other cosines and sines than those"):
         StreamingCache(model, "window(4)")
 
 

@@ -120,6 +120,6 @@ def test_peaks_that_no_query_can_have_given_are_not_restored():
     pool = Defend(3)
     state = {TALLY: torch.zeros(1, 1, 3), "seen": torch.zeros(1, 1, dtype=torch.int64)}
     assert pool.wrong_state(state, 3, 10) is None
-    assert "of at least 0" in pool.wrong_state({**state, TALLY: state[TALLY] - 1}, 3, 10)
+    assert "at least 0" in pool.wrong_state({**state, TALLY: state[TALLY] - 1}, 3, 10)
     assert "finite" in pool.wrong_state({**state, TALLY: state[TALLY] + math.inf}, 3, 10)
     assert "seen" in pool.wrong_state({**state, "seen": state["seen"] + 11}, 3, 10)

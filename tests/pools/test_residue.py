@@ -171,7 +171,7 @@ def test_what_was_merged_fades_by_what_arrives(llama, ids):
 
 
 def test_slots_that_change_at_every_fold_are_not_quantized():
-    with pytest.raises(WeirError, match=r"write residue without :int8"):
+    with pytest.raises(WeirError, match=r"Write residue without :int8"):
         weir.policy("recent(64) | residue(16):int8")
     made = weir.policy("quantized(sink(4) | recent(64) | kcenter(16) | residue(16))")
     assert made.for_layer(0, 1).formats == ("", "", "int8", "")

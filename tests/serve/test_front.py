@@ -304,9 +304,9 @@ def _answering(cluster: Cluster, path: str) -> Iterator[Iterator[bytes]]:
 @pytest.mark.parametrize(
     ("path", "ended"),
     [
-        (CHAT, b'data: {"error":{"message":"the server is ending'),
+        (CHAT, b'data: {"error":{"message":"the server is shutting down'),
         ("/v1/messages", b'event: error\ndata: {"type":"error"'),
-        ("/api/chat", b'{"error": "the server is ending'),
+        ("/api/chat", b'{"error": "the server is shutting down'),
         (RESPONSE, b"event: response.failed"),
     ],
 )
@@ -331,9 +331,9 @@ def test_a_server_that_dies_ends_its_streams_with_an_error(cluster, path):
                 one.server.servers[0].get_loop().call_soon_threadsafe(connection.transport.abort)
         got += b"".join(parts)
     wanted = {
-        CHAT: b'data: {"error":{"message":"the server that was answering has ended',
+        CHAT: b'data: {"error":{"message":"the server stopped while it was answering',
         "/v1/messages": b'event: error\ndata: {"type":"error","error":{"type":"overloaded_error"',
-        "/api/chat": b'{"error": "the server that was answering has ended',
+        "/api/chat": b'{"error": "the server stopped while it was answering',
         RESPONSE: b'event: error\ndata: {"type":"error","code":"server_error"',
     }
     assert wanted[path] in got

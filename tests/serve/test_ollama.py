@@ -165,7 +165,7 @@ def test_options_without_an_effect_are_named(server):
 
 def test_a_wrong_option_has_the_name_that_the_client_gave_it(server):
     for options, words in (
-        ({"num_predict": -5}, "Invalid 'options.num_predict': must be -2 or more."),
+        ({"num_predict": -5}, "Invalid 'options.num_predict': must be at least -2."),
         ({"repeat_penalty": 99}, "Invalid 'options.repeat_penalty': must be at most 10."),
         ({"stop": ["a", 5]}, "Invalid 'options.stop[1]': must be a text."),
         (5, "Invalid 'options': must be an object."),

@@ -263,7 +263,7 @@ def test_what_cannot_be_switched_on_is_refused_by_name(server):
     cases = [
         ({"weir": {"tools": ["nothing"]}}, "weir.tools[0]", "'look_up'"),
         ({"weir": {"tools": ["look_up", "look_up"]}}, "weir.tools[1]", "twice"),
-        ({"tools": [tool]}, "weir.tools[0]", "rename"),
+        ({"tools": [tool]}, "weir.tools[0]", "Rename that tool"),
         ({"weir": {"tools": "look_up"}}, "weir.tools", "list"),
         ({"weir": {"tool": ["look_up"]}}, "weir.tool", ""),
         ({"weir": {"tools": ["../x"]}}, "weir.tools[0]", ""),

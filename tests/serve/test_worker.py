@@ -293,4 +293,4 @@ def test_nobody_waits_for_processes_that_have_ended():
     queue.close()
     thread.join(10)
     assert not thread.is_alive()
-    assert "ending" in str(failed[0])
+    assert "shutting down" in str(failed[0])

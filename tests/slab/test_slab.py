@@ -430,7 +430,7 @@ def test_a_pool_that_keeps_more_than_it_may_is_named(llama, ids):
 
     try:
         cache = weir.StreamingCache(llama, "recent(4) | greedy(3)", chunk=2)
-        with pytest.raises(WeirError, match="greedy kept 4 slots and its limit is 3"):
+        with pytest.raises(WeirError, match="greedy kept 4 slots, and its limit is 3"):
             llama(ids(1, 20), past_key_values=cache)
     finally:
         del POOLS["greedy"]

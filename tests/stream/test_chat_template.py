@@ -63,8 +63,14 @@ def test_what_a_template_refuses_is_an_error_with_its_words():
 @pytest.mark.parametrize(
     ("template", "why"),
     [
-        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "end"),
-        ("{% for i in range(99999) %}{{ range(99999) | map('int') | sum }}{% endfor %}", "end"),
+        (
+            "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}",
+            "does not finish",
+        ),
+        (
+            "{% for i in range(99999) %}{{ range(99999) | map('int') | sum }}{% endfor %}",
+            "does not finish",
+        ),
         ("{{ 1/0 }}", "fails with ZeroDivisionError"),
         ("{{ messages + 5 }}", "fails with TypeError"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "fails with RecursionError"),

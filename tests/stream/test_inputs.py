@@ -164,7 +164,7 @@ def test_what_makes_no_sense_is_refused() -> None:
     for wrong in (pixels[:, :1], pixels[0], pixels[..., :12], pixels.numpy(), pixels.tolist()):
         with pytest.raises(WeirError, match=r"cannot read these ids and images .*processor"):
             stream.feed({"input_ids": given.ids, "pixel_values": wrong})
-    with pytest.raises(WeirError, match="takes no pixel_values_videos"):
+    with pytest.raises(WeirError, match="does not accept pixel_values_videos"):
         stream.feed({"input_ids": given.ids, "pixel_values_videos": pixels})
     with pytest.raises(WeirError, match="needs input_ids as a tensor"):
         embed(model, {"input_ids": given.ids.tolist(), "pixel_values": pixels})
@@ -188,7 +188,7 @@ def test_what_makes_no_sense_is_refused() -> None:
     ("within", "said"),
     [
         (torch.zeros(4, 5), "offsets are whole numbers"),
-        (torch.zeros(4, 5, dtype=torch.int64), "reaches 1 at least"),
+        (torch.zeros(4, 5, dtype=torch.int64), "must be at least 1, got 0"),
         (torch.full((4, 5), -1), "offsets are whole numbers from 0"),
         (torch.full((4, 5), 2**20), "offsets are whole numbers from 0 to 1,048,575"),
         (torch.ones(3, 5, dtype=torch.int64), r"are \[1, 4, 5\], not \[1, 3, 5\]"),
@@ -225,7 +225,7 @@ def test_the_model_is_as_it_was_after_images_were_embedded() -> None:
     decoder = model.get_decoder()
     assert "forward" not in vars(decoder)
     embed(model, given.given)
-    with pytest.raises(WeirError, match="do not fit"):
+    with pytest.raises(WeirError, match="do not match its image tokens"):
         embed(model, {**given.given, "input_ids": given.ids[:, :6]})
     assert "forward" not in vars(decoder)
     assert weir.Stream(model, "window(9)").feed([1, 2]).shape == (1, 97)

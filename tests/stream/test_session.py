@@ -236,7 +236,7 @@ def test_what_is_no_name_of_a_file_is_refused(llama, ids, path):
 
 
 def test_a_session_is_restored_into_a_model_only(saved):
-    with pytest.raises(WeirError, match="serves transformers models, not a str"):
+    with pytest.raises(WeirError, match="works with transformers models, got a str"):
         weir.Stream.restore("nano", saved)
 
 

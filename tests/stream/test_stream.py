@@ -486,7 +486,9 @@ def test_a_stream_says_in_one_line_what_it_is(fed, llama):
 
 def test_a_model_without_logits_is_refused(llama):
     for policy in (SMALL, "recompute(24)"):
-        with pytest.raises(WeirError, match="a LlamaModel makes no logits; take the causal"):
+        with pytest.raises(
+            WeirError, match=r"a LlamaModel does not compute logits\. Use the"
+        ):
             weir.Stream(llama.base_model, policy)
 
 
@@ -562,8 +564,8 @@ def test_a_first_call_that_is_refused_leaves_a_new_stream(llama, ids):
         ({"origin": -1}, "origin"),
         ({"positions": "absolute"}, "'rolling' or 'original'"),
         ({"prefill": "none"}, "'chunked' or 'full'"),
-        ({"model": "nano"}, "transformers models, not a str"),
-        ({"model": "nano", "policy": "recompute(64)"}, "transformers models, not a str"),
+        ({"model": "nano"}, "transformers models, got a str"),
+        ({"model": "nano", "policy": "recompute(64)"}, "transformers models, got a str"),
         ({"policy": "recompute(513)"}, "the model knows 512"),
     ],
 )

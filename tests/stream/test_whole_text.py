@@ -178,8 +178,8 @@ def test_a_text_that_breaks_off_goes_on_where_it_stands(fresh_llama, ids):
         (lambda m: weir.Stream(m, POLICY, slots="int8"), "no other policy goes around it"),
         (lambda m: weir.Stream(m, "kvzip(16)").feed([1, 2]), "asks=false"),
         (lambda m: weir.Stream(m, POLICY).slots(), "has not read a text yet"),
-        (lambda m: weir.Stream(m, "kvzip(4, newest=4)"), "no room for kept tokens"),
-        (lambda m: weir.Stream(m, "kvzip(8, newest=0)"), "no room for newest tokens"),
+        (lambda m: weir.Stream(m, "kvzip(4, newest=4)"), "no slots for kept tokens"),
+        (lambda m: weir.Stream(m, "kvzip(8, newest=0)"), "no slots for newest tokens"),
         (lambda m: weir.Stream(m, "kvzip(8, part=0)"), "part"),
         (
             lambda m: weir.Stream(m, POLICY).feed(

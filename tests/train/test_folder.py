@@ -237,7 +237,7 @@ def test_a_text_that_is_too_short_leaves_nothing(tmp_path, monkeypatch):
             run(TINY, book, tmp_path / "deep" / "model", **options)
     # Bytes enough, and tokens too few: known only when the tokenizer is there.
     book.write_text("Too short. " * 60, "utf-8")
-    with pytest.raises(WeirError, match="samples of 32 take 640 or more"):
+    with pytest.raises(WeirError, match="samples of 32 need at least 640"):
         run(PLAIN, book, tmp_path / "deep" / "model")
     assert [path.name for path in tmp_path.iterdir()] == ["book.txt"]
 

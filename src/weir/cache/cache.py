@@ -631,7 +631,7 @@ class StreamingCache(Cache):
         row_format = self.row_format
         for state in states:
             if not isinstance(state, RowState):
-                raise WeirError(f"a row's state is what take_row gives, not {quote(state)}")
+                raise WeirError(f"a row's state must come from take_row, got {quote(state)}")
             check_kind(row_format.kind, state.kind)
             if numbers:
                 check_state(row_format, state)

@@ -443,7 +443,7 @@ def check_kind(mine: dict[str, Any], theirs: dict[str, Any], subject: str = "thi
                 what = _difference(mine["model"], theirs.get("model"))
                 raise WeirError(f"{subject} of another model: {what}")
             if name == "weights":
-                raise WeirError(f"{subject} of another model, whose weights are others")
+                raise WeirError(f"{subject} of another model, with other weights")
             raise WeirError(
                 f"{subject} of a cache with {name} {quote(theirs.get(name))}, and this one has "
                 f"{quote(mine[name])}"

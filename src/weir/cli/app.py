@@ -30,16 +30,17 @@ COMMANDS = {
     "they remember.",
     "chat": "Talk to a model for as long as you like, in a cache of fixed size.",
     "stream": "Read a text once, in constant memory, and report its perplexity.",
-    "serve": "Serve a model whose conversations have no end, in memory that is fixed at the start.",
-    "policies": "List the named policies and the pools that make up a pipe, or describe those "
-    "named.",
-    "size": "Say how many bytes a stream and the weights take, and how many streams fit.",
+    "serve": "Serve endless conversations with a model, in an amount of memory that is fixed "
+    "at the start.",
+    "policies": "List the named policies and the pools that policies are made of, or describe "
+    "the ones you name.",
+    "size": "Show how many bytes a stream and the weights take, and how many streams fit.",
     "advise": "Try policies on a text's beginning, within some memory or slots, and recommend one.",
-    "calibrate": "Measure which layers need how many slots, and write a policy that says so.",
-    "eval": "Measure policies on tasks, cell by cell, into a file that survives a crash.",
+    "calibrate": "Measure how many slots each layer needs, and write them to a policy file.",
+    "eval": "Measure policies on tasks, one cell at a time, and save the results to a file.",
     "report": "Write results as one HTML page with its plots inside, and as Markdown, CSV, LaTeX "
     "or PDF.",
-    "inspect": "Look into a model: attention maps, sinks, keys, norms, and what a policy keeps, as "
+    "inspect": "Show a model's attention maps, sinks, keys and norms, and what a policy keeps, on "
     "one page.",
     "attention-error": "Compare attention under a policy with exact attention, layer by layer.",
     "train": "Train a small model on books, with a shape and attention sink of your choice.",

@@ -364,7 +364,7 @@ def _size_policy(
                 "smaller budget with --budget."
             )
         wanted = parse_policy(with_budget(policy, budget))
-        reason = f"; {budget:,} {form}slots, as its window and the free memory allow"
+        reason = f". It has {budget:,} {form}slots, as many as the window and the free memory allow"
     if not pinned or isinstance(wanted, Recompute):
         return wanted, reason
     if any(pipe.slots is None or pipe.needs_marks for pipe in wanted.pipes):

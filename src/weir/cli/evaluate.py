@@ -223,7 +223,7 @@ class _Progress:
             say(self._line(record))
         if missing := record.get("result", {}).get("missing"):
             some = "; ".join(missing[:5]) + ("; ..." if len(missing) > 5 else "")
-            say(f"{record['task']}: {len(missing)} images are missing and were left out: {some}")
+            say(f"{record['task']}: left out, because images are missing: {some}")
         self._show(record["cell"])
         if self.remaining is not None and in_lines():
             new = len(self.done - self.before)

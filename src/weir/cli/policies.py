@@ -23,7 +23,7 @@ SHARED = {
 POLICIES: dict[str, dict[str, str]] = {
     "Plain": {
         "dense": "everything, exactly; memory grows with the stream",
-        "window": "the newest tokens; most models fail once the first token is gone",
+        "window": "the newest tokens; most models fail without the first token",
         "recompute": "a reference for comparisons: recomputes its window at every step, slowly",
     },
     "The five papers": {

@@ -48,7 +48,7 @@ from weir.models.model_spec import (
 )
 from weir.models.notices import say, say_once
 from weir.models.o_proj import OutputProjection, output_weight
-from weir.models.observing import ObservedAttention, bias_of, observe_attention
+from weir.models.observing import AttentionInputs, bias_of, observe_attention
 from weir.models.places import ASSETS, sidecar_path
 from weir.models.rotary_watch import RotaryWatch, rotary_of
 from weir.models.step_engine import Given, MakeEngine, OwnForward, RunWhole, StepEngine

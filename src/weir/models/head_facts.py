@@ -27,7 +27,7 @@ from weir.models.model_spec import (
     input_device,
     window_of,
 )
-from weir.models.observing import ObservedAttention, bias_of, observe_attention
+from weir.models.observing import AttentionInputs, bias_of, observe_attention
 from weir.slab import FORMATS, as_read, attention_softmax, compute_logits
 
 REPEATED = 128
@@ -118,7 +118,7 @@ def measure_heads(model: PreTrainedModel) -> HeadFacts | None:
     training = [module for module in model.modules() if module.training]
     found: dict[int, tuple[tuple[float, ...], float]] = {}
 
-    def hear(seen: ObservedAttention) -> None:
+    def hear(seen: AttentionInputs) -> None:
         found[id(seen.module)] = _measure(seen)
 
     with torch.no_grad(), observe_attention(config, hear):
@@ -140,7 +140,7 @@ def measure_heads(model: PreTrainedModel) -> HeadFacts | None:
     return HeadFacts(lookup, max(shifts))
 
 
-def _measure(seen: ObservedAttention) -> tuple[tuple[float, ...], float]:
+def _measure(seen: AttentionInputs) -> tuple[tuple[float, ...], float]:
     """Return the lookup of each KV head and the shift of one layer (`HeadFacts`).
 
     The second half of the queries reads what the first half has read.

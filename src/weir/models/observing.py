@@ -28,7 +28,7 @@ ATTENTION = "weir_observed"
 
 
 @dataclass(frozen=True)
-class ObservedAttention:
+class AttentionInputs:
     """The inputs of one layer's attention in one call.
 
     Attributes:
@@ -47,7 +47,7 @@ class ObservedAttention:
     mask: Tensor | None
 
 
-Hear = Callable[[ObservedAttention], None]
+Hear = Callable[[AttentionInputs], None]
 _hear: ContextVar[Hear] = ContextVar("hear")
 """The callback of `observe_attention` in this thread."""
 
@@ -95,7 +95,7 @@ def _attend(
             "this model adds numbers to its attention logits, which cannot be distinguished from "
             "a mask"
         )
-    _hear.get()(ObservedAttention(module, query, key, value, params, mask))
+    _hear.get()(AttentionInputs(module, query, key, value, params, mask))
     if softcap is None and s_aux is None:
         out = F.scaled_dot_product_attention(
             query, key, value, mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]

@@ -270,7 +270,7 @@ def _check_stream(tensors: dict[str, Tensor], rows: int, vocabulary: int) -> Non
         if name not in tensors:
             raise WeirError(f"{name} is missing")
         if name not in wanted:
-            raise WeirError(f"{quote(name)} is no tensor of a session")
+            raise WeirError(f"a session has no tensor {quote(name)}")
         t, (shape, dtypes) = tensors[name], wanted[name]
         if list(t.shape) != shape or t.dtype not in dtypes:
             raise WeirError(
@@ -283,7 +283,7 @@ def _check_stream(tensors: dict[str, Tensor], rows: int, vocabulary: int) -> Non
     try:
         torch.Generator().set_state(tensors["generator"].clone())
     except RuntimeError:
-        raise WeirError("generator is no state of a random generator") from None
+        raise WeirError("generator is not the state of a random generator") from None
 
 
 def _path(path: object) -> Path:

@@ -18,7 +18,7 @@ def test_without_a_gpu_the_figure_is_skipped() -> None:
 
 def test_without_a_kernel_the_figure_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(kernels.VARIABLE, "reference")
-    with pytest.raises(Skipped, match=r"no decode kernel on cpu.*\.\[gpu\]"):
+    with pytest.raises(Skipped, match=r"no decode kernel for cpu.*\.\[gpu\]"):
         reached(torch.device("cpu"), 1, 8, rounds=1)
 
 

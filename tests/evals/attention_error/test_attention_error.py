@@ -191,7 +191,7 @@ def test_layers_that_slide_are_left_out_and_not_to_be_had():
     with pytest.raises(WeirError, match=f"layer {slides} has its own sliding window"):
         capture(model, tokens(1, 20)[0], [slides])
     for layer in (-1, 99):
-        with pytest.raises(WeirError, match="does not exist; the model's layers are 0 to"):
+        with pytest.raises(WeirError, match="does not exist; the layers are 0 to"):
             capture(model, tokens(1, 20)[0], [layer])
 
 
@@ -208,7 +208,7 @@ def test_layer_by_layer_every_layer_is_heard_sliding_or_not():
     assert all(t.shape[2] == len(text) for t in keys.values())
     for it in capture(model, text):
         assert torch.equal(keys[it.layer], it.keys)
-    with pytest.raises(WeirError, match="layer 99 does not exist; the model's layers are 0 to"):
+    with pytest.raises(WeirError, match="layer 99 does not exist; the layers are 0 to"):
         capture_each(model, text, take, [99])
 
 
@@ -251,10 +251,10 @@ def test_what_is_too_small_is_left_out_with_the_reason():
 @pytest.mark.parametrize(
     ("names", "rates", "reason"),
     [
-        (["dense"], [0.5], "dense takes none"),
-        (["uniform(budget=20)"], [0.5], "takes none"),
-        (["recent(4) | uniform(8)"], [0.5], "takes none"),
-        (["uniform"], [1.0], "between 0 and 1, not 1"),
+        (["dense"], [0.5], "needs a policy that takes a budget, and dense does not"),
+        (["uniform(budget=20)"], [0.5], "that takes a budget, and .* does not"),
+        (["recent(4) | uniform(8)"], [0.5], "that takes a budget, and .* does not"),
+        (["uniform"], [1.0], "between 0 and 1, got 1"),
         (["recompute"], [], "recompute"),
         (["unifrom"], [], "did you mean 'uniform'"),
         ([], [], "no policy was given"),

@@ -150,7 +150,7 @@ def test_budgets_may_be_bytes_and_every_policy_has_the_largest_that_fits():
         WeirError, match=r"300,000 bytes are too few for h2o on nano: h2o\(budget=2\)"
     ):
         make_grid(["nano"], "recall", "h2o", memory=[300_000])
-    with pytest.raises(WeirError, match="leave out the memory or the protocol"):
+    with pytest.raises(WeirError, match="Leave out the memory or the protocol"):
         make_grid(["nano"], "needle", "h2o", paper="balancekv", memory=[900_000])
 
 

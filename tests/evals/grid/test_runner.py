@@ -106,7 +106,9 @@ def test_a_figure_that_is_no_finite_number_is_a_cell_that_failed(
     monkeypatch.setattr(toys, "run", run_toy)
     records = run(grid(policies="dense"), tmp_path / "r.jsonl")
     assert [r["status"] for r in records] == ["failed"] * 2 + ["done"] * 2
-    assert records[0]["reason"].startswith("there is no score: what the model predicts is infinite")
+    assert records[0]["reason"].startswith(
+        "score cannot be computed: the model's predictions are infinite or NaN"
+    )
 
 
 def test_resumed_it_runs_what_is_missing_or_failed_and_the_file_is_the_same(tmp_path, toys):
@@ -214,7 +216,7 @@ def test_what_was_asked_of_other_pools_is_not_measured_under_their_name(tmp_path
     toys.broken.clear()
     changed()
     (record,) = run(grid, path, resume=True)
-    said = "h2o(8) was recent(4) | heavy(4) when this was asked for, and is sink(8) now"
+    said = "h2o(8) was recent(4) | heavy(4) when this cell was requested, and is sink(8) now"
     assert record["status"] == "failed" and said in record["reason"]
 
 

@@ -164,7 +164,7 @@ def test_moments_are_those_that_are_named(nano):
     assert [moment["seen"] for moment in told.facts["moments"]] == [7, 90]
     assert "shown after 7, 90 tokens" in told.text
     for moments, why in (
-        ((101,), "no moment after 101 tokens; 100 tokens of the text are read"),
+        ((101,), "no moment after 101 tokens, because only 100 tokens of the text are read"),
         ((0, 5), "no moment after 0 tokens"),
         (tuple(range(1, 30)), "29 moments are too many. Use at most 12"),
     ):

@@ -167,7 +167,7 @@ def test_a_storage_that_fails_loses_no_other_turn(replicas, shared, monkeypatch)
 
     monkeypatch.setattr(shared, "_write", fail)
     error = save(replicas.a, record("n1", 1), NODES[1])
-    assert "cannot be kept: Input/output error" in str(error)
+    assert "cannot save the turn: Input/output error" in str(error)
     assert [each.node for each in replicas.b.list_turns("me", "s")] == ["n0"]
     assert shared.list_names(FOLDER) == ["n0.json", "n0.safetensors"]
 
@@ -249,7 +249,7 @@ def test_a_shared_file_is_synced_before_it_has_its_name(tmp_path, monkeypatch):
 def test_a_storage_that_is_none_is_refused_or_a_folder(place, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if "://" in place:
-        with pytest.raises(WeirError, match="cannot be used"):
+        with pytest.raises(WeirError, match="cannot use nothing://x"):
             open_storage(place)
     else:
         open_storage(place)

@@ -405,7 +405,7 @@ def test_a_folder_that_is_none_of_ours_is_refused_and_left_alone(tmp_path):
     assert len(files(tmp_path / "a")) == 1
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "nodes").symlink_to(tmp_path / "a" / "nodes")
-    with pytest.raises(WeirError, match="cannot be used"):
+    with pytest.raises(WeirError, match=r"cannot use .*b: "):
         store(tmp_path / "b")
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "weir.db").symlink_to(tmp_path / "file")
@@ -419,7 +419,7 @@ def test_a_database_of_another_version_is_refused_by_name(tmp_path):
     with sqlite3.connect(tmp_path / "weir.db") as db:
         db.execute("PRAGMA user_version = 1")
     db.close()
-    with pytest.raises(WeirError, match=r"weir\.db has version 1, and this weir reads 3"):
+    with pytest.raises(WeirError, match=r"weir\.db has version 1, .* weir reads 3"):
         store(tmp_path)
 
 

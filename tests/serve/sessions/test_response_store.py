@@ -51,7 +51,7 @@ def test_what_is_anothers_is_as_what_never_was():
     assert book.get_response("me", "resp_1") is not None
     assert book.get_conversation("me", started.id) == started
     assert book.get_item("me", started.id, item["id"]) == item
-    with pytest.raises(WeirError, match="cannot be kept"):
+    with pytest.raises(WeirError, match="cannot save the turn"):
         book.save_response("you", response("resp_1"))  # the id is taken
     assert book.get_response("you", "resp_1") is None
 

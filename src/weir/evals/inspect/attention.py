@@ -18,7 +18,7 @@ from weir.cache import Attention, AttentionCall, ListeningCache
 from weir.errors import WeirError
 from weir.models import (
     CACHE,
-    ObservedAttention,
+    AttentionInputs,
     cache_of,
     describe,
     input_device,
@@ -90,7 +90,7 @@ def _watch_another(model: PreTrainedModel, ids: Tensor, look: Look) -> None:
     seen, shown = 0, 0
     past: Any = None
 
-    def show(it: ObservedAttention) -> None:
+    def show(it: AttentionInputs) -> None:
         nonlocal shown
         index = getattr(it.module, "layer_idx", None)
         index = index if isinstance(index, int) else shown % max(1, layers)

@@ -39,10 +39,10 @@ def add_own_tools(client: EngineClient, body: GenerationBody, offer: ToolOffer) 
         param = f"weir.tools[{number}]"
         if name not in client.own_tools:
             known = ", ".join(map(repr, client.own_tools)) or "none"
-            message = f"this server has no tool {name!r}. Its tools are {known}"
+            message = f"this server has no tool {name!r}. Its tools are {known}."
             raise APIError(400, message, param=param)
         if name in theirs:
-            message = f"a tool {name!r} is already among tools. Rename that tool"
+            message = f"tools already has a tool named {name!r}. Rename that tool."
             raise APIError(400, message, param=param)
         if name in names[:number]:
             raise APIError(400, f"the tool {name!r} is named twice. Name it once.", param=param)

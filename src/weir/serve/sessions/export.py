@@ -119,7 +119,7 @@ def _opened(path: Path, limit: int | None) -> Iterator[tuple[Any, Any]]:
     it, found here or by the caller.
     """
     if not path.is_file():
-        raise WeirError("there is no such file")
+        raise WeirError("the file does not exist")
     size = path.stat().st_size
     if limit is not None and size > limit:
         raise WeirError(f"the file has {size:,} bytes, and {limit:,} are taken")

@@ -166,7 +166,7 @@ class Only:
 
     def _check(self, value: Any) -> Any:
         if value not in self.allowed:
-            raise unsupported(f"is not supported by this server; {self._instead}")
+            raise unsupported(f"not supported by this server; {self._instead}")
         return value
 
 
