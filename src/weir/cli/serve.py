@@ -249,7 +249,6 @@ def serve(
         if pin == AUTO:
             how: dict[str, Any] = {"chunk": chunk, "rows": rows, "kept": kept, "loading": loading}
             wanted = with_pin(plain, choose_pin(model_name, plain, format=form, **how), form)
-        say_pinned(wanted)
         if beside is not None and beside.origin is not None:
             say(f"using the policy file {beside.origin.file} next to the model")
         say_set_aside(model_name, policy, slots, loading.get("revision"))
@@ -261,13 +260,17 @@ def serve(
                 f"--disk {size(most)} is too small: the state of one turn takes "
                 f"{size(memory.row)}. Use a larger --disk."
             )
-        ends = f"the states of {memory.kept} turns take {size(memory.kept * memory.row)}; "
+        say(f"{model_name} under {plain.brief}")
+        say_pinned(wanted)
+        ends = f"states of {memory.kept:,} turns {size(memory.kept * memory.row)}, "
         say(
-            f"{model_name} under {wanted.brief}: weights {size(memory.weights)}, {rows} rows of "
-            f"{size(memory.row)}; {ends if memory.kept else ''}{memory.prefixes} states of "
-            f"prompts take {size(memory.prefixes * memory.row)}; {size(memory.total)} in all. "
-            f"Requests in progress take at most {size(limits.memory)} more, and the export or "
-            f"import of a session {size(limits.parcel)}"
+            f"memory: {size(memory.total)} in all: weights {size(memory.weights)}, {rows} rows of "
+            f"{size(memory.row)}, {ends if memory.kept else ''}states of {memory.prefixes} "
+            f"prompts {size(memory.prefixes * memory.row)}"
+        )
+        say(
+            f"on top of that: at most {size(limits.memory)} for requests in progress, and "
+            f"{size(limits.parcel)} while a session is exported or imported"
         )
         known = f"{len(accepted)} keys" if accepted else "no keys: only this machine is served"
         if cluster is not None and data is not None:

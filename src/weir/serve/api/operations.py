@@ -50,7 +50,7 @@ class Metrics:
             registry=own,
         )
         self.between = Histogram(
-            "Time from token to token.", "From token to token.", buckets=GAPS, registry=own
+            "weir_between_tokens_seconds", "Time from token to token.", buckets=GAPS, registry=own
         )
         self._folds, self._folding = 0, 0.0
         self._lock = threading.Lock()
