@@ -34,7 +34,7 @@ def test_more_than_the_window_is_told_where_weir_was_called(small, make):
     (usual,) = told(lambda: make(small, "weir(256)"))
     assert str(usual.message) == (
         "weir: weir(256) and a chunk of 64 hold up to 320 tokens, but this model was made "
-        "for 256: beyond that, its answers are unreliable"
+        "for 256; beyond that, its answers are unreliable"
     )
     assert usual.filename == __file__
     assert len(told(lambda: make(small, "h2o(249)", chunk=8))) == 1

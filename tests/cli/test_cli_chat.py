@@ -257,9 +257,9 @@ COMPLAINTS = {
     "/sav x": "unknown command /sav. Type /help for the list.",
     "/": "unknown command /. Type /help for the list.",
     "/save": "/save needs a file, as in /save FILE",
-    "/load  ": "/load needs a file: /load FILE",
-    "/load nowhere.safetensors": "the session file nowhere does not exist.safetensors",
-    "/load .": ". is a folder, and not a session",
+    "/load  ": "/load needs a file, as in /load FILE",
+    "/load nowhere.safetensors": "the session file nowhere.safetensors does not exist",
+    "/load .": ". is a folder, and not a session. Give the path of a file.",
     "/save /nowhere/talk": "cannot write the session /nowhere/talk: No such file or directory",
 }
 

@@ -267,7 +267,9 @@ def test_a_configuration_of_more_layers_than_any_model_has_is_refused_at_once(ca
     config.write_text(json.dumps({**facts, "num_hidden_layers": 10**6}))
     ended = run(capsys, "size", config)
     assert (ended.code, ended.out) == (1, "")
-    assert "has num_hidden_layers = 1000000, where a whole number from 0 to 2,000" in ended.err
+    assert (
+        "has num_hidden_layers = 1000000, which must be a whole number from 0 to 2,000" in ended.err
+    )
 
 
 def test_a_memory_that_holds_no_stream_says_so_after_the_figures(capsys, model):

@@ -123,7 +123,7 @@ def test_a_text_shorter_than_asked_for_is_read_to_its_end_and_that_is_said(capsy
     ended = run(capsys, "stream", "--text", text, "--model", model, *words)
     assert ended.code == 0
     assert json.loads(ended.out)["tokens"] == length
-    said = f"{text} has {length:,} tokens, not 5,000; all of them are read"
+    said = f"{text} has only {length:,} tokens, not 5,000; all of them are read"
     assert ended.err.splitlines()[0] == said
 
 
@@ -135,7 +135,7 @@ def test_a_dash_is_standard_input(capsys, monkeypatch, model, text):
     whole = json.loads(run(capsys, "stream", "--text", text, *words).out)
     assert json.loads(piped.out)["ppl"] == whole["ppl"]
     again = run(capsys, "stream", "--text", "-", *words)
-    assert (again.code, again.err) == (1, "weir: standard input holds no text\n")
+    assert (again.code, again.err) == (1, "weir: standard input contains no text\n")
 
 
 def test_text_in_front_takes_the_place_of_the_start_token(capsys, model, text):

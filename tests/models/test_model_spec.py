@@ -53,14 +53,14 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "MambaForCausalLM": (
         "MambaConfig",
         {"vocab_size": 97, "num_hidden_layers": 2, "hidden_size": 32},
-        "mamba is a state-space or linear-attention model: its memory is of fixed size already and "
-        "holds no tokens that a pool could choose from",
+        "mamba is a state-space or linear-attention model: its memory already has a fixed "
+        "size, and holds no tokens that a pool could choose from",
     ),
     "JambaForCausalLM": (
         "JambaConfig",
         {**SMALL, "num_key_value_heads": 2, "use_mamba_kernels": False},
-        "jamba is a state-space or linear-attention model: its memory is of fixed size already and "
-        "holds no tokens that a pool could choose from",
+        "jamba is a state-space or linear-attention model: its memory already has a fixed "
+        "size, and holds no tokens that a pool could choose from",
     ),
     "GPT2LMHeadModel": (
         "GPT2Config",
@@ -75,12 +75,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "BertLMHeadModel": (
         "BertConfig",
         {**SMALL},
-        "bert is an encoder: its tokens see later ones too; weir streams only decoders",
+        "bert is an encoder, whose tokens also see later tokens, and weir streams only decoders",
     ),
     "CohereForCausalLM": (
         "CohereConfig",
         {**SMALL, "pad_token_id": 0},
-        "weir does not know how cohere attends; it serves apertus, arcee, bloom",
+        "weir does not know the attention of cohere. It knows apertus, arcee, bloom",
     ),
 }
 
@@ -113,7 +113,7 @@ def test_a_family_that_rotates_otherwise_would_be_noticed(
     # `test_families` would show it: their models are random enough.
     config = getattr(transformers, kind)(**{**CONFIGS["llama"][1], "head_dim": 8})
     model, ids = randomized(transformers.AutoModelForCausalLM.from_config(config)), tokens(2, 60)
-    with pytest.raises(WeirError, match="does not know how"):
+    with pytest.raises(WeirError, match="does not know the attention of"):
         StreamingCache(model, "dense")
     monkeypatch.setattr("weir.models.model_spec.INTERFACE_FAMILIES", frozenset({config.model_type}))
     if kind == "CohereConfig":  # its cosines are in another order, which a cache notices

@@ -334,15 +334,14 @@ def started(*given: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
         while not (found := re.match(r"(http://127\.0\.0\.1:\d+)/v1 \(no keys: ", lines[-1])):
             assert lines[-1], lines
             lines.append(process.stderr.readline())
-        bound = (
-            "Requests in progress take at most 768.0 MB more, and the export or "
-            "import of a session 1.0"
-        )
-        assert re.match(
-            r"the first \d+ tokens of the system message and tools are never evicted", lines[0]
-        )
-        (memory,) = (line for line in lines if ": weights " in line)
-        assert re.search(f"weights .*, 2 rows of .* in all, {bound}", memory)
+        shown = "\n".join(lines)
+        for line in (
+            r"nano under .*",
+            r"the first \d+ tokens of the system message and tools are never evicted .*",
+            r"memory: \S+ MB in all: weights \S+ MB, 2 rows of .*",
+            r"on top of that: at most 768\.0 MB for requests in progress, and 1\.0 GB while .*",
+        ):
+            assert re.search(f"^{line}$", shown, re.MULTILINE), shown
         # The socket is bound but nobody listens yet, so that the first to come may be refused.
         for _ in range(400):
             with contextlib.suppress(httpx.ConnectError):

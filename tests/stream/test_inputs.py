@@ -180,7 +180,7 @@ def test_what_makes_no_sense_is_refused() -> None:
     with pytest.raises(WeirError, match="recompute computes its window again"):
         anew.feed(given.given)
     gemma = shared("gemma3-multimodal")
-    with pytest.raises(WeirError, match="both ways in gemma3"):
+    with pytest.raises(WeirError, match="both directions in gemma3"):
         Stream(gemma, "window(20)").feed({"input_ids": [96], "pixel_values": pixels})
 
 
@@ -191,8 +191,8 @@ def test_what_makes_no_sense_is_refused() -> None:
         (torch.zeros(4, 5, dtype=torch.int64), "must be at least 1, got 0"),
         (torch.full((4, 5), -1), "offsets are whole numbers from 0"),
         (torch.full((4, 5), 2**20), "offsets are whole numbers from 0 to 1,048,575"),
-        (torch.ones(3, 5, dtype=torch.int64), r"are \[1, 4, 5\], not \[1, 3, 5\]"),
-        ([[0, 0, 0, 1, 1]] * 4, r"are \[1, 4, 5\], not "),
+        (torch.ones(3, 5, dtype=torch.int64), r"must be \[1, 4, 5\], got \[1, 3, 5\]"),
+        ([[0, 0, 0, 1, 1]] * 4, r"must be \[1, 4, 5\], got "),
     ],
 )
 def test_offsets_that_are_none(within: Any, said: str) -> None:

@@ -268,7 +268,7 @@ WRONG: dict[str, tuple[Callable[[Facts, Tensors], None], str]] = {
     ),
     "mass that nobody asked for": (
         lambda facts, tensors: tensors.update({"0.0.mass": tensors["0.0.a"]}),
-        "'mass' is not a tensor of this layer",
+        "this layer has no tensor 'mass'",
     ),
 }
 

@@ -486,9 +486,7 @@ def test_a_stream_says_in_one_line_what_it_is(fed, llama):
 
 def test_a_model_without_logits_is_refused(llama):
     for policy in (SMALL, "recompute(24)"):
-        with pytest.raises(
-            WeirError, match=r"a LlamaModel does not compute logits\. Use the"
-        ):
+        with pytest.raises(WeirError, match=r"a LlamaModel does not compute logits\. Use the"):
             weir.Stream(llama.base_model, policy)
 
 

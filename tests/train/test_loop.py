@@ -80,7 +80,7 @@ def assert_same_weights(left, right):
         ({"exercise_rows": 4}, "4 of 4 samples are exercises"),
         ({"sink": "learnable:0"}, "1 to 64 tokens, got 0. Use none"),
         ({"sink": "learnable:x"}, "got 'learnable:x'"),
-        ({"sink": "one"}, "none, zero, learnable, .*, not 'one'"),
+        ({"sink": "one"}, "none, zero, learnable, .*, got 'one'"),
         ({"sink": "none:2"}, "got 'none:2'"),
         ({"shape": "gpt"}, "shape of a recipe must be llama or qwen3 or alibi, got 'gpt'"),
         ({"shape": "alibi"}, "as many KV heads as heads, 2, got 1"),

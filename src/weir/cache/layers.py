@@ -226,7 +226,9 @@ def known_places(model: PreTrainedModel) -> int | None:
 def warn_of_place(model: PreTrainedModel) -> None:
     """Warn that a stream of `positions="original"` has left the `known_places`, once per caller."""
     if (known := frequencies_change_at(model.config)) is not None:
-        why = f"past {known:,} tokens this model rotates keys by other frequencies, but not here"
+        why = (
+            f"past {known:,} tokens this model changes its rotary frequencies, which weir does not"
+        )
     else:
         window = window_of(model.config)
         why = f"this model was made for {window:,} tokens; beyond that, its answers are unreliable"

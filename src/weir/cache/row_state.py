@@ -272,7 +272,7 @@ def _check_layer_sizes(
     wanted = plan.slab.tensors(1)
     for name in found:
         if name not in wanted:
-            raise WeirError(f"{quote(name)} is no tensor of this layer")
+            raise WeirError(f"this layer has no tensor {quote(name)}")
     held = plan.spec.held(lengths)
     grows = plan.spec.pipe.slots is None
     for name, (shape, dtype) in wanted.items():

@@ -24,16 +24,16 @@ POLICIES: dict[str, dict[str, str]] = {
     "Plain": {
         "dense": "everything, exactly; memory grows with the stream",
         "window": "the newest tokens; most models fail without the first token",
-        "recompute": "a reference for comparisons: recomputes its window at every step, slowly",
+        "recompute": "a slow reference: recomputes its window at every step",
     },
     "The five papers": {
         "streaming_llm": "endless reading at the lowest cost",
         "reservoir": "endless reading with a fair sample of everything in between",
         "subgen": "SubGen's Algorithm 1, as published",
-        "kcenter": "names and numbers from long ago; the variant in SubGen's experiments",
+        "kcenter": "names and numbers from long ago, as SubGen's experiments do",
         "balancekv": "an estimate of attention over all of a long prompt",
         "uniform": "the baseline of balancekv: a uniform sample",
-        "buzz": "tokens that got much attention, from every part of the stream",
+        "buzz": "tokens that got much attention, from all of the stream",
     },
     "The field": {
         "h2o": "tokens that were read the most so far",
@@ -42,15 +42,15 @@ POLICIES: dict[str, dict[str, str]] = {
         "pyramidkv": "as snapkv, with more slots in the lower layers",
         "defensivekv": "tokens that any query needed, not only the average query",
         "reskv": "an average of the evicted tokens in every answer",
-        "attention_matching": "slots reweighted to make up for evicted tokens (experimental)",
+        "attention_matching": "slots reweighted to replace evicted tokens (experimental)",
         "certified": "a bound on the error that eviction causes",
-        "tova": "tokens that the last token attends to; almost no bookkeeping",
+        "tova": "tokens that the last token attends to; little bookkeeping",
         "keydiff": "tokens with unusual keys; needs no attention scores",
         "keyformer": "tokens that got much attention, with noise for variety",
         "lacache": "a ladder: each layer keeps other old tokens",
     },
     "weir's own": {
-        "weir": "endless reading, with recall of things from a while ago; the default",
+        "weir": "the default: endless reading that also finds older facts",
         "centers": "single names and numbers from long ago, for small models",
     },
     "Around another policy": {

@@ -100,7 +100,7 @@ def test_bytes_are_shared_out_and_not_slots(model, text):
     [
         ("dense", {}, "dense has no limit"),
         ("recompute(8)", {}, "recompute caches nothing"),
-        ("recent(60)", {}, "60 slots and a chunk of 4: of 64 tokens"),
+        ("recent(60)", {}, "60 slots and a chunk of 4, so nothing is evicted from 64 tokens"),
         ("sink(4)", {}, "'sink(4)' comes in one size only"),
         (POLICY, {"tokens": 40}, "40 tokens are too few: a passage has 64"),
         (POLICY, {"tokens": 400}, "the text has 268 tokens, so 400 cannot be read"),

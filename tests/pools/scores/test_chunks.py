@@ -112,8 +112,12 @@ def test_it_is_written_around_a_pool_and_read_again():
         ("chunks(sink(4) | heavy(6))", "expected one pool", 7),
         ("recent(4) | chunks(heavy)", "heavy needs a value for 'n'", 19),
         ("recent(4) | chunks(heavy(6):int8, 2)", "after the outer pool", 19),
-        ("recent(4) | chunks(chunks(heavy(6), 2), 2)", "and chunks is none", 12),
-        ("recent(4) | knorm(5) | chunks(tova(6), size=2)", "behind knorm", 23),
+        ("recent(4) | chunks(chunks(heavy(6), 2), 2)", "got chunks", 12),
+        (
+            "recent(4) | knorm(5) | chunks(tova(6), size=2)",
+            "but knorm before it keeps different ones",
+            23,
+        ),
     ],
 )
 def test_what_it_cannot_go_around_is_pointed_at(text, reason, at):
