@@ -269,7 +269,7 @@ def test_a_command_that_fails_is_one_line_and_the_conversation_goes_on(chat):
     ended = chat("Hello", *lines, "And you?")
     assert ended.code == 0
     complaints = [said for said in ended.err.splitlines() if said.startswith("weir: ")]
-    told = [*COMPLAINTS.values(), "that line is not UTF-8"]
+    told = [*COMPLAINTS.values(), "that line is not UTF-8 and was ignored"]
     assert complaints == [f"weir: {said}" for said in told]
     assert ended.err.count("tokens seen,") == 2
     assert ended.out == chat("Hello", "And you?").out
