@@ -17,10 +17,12 @@ from weir.cli.app import app
 DEPLOY = Path(__file__).parents[1] / "deploy"
 
 
-def unit() -> configparser.ConfigParser:
+def unit(*drop_ins: str) -> configparser.ConfigParser:
+    """The unit, and files of the folder weir.service.d after it, whose settings replace its own."""
     parsed = configparser.ConfigParser(interpolation=None, strict=False)
     parsed.optionxform = str  # type: ignore[assignment]
-    parsed.read_string((DEPLOY / "weir.service").read_text("utf-8"))
+    for name in ("weir.service", *drop_ins):
+        parsed.read_string((DEPLOY / name).read_text("utf-8"))
     return parsed
 
 
@@ -37,6 +39,7 @@ def given(where: str) -> dict[str, Any]:
     """The options that a file starts the server with, as the command line reads them."""
     words = {
         "unit": lambda: shlex.split(unit()["Service"]["ExecStart"])[2:],
+        "gguf": lambda: shlex.split(unit("gguf.conf")["Service"]["ExecStart"])[2:],
         "compose": lambda: compose()["command"],
         "image": lambda: yaml.safe_load(re.findall(r"^CMD (.*)$", image(), re.MULTILINE)[-1]),
     }[where]()
@@ -72,3 +75,37 @@ def test_it_runs_as_nobody_and_writes_where_its_data_is():
     assert its["cap_drop"] == ["ALL"]
     assert its["volumes"] == ["turns:/data"]
     assert its["ports"] == ["127.0.0.1:8000:8000"]
+
+
+def test_a_gguf_in_a_home_is_the_only_thing_that_the_service_sees_there():
+    options, service = given("gguf"), unit("gguf.conf")["Service"]
+    model = Path(options["argument"])
+    assert model.suffix == ".gguf"
+    assert model.is_relative_to("/home")
+    assert service["ProtectHome"] == "tmpfs"  # "yes" hides what BindReadOnlyPaths puts there
+    assert service["BindReadOnlyPaths"] == str(model.parent)
+    # systemd adds a second command to the first one unless an empty line removes it.
+    assert "\nExecStart=\nExecStart=/opt" in (DEPLOY / "gguf.conf").read_text("utf-8")
+    assert options["data"] == given("unit")["data"]
+    assert options["keys"] == given("unit")["keys"]
+    assert options["drain"] + 10 < float(service["TimeoutStopSec"])
+
+
+def test_what_weir_keeps_for_the_next_start_is_in_a_folder_that_it_may_write():
+    pairs = dict(word.split("=", 1) for word in unit()["Service"]["Environment"].split())
+    assert unit()["Service"]["CacheDirectory"] == "weir"
+    assert pairs["XDG_CACHE_HOME"] == "%C"  # weir adds its name
+    assert all(pairs[name].startswith("%C/weir/") for name in ("HF_HOME", "NUMBA_CACHE_DIR"))
+    assert "XDG_CACHE_HOME=/data/cache " in image()
+
+
+def test_the_service_may_read_the_free_memory_and_has_a_limit():
+    assert "ProcSubset" not in unit()["Service"]  # "pid" hides /proc/meminfo
+    assert unit()["Service"]["MemoryMax"] == "4G"
+    assert compose()["mem_limit"] == "4g"
+    assert unit("gguf.conf")["Service"]["MemoryMax"] == "8G"
+
+
+def test_the_image_can_read_a_gguf():
+    assert "[serve,fast,gguf]" in image()
+    assert "[serve,fast,gguf]" in (DEPLOY / "gguf.conf").read_text("utf-8")
