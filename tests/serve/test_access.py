@@ -180,3 +180,11 @@ def test_a_request_changes_some_of_the_defaults(monkeypatch):
         assert answer["choices"][0]["message"]["content"] not in texts
         echoed = server.post("/v1/responses", {"model": "small", "input": "Hi"}).json()
         assert echoed["temperature"] == pytest.approx(1e-6)
+
+
+def test_a_model_has_its_policy_under_the_name_that_it_was_given():
+    name = "weir(budget=64)"
+    with serving(make_client(rows=1, policy=name)) as server:
+        weir = httpx.get(f"{server.url}/v1/models").json()["data"][0]["weir"]
+    assert weir["policy"] == name
+    assert weir["pools"] != name
