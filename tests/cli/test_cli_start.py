@@ -141,3 +141,13 @@ def test_threads_wait_briefly_unless_the_user_has_chosen(chosen, spins, monkeypa
     with pytest.raises(SystemExit):
         main()
     assert os.environ.get("GOMP_SPINCOUNT") == spins
+
+
+def test_the_exit_does_not_look_for_garbage_once_more(monkeypatch):
+    """With PyTorch and a model in memory, that would take longer than all else at the exit."""
+    at_exit = []
+    monkeypatch.setattr("atexit.register", at_exit.append)
+    monkeypatch.setattr(sys, "argv", ["weir", "--version"])
+    with pytest.raises(SystemExit):
+        main()
+    assert at_exit == [gc.freeze]

@@ -7,6 +7,8 @@ little so that this works from the start.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import io
 import logging
 import os
@@ -62,6 +64,9 @@ def main() -> None:
         _drop_output()
     if code == INTERRUPTED:  # typer also returns this code on Ctrl-C
         _fail("interrupted", code)
+    # Python looks for garbage once more at its exit, among a million objects of PyTorch and of the
+    # model. The process returns its memory anyway.
+    atexit.register(gc.freeze)
     sys.exit(code)
 
 
