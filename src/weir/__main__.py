@@ -1,6 +1,6 @@
 """Run the command `weir` with this Python: `python -m weir`."""
 
-from weir.cli import main
+from weir.cli import run_program
 
 if __name__ == "__main__":
-    main()
+    run_program()

@@ -143,11 +143,42 @@ def test_threads_wait_briefly_unless_the_user_has_chosen(chosen, spins, monkeypa
     assert os.environ.get("GOMP_SPINCOUNT") == spins
 
 
-def test_the_exit_does_not_look_for_garbage_once_more(monkeypatch):
-    """With PyTorch and a model in memory, that would take longer than all else at the exit."""
-    at_exit = []
-    monkeypatch.setattr("atexit.register", at_exit.append)
-    monkeypatch.setattr(sys, "argv", ["weir", "--version"])
-    with pytest.raises(SystemExit):
-        main()
-    assert at_exit == [gc.freeze]
+ENDING = """
+import atexit, gc, os, sys
+from weir.cli import cli
+sys.argv = ["weir", "--version"]
+cli.main = {main}
+def end():
+    # Python's last search comes after all functions of atexit.
+    gc.callbacks.append(lambda phase, info: os._exit(99))
+    sys.stdout.write("written late\\n")
+own = cli.main
+def main():
+    atexit.register(end)
+    own()
+cli.main = main
+cli.run_program()
+"""
+
+
+@pytest.mark.parametrize(
+    ("main", "code"),
+    [
+        ("cli.main", 0),
+        ("lambda: sys.exit(130)", 130),
+        ("lambda: sys.exit()", 0),
+        ("lambda: sys.exit('why')", 1),
+        ("lambda: 1 / 0", 1),
+    ],
+)
+def test_a_program_ends_with_its_code_and_without_a_last_search_for_garbage(main, code):
+    done = subprocess.run(
+        [sys.executable, "-c", ENDING.format(main=main)],
+        env={**os.environ, "PYTHONPATH": SOURCE},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == code
+    assert done.stdout.endswith("written late\n")
+    assert ("ZeroDivisionError" in done.stderr) == ("1 / 0" in main)
+    assert ("why" in done.stderr) == ("why" in main)

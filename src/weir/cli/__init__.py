@@ -1,3 +1,3 @@
 """The command line: `weir COMMAND`, one file per command."""
 
-from weir.cli.cli import main
+from weir.cli.cli import main, run_program

@@ -8,7 +8,7 @@ little so that this works from the start.
 from __future__ import annotations
 
 import atexit
-import gc
+import contextlib
 import io
 import logging
 import os
@@ -64,10 +64,30 @@ def main() -> None:
         _drop_output()
     if code == INTERRUPTED:  # typer also returns this code on Ctrl-C
         _fail("interrupted", code)
-    # Python looks for garbage once more at its exit, among a million objects of PyTorch and of the
-    # model. The process returns its memory anyway.
-    atexit.register(gc.freeze)
     sys.exit(code)
+
+
+def run_program() -> None:
+    """Run `main` in a process of its own, and end the process without a last search for garbage.
+
+    Python would search a million objects of PyTorch and of the model, which takes longer than all
+    else at the exit.
+    """
+    ended: list[Any] = [1]  # the exit code after an exception that nothing catches
+    atexit.register(_leave, ended)  # registered first, so it runs after what libraries register
+    try:
+        main()
+    except SystemExit as left:
+        ended[0] = left.code
+        raise
+
+
+def _leave(ended: list[Any]) -> None:
+    """End the process at once, with the exit code in `ended`."""
+    for written in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or none
+            written.flush()
+    os._exit(ended[0] if isinstance(ended[0], int) else int(ended[0] is not None))
 
 
 def _format_warning(message: Warning | str, *where: Any, **more: Any) -> str:
