@@ -244,6 +244,23 @@ def test_an_answer_is_text_or_calls_as_the_choice_says(form):
     assert not accepts(one, calls.replace("get_weather", "clock"))
 
 
+def test_arguments_have_no_properties_that_a_schema_does_not_list_unless_it_says_so():
+    said = '{"name": "get_weather", "parameters": {"city": "Rome", "land": "Italy"}}'
+    silent = {name: value for name, value in CITY.items() if name != "additionalProperties"}
+    for more, accepted in (
+        ({}, False),
+        ({"additionalProperties": True}, True),
+        ({"additionalProperties": {"type": "string"}}, True),
+        ({"additionalProperties": {"type": "number"}}, False),
+        ({"patternProperties": {"^l": {"type": "string"}}}, True),
+        ({"properties": {}, "required": []}, True),
+    ):
+        tool = Tool("get_weather", None, {**silent, **more})
+        assert accepts(shape_of(LLAMA, "required", [tool]), said) == accepted, more
+    own = said.replace(', "land": "Italy"', "")
+    assert accepts(shape_of(LLAMA, "required", [Tool("get_weather", None, silent)]), own)
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_a_model_says_can_be_read_as_calls_of_these_tools(form, seed):

@@ -81,9 +81,34 @@ def tool_grammar(
             if between:
                 head, end = f"{json.dumps(tool.name)} {between}", ""
             rules.append(f"{rule}_{n}: {head} @{rule}_{n}_arguments{end}")
-            arguments = add_guidance(tool.schema, ONE_SPACE, strict=tool.strict)
+            arguments = add_guidance(_close(tool.schema), ONE_SPACE, strict=tool.strict)
             grammars.append({"name": f"{rule}_{n}_arguments", "json_schema": arguments})
     return {"grammars": [{"lark_grammar": "\n".join([*rules, ""])}, *grammars]}
+
+
+def _close(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Allow only the properties that the schema of arguments lists, unless it says otherwise.
+
+    By JSON Schema, an object may have any other properties, too. Functions fail on those, and a
+    small model may add them until its answer is cut off.
+    """
+    if not schema.get("properties") or _OPENING & schema.keys():
+        return schema
+    return {**schema, "additionalProperties": False}
+
+
+_OPENING = {
+    "additionalProperties",
+    "patternProperties",
+    "unevaluatedProperties",
+    "allOf",
+    "anyOf",
+    "oneOf",
+    "if",
+    "dependentSchemas",
+    "$ref",
+}
+"""Keywords with which a schema says which other properties an object has."""
 
 
 def _terminals(trigger: str, *, is_token: bool) -> list[str]:
