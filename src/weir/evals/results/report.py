@@ -291,7 +291,7 @@ FORMS = {
     "once": "told once",
     "changed": "changed since",
     "several": "three facts in a sentence",
-    "paraphrased": "other words, the same name",
+    "paraphrased": "in other words",
     "sessions": "two things, told apart",
     "order": "which was told first",
 }
@@ -316,7 +316,8 @@ def plot_recalled(records: Sequence[CellRecord]) -> DrawnFigure | None:
     forms = [form for form in FORMS if any(row["form"] == form for row in rows)]
     lines = unique((row["policy"], row["way"]) for row in rows)
     several = len(unique(policy for policy, _ in lines)) > 1
-    farthest = max(row["distance"] for row in rows)
+    distances = sorted({row["distance"] for row in rows})
+    nearest, farthest = distances[0], distances[-1]
     with drawn_figure("recalled", WIDTH, _height(len(lines), 3) - 0.4) as (figure, picture):
         panels = figure.subplots(1, len(forms), squeeze=False, sharey=True)[0]
         for axes, form in zip(panels, forms, strict=True):
@@ -338,14 +339,24 @@ def plot_recalled(records: Sequence[CellRecord]) -> DrawnFigure | None:
                     label = "_"  # the legend has it from the first panel
                 axes.errorbar(list(counts), shares, yerr=[below, above], label=label, **how)
             axes.set_xscale("log")
-            axes.set_xlim(100, 2 * farthest)
+            axes.set_xlim(nearest / 2, 2 * farthest)
             axes.set_ylim(-0.03, 1.03)
             axes.set_title(FORMS[form], fontsize=9)
             style_axes(axes)
+            axes.set_xticks(distances, map(_shorten, distances), fontsize=8)
+            axes.minorticks_off()
         panels[0].set_ylabel("right answers")
         figure.supxlabel("tokens since", fontsize=9)
         figure.legend(loc="outside lower left", frameon=False, fontsize=8, ncols=3)
     return picture
+
+
+def _shorten(count: int) -> str:
+    """A number of tokens for an axis: 10000 is 10k."""
+    for size, letter in ((1_000_000, "M"), (1_000, "k")):
+        if count >= size:
+            return f"{count / size:g}{letter}"
+    return str(count)
 
 
 def _share(cells: Sequence[dict[str, Any]]) -> float:
