@@ -136,7 +136,7 @@ def test_the_folder_is_run_by_those_who_trust_it_only(
         ({"policy": "recent(8) | sink(4)"}, r"sink .*first"),
         ({"policy": "recompute(8)"}, "Stream"),
         ({"chunk": 0}, "chunk"),
-        ({"penalty_alpha": 0.6, "top_k": 4, "do_sample": False}, "asks for contrastive search"),
+        ({"penalty_alpha": 0.6, "top_k": 4, "do_sample": False}, "ask for contrastive search"),
     ],
 )
 def test_what_cannot_be_is_refused(

@@ -233,8 +233,8 @@ def test_what_is_given_beside_a_session_and_changes_nothing_is_said(chat, tmp_pa
     given = ("--session", path, "--policy", "window(9)", "--slots", "exact", "--chunk", 64)
     said = chat(words=given).err.splitlines()[1]
     assert said == (
-        "--chunk and --policy and --slots are for a new conversation; this one keeps its policy, "
-        "its chunk of 8 and its seed 3"
+        "--chunk and --policy and --slots apply only to a new conversation; this one keeps its "
+        "policy, its chunk of 8 and its seed 3"
     )
     assert "--seed is for a new" in chat(words=("--session", path, "--seed", 0)).err
 

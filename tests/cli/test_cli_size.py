@@ -369,7 +369,7 @@ def test_a_policy_without_a_limit_is_sized_at_a_length_and_a_named_one_by_its_bu
     assert dense == 8192 * 4096  # keys and values, as transformers holds them
     assert bytes_of("nano", "--budget", 448) == bytes_of("nano", "--policy", "weir")
     ended = run(capsys, "size", "nano", "--tokens", 9)
-    assert "--tokens changes nothing here" in ended.err
+    assert "--tokens has no effect" in ended.err
     for words, said in (((), "Missing argument 'MODEL'"), (("a", "--model", "b"), "two models")):
         ended = run(capsys, "size", *words)
         assert (ended.code, ended.err.count("\n")) == (2, 1) and said in ended.err

@@ -163,4 +163,4 @@ def test_another_sink_is_refused_where_a_run_was_begun(capsys, text, tmp_path, s
     steps.clear()
     ended = run(capsys, "train", *words, "--sink", "learnable:2")
     assert (ended.code, ended.out, steps) == (1, "", [])
-    assert "was begun with sink=none, not learnable:2" in ended.err
+    assert "was begun with sink=none, got learnable:2" in ended.err

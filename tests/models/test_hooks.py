@@ -525,7 +525,7 @@ def compiled_in_place(model: PreTrainedModel) -> PreTrainedModel:
         (lambda model: torch.compile(model, backend="eager"), r"call weir\.compile_steps\(model\)"),
         (compiled_in_place, r"call weir\.compile_steps\(model\)"),
         (nn.DataParallel, r"Pass the inner module, model\.module"),
-        (nn.Sequential, r"not a Sequential; weir\.load gives one"),
+        (nn.Sequential, r"got a Sequential\. weir\.load returns such a model"),
     ],
     ids=["torch.compile", "model.compile", "DataParallel", "Sequential"],
 )

@@ -188,10 +188,10 @@ def test_a_short_text_gets_fewer_tokens_than_a_long_one(text, tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"sink": "learnable"}, "begun with sink=none, not learnable"),
-        ({"sink": "zero"}, "begun with sink=none, not zero"),
-        ({"seed": 7}, "begun with seed=0, not 7"),
-        ({"rate": 1e-4}, r"begun with rate=0.02, not 0.0001"),
+        ({"sink": "learnable"}, "begun with sink=none, got learnable"),
+        ({"sink": "zero"}, "begun with sink=none, got zero"),
+        ({"seed": 7}, "begun with seed=0, got 7"),
+        ({"rate": 1e-4}, r"begun with rate=0.02, got 0.0001"),
     ],
 )
 @pytest.mark.slow
@@ -203,7 +203,7 @@ def test_a_run_by_another_recipe_is_refused_before_any_work(
     monkeypatch.setattr(folder.corpus, "load_or_train", None)  # the first piece of work
     with pytest.raises(WeirError, match=sentence):
         run(replace(PLAIN, **changes), text, tmp_path)
-    with pytest.raises(WeirError, match="begun with vocabulary=640, not 700"):
+    with pytest.raises(WeirError, match="begun with vocabulary=640, got 700"):
         run(PLAIN, text, tmp_path, vocabulary=700)
     other = tmp_path.parent / "other.txt"
     other.write_text(RUSSIAN * 100, "utf-8")

@@ -399,10 +399,10 @@ def test_a_step_in_parts_is_the_step(tokenizer, tokens, tmp_path, monkeypatch):
 def test_a_run_of_another_shape_is_not_taken_up(tokenizer, tokens, tmp_path):
     train(replace(TINY, tokens=768), tokenizer, tokens, tmp_path)
     for changes, sentence in (
-        ({"inner": 96}, "begun with inner=64, not 96"),
-        ({"sink": "learnable"}, "begun with sink=taught, not learnable"),
-        ({"rate": 1e-3}, "begun with rate=0.02, not 0.001"),
-        ({"seed": 4}, "begun with seed=0, not 4"),
+        ({"inner": 96}, "begun with inner=64, got 96"),
+        ({"sink": "learnable"}, "begun with sink=taught, got learnable"),
+        ({"rate": 1e-3}, "begun with rate=0.02, got 0.001"),
+        ({"seed": 4}, "begun with seed=0, got 4"),
     ):
         with pytest.raises(WeirError, match=sentence):
             train(replace(TINY, tokens=768, **changes), tokenizer, tokens, tmp_path)

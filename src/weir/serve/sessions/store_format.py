@@ -67,8 +67,8 @@ class StoreFormat:
             self.check(json.loads(stated))
         except (WeirError, ValueError, RecursionError) as error:
             raise WeirError(
-                f"{place} cannot be used here: {error}; give it its own model and policy, or "
-                "another folder"
+                f"{place} cannot be used here: {str(error).removesuffix('.')}. Use the model and "
+                "policy that it was made with, or another folder."
             ) from None
 
     def check(self, stated: Any) -> None:
