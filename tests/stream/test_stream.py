@@ -554,7 +554,7 @@ def test_a_first_call_that_is_refused_leaves_a_new_stream(llama, ids):
     ("changes", "sentence"),
     [
         ({"policy": "streaming_lm(64)"}, "did you mean 'streaming_llm'"),
-        ({"policy": "streaming_llm(4)"}, "no room for recent tokens"),
+        ({"policy": "streaming_llm(4)"}, "no slots for recent tokens"),
         ({"policy": 256}, "a policy must be a text"),
         ({"chunk": 0}, "chunk"),
         ({"chunk": 2.0}, "chunk"),

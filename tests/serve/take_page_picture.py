@@ -1,7 +1,7 @@
 """Take the picture of the server's page in docs/images from a running `weir serve`.
 
     weir serve smollm2 --archive 1GB
-    python -m weir_bench.serve_page http://127.0.0.1:8000 docs/images/serve-page.png
+    python tests/serve/take_page_picture.py http://127.0.0.1:8000 docs/images/serve-page.png
 
 It needs playwright and Chromium. The conversation is sampled, so the words differ from run to run.
 """
