@@ -395,7 +395,7 @@ LIES = {
     "keys has numbers that are not finite": ("1.keys", (0, 0, 2, 0), torch.nan),
     "b gives weight to slots|b has numbers": ("0.b", (0, 0, 0), torch.inf),
     "a is not 0 in slots that wait": ("1.a", (0, 0, 9), 1.0),
-    "'moods' is no tensor of this layer": ("0.moods", None, 0),
+    "this layer has no tensor 'moods'": ("0.moods", None, 0),
     "'7.keys' is of no layer": ("7.keys", None, 0),
     "last must be a token id from 0 to 60, not 61": ("last", None, 61),
     "ended must be true or false, not 3": ("ended", None, 3),

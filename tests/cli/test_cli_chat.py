@@ -236,7 +236,7 @@ def test_what_is_given_beside_a_session_and_changes_nothing_is_said(chat, tmp_pa
         "--chunk and --policy and --slots apply only to a new conversation; this one keeps its "
         "policy, its chunk of 8 and its seed 3"
     )
-    assert "--seed is for a new" in chat(words=("--session", path, "--seed", 0)).err
+    assert "--seed applies only to a new" in chat(words=("--session", path, "--seed", 0)).err
 
 
 def test_a_saved_conversation_goes_on_elsewhere(chat, tmp_path):
