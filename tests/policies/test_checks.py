@@ -67,7 +67,7 @@ def folded(*, mass: bool = False) -> list[Slots]:
 def test_slots_that_are_no_number_of_slots_are_refused_where_the_pool_stands(slots):
     ANSWERS["slots"] = slots
     with pytest.raises(
-        PolicyError, match=(r"slots\(\) of the pool odd must be a whole " r"number")
+        PolicyError, match=r"slots\(\) of the pool odd must be a whole number"
     ) as error:
         policy("recent(4) | odd(3)")
     assert error.value.at == 12
@@ -114,17 +114,41 @@ def test_what_is_no_pair_of_slots_is_refused(answer, what):
 
 
 CHANGES = {
-    "keys of another size": ("keys", lambda t: t[..., :3], r"got \[2, 3, 2, 3\]"),
-    "values without a dimension": ("values", lambda t: t[..., 0], r"got \[2, 3, 2\]"),
+    "keys of another size": (
+        "keys",
+        lambda t: t[..., :3],
+        r"the shape \[2, 3, 2, 4\], got \[2, 3, 2, 3\]",
+    ),
+    "values without a dimension": (
+        "values",
+        lambda t: t[..., 0],
+        r"the shape \[2, 3, 2, .\], got \[2, 3, 2\]",
+    ),
     "one row": ("a", lambda t: t[:1], r"\[2, 3, 2\], got \[1, 3, 2\]"),
     "one head": ("b", lambda t: t[:, :1], r"\[2, 3, 2\], got \[2, 1, 2\]"),
     "a slot too few": ("b", lambda t: t[:, :, 1:], r"\[2, 3, 2\], got \[2, 3, 1\]"),
-    "weights in double": ("a", lambda t: t.double(), "got torch.float64 on cpu"),
-    "keys in half": ("keys", lambda t: t.half(), "got torch.float16 on cpu"),
-    "positions that are no integers": ("position", lambda t: t.float(), "got torch.float32"),
-    "positions of one row": ("position", lambda t: t[0], "must have the shape"),
+    "weights in double": (
+        "a",
+        lambda t: t.double(),
+        r"must be torch.float32 on cpu, got torch.float64 on cpu",
+    ),
+    "keys in half": (
+        "keys",
+        lambda t: t.half(),
+        r"must be torch.float32 on cpu, got torch.float16 on cpu",
+    ),
+    "positions that are no integers": (
+        "position",
+        lambda t: t.float(),
+        r"must be torch.int64 on cpu, got torch.float32",
+    ),
+    "positions of one row": (
+        "position",
+        lambda t: t[0],
+        r"must have the shape \[2, 3, 4\], got \[2, 3, 2, 4\]",
+    ),
     "no tensor": ("values", lambda t: t.tolist(), "must be a tensor"),
-    "elsewhere": ("keys", lambda t: t.to("meta"), "on meta"),
+    "elsewhere": ("keys", lambda t: t.to("meta"), "on cpu, got .* on meta"),
 }
 
 

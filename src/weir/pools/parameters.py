@@ -39,11 +39,11 @@ class Bounds:
         return inside and not (self.odd and value % 2 == 0)
 
     def __str__(self) -> str:
-        odd = "(odd) " if self.odd else ""
+        odd = " and odd" if self.odd else ""
         less = "less than " if self.without == self.high else ""
         high = f" to {less}{self.high:g}" if self.high < sys.float_info.max else ""
         low = "above" if self.without == self.low else "from" if high else "of at least"
-        return f"{odd}{low} {self.low:g}{high}"
+        return f"{low} {self.low:g}{high}{odd}"
 
 
 Count = Annotated[int, Bounds(1)]
