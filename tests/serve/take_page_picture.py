@@ -9,14 +9,13 @@ It needs playwright and Chromium. The conversation is sampled, so the words diff
 from __future__ import annotations
 
 import argparse
-import os
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+from browsers import find_browser, launch_browser
+
 DESKTOP, PHONE = (1280, 800), (390, 844)
 WAIT = 120_000
 """Milliseconds that an answer may take."""
@@ -64,13 +63,11 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=256, help="tokens of a long answer")
     parser.add_argument("--session", help="show this conversation instead of holding a new one")
     given = parser.parse_args(words)
-    path = next(filter(None, map(shutil.which, BROWSERS)), None)
+    path = find_browser()
     if path is None:
         parser.error("there is no Chromium on the PATH. Install it: apt-get install chromium")
     with sync_playwright() as started:
-        # Chromium refuses to run as root with its sandbox.
-        root = ["--no-sandbox"] if os.geteuid() == 0 else []
-        browser = started.chromium.launch(executable_path=path, args=root)
+        browser = launch_browser(started, path)
         page = browser.new_page(viewport={"width": DESKTOP[0], "height": DESKTOP[1]})
         if given.session is None:
             page.goto(given.url)

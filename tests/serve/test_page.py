@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 import pytest
+from browsers import find_browser, launch_browser
 from servers import Server, make_client, serving
 
 from weir.serve.api import Keys
@@ -19,7 +18,6 @@ from weir.serve.api import Keys
 pytestmark = pytest.mark.slow  # a browser
 
 KEY, OTHER = "wk-alice-0123456789", "wk-bob-0123456789"
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 LATER = 30_000
 """Milliseconds that anything in a browser may take on a machine that has much else to do."""
 
@@ -34,12 +32,11 @@ def server() -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    path = next(filter(None, map(shutil.which, BROWSERS)), None)
+    path = find_browser()
     if path is None:
         pytest.skip("there is no Chromium here: apt-get install chromium")
-    root = ["--no-sandbox"] if os.geteuid() == 0 else []
     with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=path, args=root)
+        browser = launch_browser(started, path)
         yield browser
         browser.close()
 

@@ -193,28 +193,19 @@ def serve(
         raise WeirError(
             "--disk limits the folder of --data, and no --data is given. Add --data FOLDER."
         )
-    if cluster is not None and disk is not None:
-        raise WeirError(
-            "--disk is for a single server, and --cluster is given. Leave out one of them."
-        )
+    _refuse_in_cluster("--disk", cluster, given=disk is not None)
     if cluster is not None and data is None:
         raise WeirError(
             "--cluster needs a place that all replicas share. Add --data with a folder or an "
             "address."
         )
-    if cluster is not None and compiled:
-        raise WeirError(
-            "--compile is for a single server, and --cluster is given. Leave out one of them."
-        )
+    _refuse_in_cluster("--compile", cluster, given=compiled)
     if keep is not None and data is not None and cluster is None and disk is None:
         raise WeirError(
             "--keep has no use with --data alone: turns are in memory only while the disk is "
             "full. Leave out --keep, or add --disk, which limits the disk and removes old turns."
         )
-    if archive is not None and cluster is not None:
-        raise WeirError(
-            "--archive is for a single server, and --cluster is given. Leave out one of them."
-        )
+    _refuse_in_cluster("--archive", cluster, given=archive is not None)
     if recall is not None and archive is None:
         raise WeirError(
             "--recall needs --archive, which keeps what can be recalled. Use --archive 10GB."
@@ -238,9 +229,8 @@ def serve(
         options.say_unused(context, ("allow_host",), "with --keys, every host name is accepted")
     # The worker is copied before there are sockets, threads or a device.
     worker = WorkerProcess(fork=True) if cluster is None else None
-    bound = bind(
-        host, port, accepted
-    )  # bind before loading, so that a port in use is reported at once
+    # Bound before the model is loaded, so that a port in use is reported at once.
+    bound = bind(host, port, accepted)
     with contextlib.ExitStack() as ending:
         ending.callback(bound.close)
         if worker is not None:
@@ -377,6 +367,14 @@ def say_pinned(policy: Policy) -> None:
         say(
             f"the first {pinned:,} tokens of the system message and tools are never evicted (see "
             "--pin). Coding agents send 10,000 to 20,000."
+        )
+
+
+def _refuse_in_cluster(option: str, cluster: str | None, *, given: bool) -> None:
+    """Refuse an option that replicas do not have."""
+    if given and cluster is not None:
+        raise WeirError(
+            f"{option} is for a single server, and --cluster is given. Leave out one of them."
         )
 
 

@@ -422,11 +422,7 @@ def weir_attention(
         cache, layer = mark
         # A layer keeps its last keys for a while, and the mark on them would keep the cache alive.
         del key.weir  # type: ignore[attr-defined]
-    params = AttentionParams(
-        scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-        softcap=softcap,
-        sinks=None if s_aux is None else s_aux.float().view(key.shape[1], -1),
-    )
+    params = AttentionParams.from_call(query, key, scaling, softcap, s_aux)
     # The model's float32 rotation has turned half-precision queries and keys into float32.
     out = cache.attend(layer, query.to(value.dtype), key.to(value.dtype), value, params)
     return out.transpose(1, 2).contiguous(), None

@@ -87,9 +87,7 @@ def _attend(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention function for transformers that reports its inputs."""
-    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    sinks = None if s_aux is None else s_aux.float().view(key.shape[1], -1)
-    params, mask = AttentionParams(scale, softcap, sinks), attention_mask
+    params, mask = AttentionParams.from_call(query, key, scaling, softcap, s_aux), attention_mask
     if mask is not None and mask.dtype != torch.bool:
         raise WeirError(
             "this model adds numbers to its attention logits, which cannot be distinguished from "
@@ -98,7 +96,12 @@ def _attend(
     _hear.get()(AttentionInputs(module, query, key, value, params, mask))
     if softcap is None and s_aux is None:
         out = F.scaled_dot_product_attention(
-            query, key, value, mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+            query,
+            key,
+            value,
+            mask,
+            scale=params.scale,
+            enable_gqa=query.shape[1] != key.shape[1],
         )
     else:
         none, bias = key.new_zeros(1, 1, 1), None if mask is None else bias_of(mask[:, None])

@@ -73,9 +73,8 @@ def check_regular(path: Path, what: str) -> None:
         return
     if not stat.S_ISREG(mode):
         raise WeirError(
-            f"{path} is {_KINDS.get(stat.S_IFMT(mode), 'a device')}, and not "
-            f"{what}. Give the path of "
-            "a file."
+            f"{path} is {_KINDS.get(stat.S_IFMT(mode), 'a device')}, and not {what}. Give the "
+            "path of a file."
         )
 
 

@@ -377,9 +377,8 @@ def certified(budget: int = 256, sinks: int = 4, floor: float = 0.1, watch: int 
     The last two get a quarter of the budget each. The sample makes sums over all tokens unbiased,
     and allows a bound on the error (`Stream.report`).
     """
-    quarter = min(
-        budget // 4, (budget - sinks - 1) // 2
-    )  # so that small budgets leave a slot for a newest token
+    # A small budget must leave a slot for a newest token.
+    quarter = min(budget // 4, (budget - sinks - 1) // 2)
     samples = (quarter, lambda n: Tail(n, floor=floor, watch=watch))
     return share_out(budget, sinks, heavy_hitters=(quarter, Heavy), samples=samples)
 

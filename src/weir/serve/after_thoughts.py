@@ -76,9 +76,8 @@ class AfterThoughts:
     def __init__(self, inner: GrammarConstraint, tokens: ThoughtTokens, *, is_open: bool) -> None:
         self._inner = inner
         self._tokens = tokens
-        self._opening = (
-            None if is_open else list(tokens.opening)
-        )  # the part of `<think>` that is still to come
+        # The part of `<think>` that is still missing.
+        self._opening = None if is_open else list(tokens.opening)
         self._state = "thoughts" if is_open else "start"
         self._recent: list[int] = []  # the newest tokens of the thoughts
 

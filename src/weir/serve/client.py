@@ -432,9 +432,8 @@ class EngineClient:
         except StorageFull:
             if not is_hidden(prompt.session):
                 raise
-            return replace(
-                prompt, session=None
-            )  # it is answered without being saved, and read again next time
+            # The turn is answered without being saved, and read again next time.
+            return replace(prompt, session=None)
         return prompt
 
     def generate(
@@ -622,9 +621,8 @@ class EngineClient:
             parts: list[AnswerPart] = []
             for number, one in enumerate(rounds):
                 text, is_first = one.text, number == 0
-                if (
-                    self.renderer.thinks
-                ):  # a text in the thoughts that looks like a call is not a call
+                # A text in the thoughts that looks like a call is not a call.
+                if self.renderer.thinks:
                     is_open = before == OPEN if is_first else bool(one.opens_thoughts)
                     thoughts = ThoughtParser(is_open=is_open)
                     said = thoughts.feed(text)[1] + thoughts.finish()[1]

@@ -111,9 +111,8 @@ class GrammarCompiler:
         if self._cached is None:
             try:
                 stop_ids = sorted(self._stop_ids) or None
-                known: Any = (
-                    self._tokenizer
-                )  # llguidance refuses any tokenizer that is not a fast one
+                # llguidance refuses any tokenizer that is not a fast one.
+                known: Any = self._tokenizer
                 self._cached = from_tokenizer(
                     known, n_vocab=max(self._size, len(known)), eos_token=stop_ids
                 )

@@ -452,9 +452,8 @@ def _serve(pipe: Connection, inherited: Sequence[Connection]) -> None:
     """Answer calls until the other end is closed."""
     for other in inherited:
         other.close()
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # a terminal sends it to all processes, but answers must finish
+    # A terminal sends SIGINT to all processes, but answers must finish.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.nice(NICE)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a copied process has no threads

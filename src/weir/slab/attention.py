@@ -34,6 +34,25 @@ class AttentionParams:
     softcap: float | None = None
     sinks: Tensor | None = None
 
+    @classmethod
+    def from_call(
+        cls,
+        query: Tensor,
+        key: Tensor,
+        scaling: float | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> AttentionParams:
+        """Take the parameters from a call of an attention function of transformers.
+
+        `query` and `key` are [batch, heads, length, key_dim], and `sinks` [heads].
+        """
+        return cls(
+            scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+            softcap=softcap,
+            sinks=None if sinks is None else sinks.float().view(key.shape[1], -1),
+        )
+
 
 def two_weight_attention(
     queries: Tensor,

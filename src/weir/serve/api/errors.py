@@ -270,9 +270,8 @@ def _message(error: Mapping[str, Any]) -> str:
     if kind == "literal_error":
         return f"must be {facts['expected']}"
     if kind == "too_long" and facts["actual_length"] is None:
-        facts["actual_length"] = len(
-            error["input"]
-        )  # pydantic does not count the entries of an object
+        # pydantic does not count the entries of an object.
+        facts["actual_length"] = len(error["input"])
     return SENTENCES[kind].format(**facts) if kind in SENTENCES else str(error["msg"])
 
 

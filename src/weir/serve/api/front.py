@@ -88,10 +88,8 @@ class OnlyFront:
             if not hmac.compare_digest(told.get(SECRET, b""), self._secret):
                 error = APIError(
                     403,
-                    (
-                        "this server answers only requests from the front of its cluster. Send "
-                        "the request to the front."
-                    ),
+                    "this server answers only requests from the front of its cluster. Send the "
+                    "request to the front.",
                     code="not_the_front",
                 )
                 await error.response(scope["path"])(scope, receive, send)

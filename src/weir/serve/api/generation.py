@@ -48,6 +48,9 @@ It is started again if the turn that it continues is dropped while it waits, or 
 snapshot is damaged. It then continues the turn before, and in the end none.
 """
 
+FULL = "too many requests are waiting for a row. Try again later."
+"""The error of a request for which the queue has no room."""
+
 Events = AsyncIterator[list[AnswerEvent]]
 
 
@@ -260,7 +263,7 @@ async def _submit(http: Request, request: GenerationRequest, param: str) -> Gene
     try:
         return client.generate(request, prompt, asyncio.get_running_loop(), http.state.holder)
     except Busy:
-        raise rate_limited("too many requests are waiting for a row. Try again later.") from None
+        raise rate_limited(FULL) from None
     except WeirError:
         raise server_closing() from None
 
@@ -292,9 +295,7 @@ async def _events(http: Request, generation: Generation, param: str) -> Events:
         try:
             client.restart(generation, found)
         except Busy:
-            raise rate_limited(
-                "too many requests are waiting for a row. Try again later."
-            ) from None
+            raise rate_limited(FULL) from None
         except WeirError:
             raise server_closing() from None
     read, cached = generation.prompt.length - generation.cached, generation.cached

@@ -69,9 +69,8 @@ class BodyLimiter:
         self._limits = limits
         self._bytes: Counter[str] = Counter()
         self._reading: defaultdict[str, list[IncomingBody]] = defaultdict(list)
-        self._paced: dict[
-            str, float
-        ] = {}  # the time until which a client's bodies have been read enough
+        # By client, the time until which enough of its bodies has been read.
+        self._paced: dict[str, float] = {}
 
     def delay(self, holder: str, size: int, now: float) -> float:
         """Return the seconds to wait after reading this many bytes of a large body of a client."""

@@ -194,9 +194,10 @@ class Engine:
         prefix_place: PrefixPlace | None = None,
     ) -> None:
         self.model = model
-        self.cache = StreamingCache(model, policy, chunk=chunk, batch=rows, failures="keep")
+        named = policy if isinstance(policy, Policy) else parse_policy(policy)
         # The cache's policy is the one that was made for this model, without the name it was given.
-        self.policy_name = (policy if isinstance(policy, Policy) else parse_policy(policy)).brief
+        self.policy_name = named.brief
+        self.cache = StreamingCache(model, named, chunk=chunk, batch=rows, failures="keep")
         self.store = store
         self.deterministic = deterministic
         self.runner = ModelRunner(model, self.cache)
@@ -549,9 +550,8 @@ class Engine:
                 self._fail_batch(batch, error)
                 return
             for sequence in batch:
-                sequence.alone = (
-                    True  # read one at a time, so that the sequence with the error is found
-                )
+                # Read one at a time, so that the sequence with the error is found.
+                sequence.alone = True
             return
         ready = []
         for at, sequence in enumerate(fed):

@@ -181,9 +181,8 @@ class TurnArchive:
             yield
         except Exception as error:
             self._give_up(error)
-            if (
-                not db.in_transaction
-            ):  # SQLite has undone all of it, for example because the disk is full
+            # SQLite may have undone all of it, for example because the disk is full.
+            if not db.in_transaction:
                 raise
             db.execute("ROLLBACK TO archive")
         db.execute("RELEASE archive")
