@@ -72,7 +72,7 @@ class StreamingCache(Cache):
     Several turns may use one cache: pass the whole conversation again, or only what is new together
     with an attention mask as long as everything so far.
 
-    Each row of a batch is a stream of its own. Rows can be taken out, put in and emptied while the
+    Each row of a batch is a separate stream. Rows can be taken out, put in and emptied while the
     others go on (`take_row`, `put_row`, `reset_row`), and if the keys of one are not finite, or a
     token of one is out of range, only that row's tokens are undone.
 
@@ -516,7 +516,7 @@ class StreamingCache(Cache):
 
     @property
     def row_format(self) -> RowFormat:
-        """What a row must be like to continue in this cache."""
+        """The format that a row must have to continue in this cache."""
         return RowFormat(self.kind, self._plans_now, self.attachment.facts.vocabulary)
 
     def take_row(self, row: int) -> RowState:
@@ -643,7 +643,7 @@ class StreamingCache(Cache):
                 return f"{self.policy} keeps every token as the model computes it"
             for pool in plan.spec.pipe.pools:
                 if not pool.drops:
-                    return f"the slots of the pool {pool.name} may stand for several tokens"
+                    return f"the slots of the pool {pool.name} can represent several tokens"
         return None
 
     def drop(self, row: int, ranges: Iterable[tuple[int, int]]) -> None:
@@ -727,8 +727,7 @@ class StreamingCache(Cache):
         tokens, room = sum(stop - start for start, stop in marks.kept), self.room_to_keep(marks)
         if tokens and room is not None and tokens > room:
             raise WeirError(
-                f"{tokens} tokens are to be kept, and the slots of the beginning have room for "
-                f"{room}"
+                f"{tokens} tokens must be kept, and the slots of the beginning have room for {room}"
             )
         self.stack.rows = self.rows.marked(row, marks)
 
@@ -752,8 +751,8 @@ class StreamingCache(Cache):
 
     @property
     def window(self) -> int:
-        """The number of newest tokens that every layer and KV head is sure to hold, beside those
-        that wait for a fold.
+        """The number of newest tokens that every layer and KV head is sure to hold, in addition
+        to those that wait for a fold.
         """
         pipes = (plan.spec.pipe for plan in self.plans)
         return min(pipe.slots_of(pipe.run) for pipe in pipes)

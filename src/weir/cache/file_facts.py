@@ -53,7 +53,7 @@ WANTED = {
     "less_than_equal": "at most {le}",
     "string_pattern_mismatch": "a text that fits {pattern}",
 }
-"""What a fact must be, by pydantic's name of the error."""
+"""Descriptions of valid facts, by pydantic's name of the error."""
 
 
 def read_facts(model: type[F], found: Any, whole: str = "the content") -> F:

@@ -86,7 +86,7 @@ class Folded:
 
 @dataclass
 class Outcome:
-    """What came of the last forward, or of the one under way.
+    """The outcome of the last forward, or of the running one so far.
 
     Attributes:
         failed: by row, why its tokens were refused.

@@ -1,7 +1,8 @@
-"""What the attention of each layer is asked while a model reads through a cache.
+"""Observe the attention of each layer while a model reads through a cache.
 
-`ListeningCache` passes every call of a layer on, and `Attention` computes logits and weights of it,
-block of queries by block: a map of a long sequence is never whole anywhere.
+`ListeningCache` passes every call of a layer to a callback. `Attention` computes the logits and
+weights of a call for one block of queries at a time, so that a map of a long sequence never exists
+as a whole.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ class RowState:
 
 
 class _RowFile(FileFacts):
-    """What the bytes of a row state beside its tensors."""
+    """The facts in the bytes of a row, in addition to its tensors."""
 
     format: int
     kind: dict[str, Any]
@@ -150,7 +150,7 @@ class _MarksFacts(FileFacts):
 
 
 class _RowFacts(FileFacts):
-    """`RowState.facts`, each by itself."""
+    """`RowState.facts`, each checked separately."""
 
     columns: Whole
     seen: Whole

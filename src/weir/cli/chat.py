@@ -17,6 +17,7 @@ from typer import Context, Option
 from weir.cli import options
 from weir.cli.app import command
 from weir.cli.common import (
+    in_words,
     messages,
     prepare_model,
     say,
@@ -80,11 +81,11 @@ def chat(
     policy: Annotated[
         str | None,
         Option(
-            help="A pipe or a named policy, see `weir policies`; without a budget it gets what the "
-            f"model's window and the memory allow, at most {MOST_SLOTS:,} slots, since there is "
-            "one conversation; weir serve and weir size take the policy's own budget, as they "
-            "count many. [default: "
-            f"weir.toml beside the model, or else {options.DEFAULT}]"
+            help="A pipe or a named policy; see `weir policies`. A policy without a budget gets as "
+            "many slots as the model's window and the memory allow, at most "
+            f"{MOST_SLOTS:,}. weir serve and weir size use the policy's own budget instead, "
+            "because they count many conversations. [default: weir.toml next to the model, or "
+            f"else {options.DEFAULT}]"
         ),
     ] = None,
     budget: options.Budget = None,
@@ -314,10 +315,10 @@ def _size_policy(
 ) -> tuple[Policy, str]:
     """Choose the policy of a conversation, and say for its first line why it is that one.
 
-    A policy without a budget gets what the model's window and the memory allow, and the default
-    policy exact slots if as many of them fit; the system message has slots of its own, so that it
-    is never evicted. Unless a policy was `given`, a policy file beside the model is taken in place
-    of the `wanted` one.
+    A policy without a budget gets as many slots as the model's window and the memory allow. The
+    default policy gets exact slots if as many of them fit. The system message gets separate slots,
+    so that it is never evicted. Unless a policy was `given`, a policy file next to the model
+    replaces the `wanted` one.
     """
     from weir.cache import find_model_policy
     from weir.evals.fitting import budget_in, largest_budget
@@ -358,17 +359,15 @@ def _size_policy(
             first = f" after the {pinned:,} tokens of --system" if pinned else ""
             shorter = "shorten --system, or " if pinned else ""
             raise WeirError(
-                f"{policy} does not fit in {memory}the {most:,} available "
-                f"slot{'' if most == 1 else 's'}"
-                f"{first}. To fix this, {shorter}give the policy a "
-                "smaller budget with --budget."
+                f"{policy} does not fit in {memory}the {in_words(most, 'available slot')}{first}. "
+                f"To fix this, {shorter}give the policy a smaller budget with --budget."
             )
         wanted = parse_policy(with_budget(policy, budget))
         reason = f". It has {budget:,} {form}slots, as many as the window and the free memory allow"
     if not pinned or isinstance(wanted, Recompute):
         return wanted, reason
     if any(pipe.slots is None or pipe.needs_marks for pipe in wanted.pipes):
-        return wanted, reason  # it evicts nothing, or keeps the beginning by itself
+        return wanted, reason  # it evicts nothing, or already keeps the beginning
     return Pinned(wanted, pinned, header), reason
 
 

@@ -68,10 +68,10 @@ def main() -> None:
 
 
 def run_program() -> None:
-    """Run `main` in a process of its own, and end the process without a last search for garbage.
+    """Run `main` as a program, and end the process without a last search for garbage.
 
-    Python would search a million objects of PyTorch and of the model, which takes longer than all
-    else at the exit.
+    Python would search a million objects of PyTorch and of the model, which takes longer than
+    everything else at the exit.
     """
     ended: list[Any] = [1]  # the exit code after an exception that nothing catches
     atexit.register(_leave, ended)  # registered first, so it runs after what libraries register

@@ -55,7 +55,7 @@ def share_out(layers: Sequence[Sequence[SizeOption]], total: int) -> list[int]:
     least = np.array([min(size.nbytes for size in each) for each in layers])
     if total < least.sum():
         return [min(range(len(each)), key=each.__getitem__) for each in layers]
-    # A price of bytes in errors, at which every layer's best size by itself just fits.
+    # A price of bytes in errors, at which the best sizes of all layers together just fit.
     low, price = 0.0, 1.0
     while _taken_at(layers, price).nbytes > total:
         low, price = price, 2 * price
@@ -95,7 +95,7 @@ def _taken_at(layers: Sequence[Sequence[SizeOption]], price: float) -> SizeOptio
 EIGHTHS = (*range(2, 17), *range(18, 33, 2))
 """The sizes that are tried, in eighths of the slots that can be shared out: 1/4 to 4."""
 NEWEST = (1 / 4, 1 / 2, 3 / 4, 7 / 8)
-"""The shares of the newest tokens that are tried beside that of the pipe."""
+"""The shares of the newest tokens that are tried in addition to that of the pipe."""
 
 
 def size_ladder(pipe: Pipe, most: int, *, splits: bool = False) -> list[Pipe]:

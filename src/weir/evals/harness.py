@@ -56,7 +56,7 @@ def likelihoods(
     if stream.cache is None and len(contexts) > 1:
         pairs = zip(contexts, continuations, strict=True)
         return [likelihoods(make_stream, [a], [b])[0] for a, b in pairs]
-    # Any token may stand for padding.
+    # Any token can be used as padding.
     ids, mask = pad_rows(contexts, 0, left=True)
     logits = _feed(stream, ids, mask, every=False)[:, -1].float()
     asked, counts = pad_rows(continuations, 0, left=False)
@@ -201,7 +201,7 @@ class WeirLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Encode a text, behind the start token unless the text has it or the caller says no."""
+        """Encode a text, after the start token unless the text has it or the caller forbids it."""
         start = self.tokenizer.bos_token
         if add_special_tokens is None:
             add_special_tokens = not (start and string.startswith(str(start)))

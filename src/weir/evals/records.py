@@ -2,7 +2,7 @@
 
 Plain, `.gz` or `.xz`, UTF-8; or the rows of a data set of the Hugging Face Hub:
 `hub:EdinburghNLP/xsum:test` is a data set and its split, `hub:allenai/ai2_arc:ARC-Easy:test` has a
-configuration between them. A folder of data files may stand for the id.
+configuration between them. A folder of data files can replace the id.
 """
 
 from __future__ import annotations

@@ -163,7 +163,7 @@ class LayerForm:
         x += factor * after_mlp(down(activation(gate(y)) * up(y))),    y = before_mlp(x)
 
     Norms that are None are left out. `q_norm` and `k_norm` normalize queries and keys before they
-    are rotated: each head by itself, or all heads together.
+    are rotated: each head separately, or all heads together.
     """
 
     q: Projection

@@ -38,7 +38,7 @@ ROUNDS = range(5, 12)
 _FORWARD = nn.Linear.forward
 """Forward of the linear layers that a kernel may compute instead."""
 KERNEL = "kernel 6"
-"""Version of weir's kernel and of its timing; after a change everything is timed anew."""
+"""Version of weir's kernel and of its timing; after a change everything is timed again."""
 CALLS = 64
 """Most calls per weight in a timing round."""
 _COPIED = frozenset(
@@ -86,7 +86,7 @@ def choose_products(
         model: any module.
         on: False restores PyTorch's products.
         remembered: a file of timings; None for weir's own, below `XDG_CACHE_HOME` or `~/.cache`.
-            If the file cannot be written, the next process times everything anew.
+            If the file cannot be written, the next process times everything again.
 
     Returns:
         PyTorch's time over weir's, by product; weir's kernel is used from `CLEAR` on.

@@ -1,9 +1,9 @@
 """Policies around another policy: `pinned`, `pyramid` and `quantized`.
 
-`pinned` puts a pool of the stream's beginning in front of a layer's pools. After those that pass
-tokens on in order it puts two more: one for the header of the running turn, and one for tokens that
-are to be kept, in the slots that the beginning leaves free (`weir.pools.Marks`). `quantized`
-leaves the first and the newest tokens, and those that marks name, as the model computes them.
+`pinned` puts a pool of the stream's beginning before a layer's pools. After the pools that pass
+tokens on in order, it puts two more: one for the header of the current turn, and one for tokens
+that must be kept, in the slots that the beginning leaves free (`weir.pools.Marks`). `quantized`
+keeps the first and the newest tokens, and those that marks name, as the model computes them.
 
 `pyramid` is from PyramidKV (Cai et al. 2024, "PyramidKV: Dynamic KV Cache Compression based on
 Pyramidal Information Funneling", arXiv:2406.02069), section 4.2: lower layers attend to many tokens
@@ -101,7 +101,7 @@ class Pinned(PolicyWrapper):
 
     Attributes:
         policy: the policy that holds everything else.
-        n: slots of each layer for the beginning, and for tokens that are to be kept.
+        n: slots of each layer for the beginning, and for tokens that must be kept.
         header: slots of each layer for the header.
         format: the format of the slots for the beginning, by the names of `slab.FORMATS`; "same"
             for that of the policy's quantized slots, or int8 if it has none.

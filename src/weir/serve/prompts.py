@@ -151,7 +151,7 @@ class Prompt:
 
 
 class UnknownOutput(WeirError):
-    """A history has no output of a call that is to be dropped or pinned.
+    """A history has no output of a call that a request drops or pins.
 
     Attributes:
         number: the index of the call among those that are named.

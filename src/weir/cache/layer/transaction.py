@@ -1,4 +1,4 @@
-"""What a running forward has done to one layer, until it is committed or abandoned.
+"""The changes that a running forward makes to one layer, until they are committed or abandoned.
 
 A forward that fails in a later layer, or makes keys that are not finite, must leave no trace. It
 writes only into tail slots that wait for a token anyway; the fold and the attention received wait

@@ -248,9 +248,9 @@ class SessionStore:
         return self.place.marked_chains(DROPPED, owner)
 
     def pin_result(self, owner: str, chain: str) -> None:
-        """Note that a result is to be kept: that which ends a history of this hash.
+        """Note that the result at the end of a history with this hash must be kept.
 
-        A WeirError if the owner has pinned too many.
+        Raises a WeirError if the owner has pinned too many.
         """
         self.place.mark_result(PINNED, owner, chain)
 
@@ -291,9 +291,8 @@ class SessionStore:
         found: dict[str, SessionSummary] = {}
         for place in self._places:
             for new in place.summaries(owner, session):
-                old = found.pop(
-                    new.id, None
-                )  # a session that also has turns in memory is the most recently used
+                # A session that also has turns in memory is the most recently used.
+                old = found.pop(new.id, None)
                 if old is not None:
                     topic, turns = new.topic or old.topic, old.turns + new.turns
                     new = replace(new, turns=turns, created=old.created, topic=topic)

@@ -354,7 +354,7 @@ def _check_kept(items: list[Any]) -> list[Any]:
 
 
 def items_of(given: Iterable[Any]) -> list[Item]:
-    """Return a client's items with new ids. One item may stand for a call and its result."""
+    """Return a client's items with new ids. One item can contain a call and its result."""
     found: list[Item] = []
     for item in given:
         found += item.items() if isinstance(item, McpCallItem) else [item.item()]
