@@ -108,5 +108,5 @@ def test_what_cannot_be_gated_is_refused(fresh_llama, tmp_path, monkeypatch):
         weir.StreamingCache(model, POLICY)
     with pytest.raises(WeirError, match="Put gated first"):
         weir.policy("recent(4) | heavy(4) | gated(8)")
-    with pytest.raises(WeirError, match=r"must be a whole number \(odd\) of at least 1, got 2"):
+    with pytest.raises(WeirError, match="must be a whole number of at least 1 and odd, got 2"):
         Gated(4, kernel=2)
