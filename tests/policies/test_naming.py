@@ -66,6 +66,23 @@ def test_what_is_no_function_is_refused(thing):
         named("nobody")(thing)
 
 
+def test_a_parameter_that_a_policy_text_could_not_set_is_refused():
+    def bare(budget=64):
+        return Pipe((Recent(budget),))
+
+    with pytest.raises(WeirError, match="budget of the policy function bare has no annotation"):
+        named("nobody")(bare)
+
+    def many(*budgets: int) -> Policy:
+        return Pipe((Recent(budgets[0]),))
+
+    with pytest.raises(
+        WeirError, match=r"has the parameter \*budgets: .*int.*Give every parameter"
+    ):
+        named("nobody")(many)
+    assert "bare" not in NAMED and "many" not in NAMED
+
+
 @pytest.mark.parametrize("nothing", [None, "recent(3)", (Sink(4), Recent(3)), Recent(3)])
 def test_a_function_that_returns_no_policy_is_refused_by_name(nothing):
     @named("nobody")

@@ -48,6 +48,25 @@ class PlaceTally(Tallied):
         return place
 
 
+@dataclass(frozen=True)
+class Counting(Tallied):
+    """Counts how often it has scored, in a state of its own."""
+
+    name: ClassVar[str] = "counting"
+
+    n: int
+
+    def state(self, like: Slots) -> dict[str, Tensor]:
+        return {**super().state(like), "scored": like.a.new_zeros(1, 1)}
+
+    def tally(self, slots: Slots, before: Tensor, fold: Fold) -> Tensor:
+        return slots.position.float()
+
+    def score(self, slots: Slots, fold: Fold) -> Tensor:
+        fold.state["scored"] = fold.state["scored"] + 1
+        return fold.state["tally"]
+
+
 def slots_of(position: list[int]) -> Slots:
     """One row, one head."""
     return tokens(torch.tensor(position, dtype=torch.int64)[None, None])
@@ -88,6 +107,15 @@ def test_a_number_goes_with_its_token_however_tokens_arrive():
         state = fold.state
     assert places(held) == [[6, 7, 8, 9]]
     assert state["tally"][0, 0].tolist() == [7.0, 8.0, 9.0, 10.0]
+
+
+def test_what_a_score_writes_into_the_state_stays_there():
+    pool, held = Counting(2), slots_of([])
+    fold = replace(FOLD, state=pool.state(held))
+    for arrivals in ([0, 1], [2, 3], [4]):  # the first two fit, and nothing is scored
+        held, _ = pool.fold(held, slots_of(arrivals), fold)
+    assert fold.state["scored"].item() == 2
+    assert fold.state["tally"][0, 0].tolist() == [3.0, 4.0]
 
 
 def test_nothing_is_scored_while_there_is_room():

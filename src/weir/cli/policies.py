@@ -134,7 +134,8 @@ def list_entries() -> tuple[list[Entry], list[Entry]]:
     ours = {name: p for name, p in NAMED.items() if p.make.__module__.startswith("weir.")}
     named = [_describe(name, p.make, p.paper, p.pipe) for name, p in ours.items()]
     named += [
-        _describe(name, NAMED[name].make, "imported") for name in sorted(NAMED.keys() - ours.keys())
+        _describe(name, NAMED[name].make, NAMED[name].paper or "imported")
+        for name in sorted(NAMED.keys() - ours.keys())
     ]
     imported = {name: not kind.__module__.startswith("weir.") for name, kind in POOLS.items()}
     order = sorted(POOLS, key=lambda name: (imported[name], name))

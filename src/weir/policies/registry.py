@@ -104,11 +104,14 @@ class PolicyCall:
 def named(paper: str) -> Callable[[Make], Make]:
     """Register a function as the policy with its name, and the paper that it comes from.
 
+    Reports cite the paper if it is written as `Authors YEAR, "Title", arXiv:NUMBER`.
+
     It may be defined again, for example when a cell of a notebook is run twice. The policy that it
     returns records how it was called (`Policy.called`).
 
     Raises:
-        WeirError: it is not a function, or its name is taken or cannot be written in a policy.
+        WeirError: it is not a function, its name is taken or cannot be written in a policy, or a
+            parameter has no annotation.
     """
 
     def register(make: Make) -> Make:
@@ -119,6 +122,7 @@ def named(paper: str) -> Callable[[Make], Make]:
         name = make.__name__
         check_name(name, "a policy")
         check_free(name, make, {key: known.make for key, known in NAMED.items()}, "a policy")
+        _check_parameters(make)
         checked = check_arguments(make, name)
         signature = inspect.signature(make)
 
@@ -137,6 +141,22 @@ def named(paper: str) -> Callable[[Make], Make]:
         return cast(Make, makes)
 
     return register
+
+
+def _check_parameters(make: Callable[..., Any]) -> None:
+    """Refuse parameters (WeirError) whose values a policy text could not set or check."""
+    for parameter in inspect.signature(make).parameters.values():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise WeirError(
+                f"the policy function {make.__name__} has the parameter {parameter}, which a "
+                "policy text cannot set. Give every parameter a name."
+            )
+        if parameter.annotation is parameter.empty:
+            raise WeirError(
+                f"the parameter {parameter.name} of the policy function {make.__name__} has no "
+                f"annotation, so its values cannot be checked. Write, for example, "
+                f"{parameter.name}: int."
+            )
 
 
 def load_plugins() -> None:

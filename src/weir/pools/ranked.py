@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -132,8 +131,8 @@ class Tallied(Ranked):
             order = both.position.argsort(dim=2, stable=True)
             both, before = both.take_sorted(order), before.gather(2, order)
         tally = self.tally(both, before, fold).masked_fill(~both.held, 0.0)
-        with_tally = replace(fold, state={**fold.state, TALLY: tally})
-        stays = self.stays(choose, both, with_tally)
+        fold.state[TALLY] = tally  # of all slots while `score` reads it, then of those that stay
+        stays = self.stays(choose, both, fold)
         fold.state[TALLY] = gather_kept(tally, stays, self.slots())
         return split(both, stays)
 

@@ -81,11 +81,11 @@ def tables():
 def test_every_table_says_how_sure_its_figures_are(tables):
     sure = [[column.sure(0) for column in table.columns] for table in tables]
     assert sure == [
-        ["-48.3–78.8, sd 7.1, n 2", "0.640–0.948, sd 0.071, n 20", ""],
-        ["0.64–0.95, sd 0.07, n 20"],
+        ["-48.3 to 78.8, sd 7.1, n 2", "0.640 to 0.948, sd 0.071, n 20", ""],
+        ["0.64 to 0.95, sd 0.07, n 20"],
     ]
-    assert "**15.2** <small>-48.3–78.8, sd 7.1, n 2</small>" in as_markdown(tables[0])
-    assert "<b>15.2</b> <small>-48.3–78.8, sd 7.1, n 2</small>" in as_html(tables[0])
+    assert "**15.2** <small>-48.3 to 78.8, sd 7.1, n 2</small>" in as_markdown(tables[0])
+    assert "<b>15.2</b> <small>-48.3 to 78.8, sd 7.1, n 2</small>" in as_html(tables[0])
     assert "| `b` | 40.0 |" in as_markdown(tables[0])
 
 
@@ -108,7 +108,7 @@ def test_latex_has_a_table_each_with_the_best_marked_and_nothing_left_to_escape(
     text = as_latex(tables)
     assert text.count(r"\begin{tabular}{lrrr}") == text.count(r"\begin{tabular}{lr}") == 1
     assert r"\texttt{sink(4) \textbar{} a\_b} & \textbf{15.2} & 0.850 & 2.00 \\" in text
-    assert r"{\scriptsize -48.3--78.8, sd 7.1, n 2}" in text
+    assert r"{\scriptsize {\textminus}48.3 to 78.8, sd 7.1, n 2}" in text
     assert r"\texttt{b} & 40.0 & -- & 2.00 \\" in text
     assert re.findall(r"(?<!\\)[_#%$](?! )", text) == []
     rows = [line for line in text.splitlines() if line.endswith(r"\\")]

@@ -22,6 +22,8 @@ from weir.evals.results.report import (
     plot_pareto,
     write_report,
 )
+from weir.policies import NAMED, Pipe, Policy, named
+from weir.pools import Recent
 
 
 def record(number: int, policy: str, value: float, nbytes: int, **more: Any) -> dict[str, Any]:
@@ -252,6 +254,17 @@ def test_the_papers_of_the_policies_that_ran_are_cited(results, tmp_path):
         for paper in papers_of(f"{name}(budget=64)")
     }
     assert numbers >= {"2402.06082", "2502.07861", "2410.23079", "2401.06104"}
+
+
+def test_the_paper_that_a_policy_was_registered_with_is_cited():
+    @named('Lee and Kim 2024, "A Title of mine", arXiv:2401.00001')
+    def of_lee(budget: int = 8) -> Policy:
+        return Pipe((Recent(budget),))
+
+    try:
+        assert Paper("2401.00001", "Lee and Kim", "A Title of mine") in papers_of("of_lee(9)")
+    finally:
+        del NAMED["of_lee"]
 
 
 def recalled(form: str, way: str, distance: int, right: int) -> dict[str, Any]:

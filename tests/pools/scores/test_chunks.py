@@ -14,7 +14,7 @@ from pools.streams import fed, places, tokens
 from reference.scores import spans
 from torch import Tensor
 
-from weir.errors import PolicyError
+from weir.errors import PolicyError, WeirError
 from weir.policies import policy
 from weir.pools import Chunks, CounterRNG, Fold, Heavy, KNorm, Ranked, Recent, Sink, Tova
 from weir.pools.scores.chunks import whole_spans
@@ -124,3 +124,15 @@ def test_what_it_cannot_go_around_is_pointed_at(text, reason, at):
     with pytest.raises(PolicyError, match=reason) as refusal:
         policy(text)
     assert refusal.value.at == at
+
+
+def test_a_pool_with_a_fold_of_its_own_is_refused_because_chunks_would_skip_it():
+    class Counted(Told):
+        def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
+            return super().fold(held, new, fold)
+
+    with pytest.raises(
+        WeirError, match=r"Counted has a fold\(\) of its own, which chunks would not"
+    ):
+        Chunks(Counted(4, ()), 2)
+    assert Chunks(Told(4, ()), 2).slots() == 4

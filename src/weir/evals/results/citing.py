@@ -1,7 +1,8 @@
 """The papers of the policies that ran: what a report says to cite, and BibTeX.
 
-The module of each pool names its paper in its docstring, `Authors YEAR, "Title", arXiv:NUMBER`, and
-so can a module of your own. What is not said there is left out of the entry.
+The docstring of each pool's module names its paper as `Authors YEAR, "Title", arXiv:NUMBER`. A
+module of your own can do so too, and so can the text of `@named`. What is not said there is left
+out of the entry.
 """
 
 from __future__ import annotations
@@ -84,7 +85,9 @@ def papers_of(policy: str) -> list[Paper]:
         pipes = [pipe for pipe in read.pipes if pipe.slots is not None]
         kinds = [type(pool) for pipe in pipes for pool in pipe.pools]
     call = parse_call(policy)
-    texts = [NAMED[call.name].make.__doc__] if call is not None and call.name in NAMED else []
+    texts: list[str | None] = []
+    if call is not None and call.name in NAMED:
+        texts = [NAMED[call.name].make.__doc__, NAMED[call.name].paper]
     modules = dict.fromkeys(kind.__module__ for kind in kinds)
     texts += [sys.modules[name].__doc__ for name in modules]
     return [paper for text in texts for paper in papers_in(text or "")]

@@ -7,6 +7,7 @@ import html
 import io
 import itertools
 import math
+import re
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -110,12 +111,17 @@ def _latex(table: FigureTable) -> str:
     marks = r"\textbf{%s}", r"\underline{%s}", r"{\scriptsize %s}"
     for name, cells in _rows(table, *marks, unknown="--"):
         figures, below = zip(*cells, strict=True)
-        body.append(" & ".join([rf"\texttt{{{_tex(name)}}}", *figures]) + r" \\")
+        body.append(" & ".join([rf"\texttt{{{_tex(name)}}}", *map(_minus, figures)]) + r" \\")
         if any(below):
-            body.append(" & ".join(["", *(sure.replace("–", "--") for sure in below)]) + r" \\")
+            body.append(" & ".join(["", *map(_minus, below)]) + r" \\")
     begin = rf"\begin{{tabular}}{{l{'r' * len(table.columns)}}}"
     top = [f"% {table.title}", begin, r"\toprule", rf"{heads} \\", r"\midrule"]
     return "\n".join([*top, *body, r"\bottomrule", r"\end{tabular}", ""])
+
+
+def _minus(cell: str) -> str:
+    """Write negative numbers of a cell with a minus sign, which LaTeX does not make of `-`."""
+    return re.sub(r"(?<![\w-])-(?=\d)", r"{\\textminus}", cell)
 
 
 def _tex(text: str) -> str:

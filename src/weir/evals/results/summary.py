@@ -151,7 +151,7 @@ class Column:
             return ""
         low, high = (f"{end:.{self.digits}f}" for end in (figure.low, figure.high))
         spread = "" if figure.sd is None else f"sd {figure.sd:.{self.digits}f}, "
-        return f"{low}–{high}, {spread}n {figure.n:,}"
+        return f"{low} to {high}, {spread}n {figure.n:,}"
 
     def places(self) -> dict[int, int]:
         """Rank (1 or 2) of the best and second-best rows, by row.

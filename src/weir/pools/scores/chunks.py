@@ -45,6 +45,12 @@ class Chunks(PoolWrapper):
                 "chunks needs an inner pool that keeps tokens by a score, as in "
                 f"chunks(heavy(64), size=8), got {self.pool.name}"
             )
+        if type(self.pool).fold is not Ranked.fold:  # `chunks` folds by `fold_by`, and skips it
+            raise WeirError(
+                f"chunks cannot use {self.pool.name}, because {type(self.pool).__name__} has a "
+                "fold() of its own, which chunks would not call. Override fold_by(), score() or "
+                "tally() instead."
+            )
         if self.size > self.pool.slots():
             raise WeirError(
                 f"size of chunks must be from 1 to the number of slots, {self.pool.slots()}, got "
