@@ -258,7 +258,20 @@ def test_errors_have_the_form_of_the_api(server, change, status, kind):
     assert answer.status_code == status
     body = answer.json()
     assert (body["type"], body["error"]["type"]) == ("error", kind)
-    assert body["error"]["message"]
+    assert body["error"]["message"] and body["error"]["details"]["error_code"]
+
+
+def test_a_thread_is_refused_with_the_code_on_which_the_sdk_sends_everything(server):
+    for path in (PATH, f"{PATH}/count_tokens"):
+        body = {**ask(USER), "thread": {"type": "create"}}
+        if path != PATH:
+            del body["max_tokens"], body["temperature"]
+        answer = server.post(path, body)
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert error["details"] == {"error_code": "thread_unsupported_request"}
+        assert error["message"].startswith("Invalid 'thread': threads are not supported.")
+    assert server.post(PATH, ask(USER, thread=None)).status_code == 200
 
 
 def test_wrong_keys_and_hosts_are_refused_in_this_form():
@@ -315,3 +328,21 @@ def test_anthropics_own_client(server):
     with pytest.raises(anthropic.NotFoundError, match="--alias claude"):
         client.messages.create(messages=messages, **{**how, "model": "claude"})
     assert [one.id for one in client.models.list()] == ["small"]
+
+
+def test_the_tool_runner_of_anthropics_client_works_as_it_is(server):
+    anthropic = pytest.importorskip("anthropic")
+    places = []
+
+    @anthropic.beta_tool
+    def get_weather(place: str) -> str:
+        """Return the weather of a place."""
+        places.append(place)
+        return "Sunny"
+
+    client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+    runner = client.beta.messages.tool_runner(
+        model="small", max_tokens=40, messages=[USER], tools=[get_weather], max_iterations=2
+    )
+    answers = list(runner)
+    assert answers and answers[0].usage.input_tokens > 0

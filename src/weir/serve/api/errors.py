@@ -12,7 +12,11 @@ from starlette.responses import JSONResponse
 
 from weir.errors import shorten
 
-CODES = {"missing": "missing_required_parameter", "extra_forbidden": "unknown_parameter"}
+CODES = {
+    "missing": "missing_required_parameter",
+    "extra_forbidden": "unknown_parameter",
+    "thread_unsupported_request": "thread_unsupported_request",
+}
 
 DEFAULT_CODES = {
     400: "invalid_value",
@@ -66,11 +70,18 @@ class ErrorBody(BaseModel):
     error: ErrorFacts
 
 
+class AnthropicErrorDetails(BaseModel):
+    """What programs can read of an error in Anthropic's API: the same code as in OpenAI's."""
+
+    error_code: str | None
+
+
 class AnthropicErrorFacts(BaseModel):
-    """An error in Anthropic's API: its type and a message."""
+    """An error in Anthropic's API: its type, a message, and a code for programs."""
 
     type: str
     message: str
+    details: AnthropicErrorDetails
 
 
 class AnthropicErrorBody(BaseModel):
@@ -133,7 +144,9 @@ def anthropic_error(error: APIError) -> dict[str, Any]:
     """Return an error in the format of Anthropic's API."""
     other = "invalid_request_error" if error.status < 500 else "api_error"
     kind = ANTHROPIC_TYPES.get(error.status, other)
-    return {"type": "error", "error": {"type": kind, "message": _with_field(error)}}
+    details = {"error_code": error.body["error"]["code"]}
+    message = _with_field(error)
+    return {"type": "error", "error": {"type": kind, "message": message, "details": details}}
 
 
 def ollama_error(error: APIError) -> dict[str, Any]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, StringConstraints, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, StringConstraints, Tag, model_validator
+from pydantic_core import PydanticCustomError
 
 from weir.serve.api.schemas.base import (
     Lenient,
@@ -192,6 +193,16 @@ class AnthropicOutput(Noted):
     effort: Annotated[str, StringConstraints(max_length=64)] | None = None
 
 
+def _refuse_thread(value: object) -> None:
+    """Refuse to keep a thread. On this code, Anthropic's SDKs send the whole conversation."""
+    if value is not None:
+        raise PydanticCustomError(
+            "thread_unsupported_request",
+            "threads are not supported. Leave out thread and send the whole conversation; what the "
+            "server has already read of it is not read again",
+        )
+
+
 class CountBody(GenerationBody):
     """Request body of `POST /v1/messages/count_tokens`."""
 
@@ -218,6 +229,7 @@ class CountBody(GenerationBody):
 
     cache_control: Any = None
     context_management: Any = None
+    thread: Annotated[None, BeforeValidator(_refuse_thread)] = None
 
     @model_validator(mode="after")
     def _note_parts(self) -> CountBody:
