@@ -26,7 +26,7 @@ from torch import Tensor
 import weir
 from weir.errors import WeirError
 from weir.evals.report import TextTable
-from weir.evals.tasks.exercises import Material, distances_to, draw_facts, fill_in, lay_out
+from weir.evals.tasks.exercises import Material, distances_to, draw_facts, draw_layout, fill_in
 from weir.stream import read_stream
 from weir.train import DIGITS, Words
 from weir_bench.peers.process import PeerProcess
@@ -57,7 +57,7 @@ def make_tasks() -> dict[str, Tensor]:
     for name, farthest, before in (("far", 1024, 256), ("near", 256, 24)):
         rng = np.random.default_rng(0)
         distances = distances_to(farthest)
-        layout = lay_out(distances, before, rng)
+        layout = draw_layout(distances, before, rng)
         assert name == "far" or layout.length <= WINDOW, layout.length
         material = Material(words, book.numpy(), rng)
         rows, numbers = [], []

@@ -92,7 +92,7 @@ def _contents_of(layer: Layer, waiting: list[int]) -> Contents:
     position = part.position.masked_fill(~(used[:, None] & counts), -1)
     pools = torch.full_like(position, -1)
     for row, end in enumerate(ends):
-        pools[row, :, :end] = pools_of(lay_out(layer.spec.pipe, layer.state.lengths[row]), end)
+        pools[row, :, :end] = pool_indices(lay_out(layer.spec.pipe, layer.state.lengths[row]), end)
     empty = position < 0
     return Contents(
         position=position,
@@ -111,7 +111,7 @@ def pool_names(spec: LayerSpec) -> tuple[str, ...]:
     return (*(pool.name for pool in spec.pipe.pools), WAITING)
 
 
-def pools_of(lies: Layout, end: int) -> Tensor:
+def pool_indices(lies: Layout, end: int) -> Tensor:
     """Return the index in `pool_names` of each of a row's first `end` slots [end], int64."""
     pools = torch.full((end,), len(lies.lengths))
     for pool, start in lies.starts.items():
@@ -324,7 +324,7 @@ def _join_layers(layers: Sequence[Part], seen: int, waiting: int, origin: int) -
         place, a, b = (t[:, :end].cpu() for t in buffers)
         used = _counts(place, a, b)
         number = torch.tensor([names.index(name) for name in pool_names(spec)])
-        pool = number[pools_of(lies, end)].expand(place.shape)
+        pool = number[pool_indices(lies, end)].expand(place.shape)
         head = used.nonzero()[:, 0]
         if spec.heads is not None:
             head = torch.tensor(spec.heads)[head]

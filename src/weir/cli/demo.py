@@ -134,7 +134,7 @@ def demo(
     result["interrupted"] = bool(interrupt)
     with waiting("drawing the plots"), writing(out):
         (out / "result.json").write_text(json.dumps(for_json(result), indent=1) + "\n", "utf-8")
-        demonstration.write_report(result, out / "report.html")
+        demonstration.write_page(result, out / "report.html")
         demonstration.write_excerpt(result, out)
     if as_json:
         print_json(result)

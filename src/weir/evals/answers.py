@@ -68,7 +68,7 @@ def ask_all(
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool) -> list[int]:
     """The ids of a prompt, behind the tokenizer's start token or in the model's chat template."""
     if chat:
-        check_template(tokenizer)
+        require_template(tokenizer)
         text = render_chat(tokenizer, [{"role": "user", "content": text}])
     ids = list(tokenizer(text, add_special_tokens=not chat, verbose=False)["input_ids"])
     if not ids:
@@ -76,7 +76,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool) -> lis
     return ids
 
 
-def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
+def require_template(tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse a tokenizer without a chat template with a `WeirError`."""
     if tokenizer.chat_template is None:
         raise WeirError(

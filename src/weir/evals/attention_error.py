@@ -25,7 +25,7 @@ from weir.errors import PolicyError, WeirError
 from weir.evals.capture import LayerInputs, capture
 from weir.evals.report import line_style
 from weir.models import window_of
-from weir.policies import Pipe, Policy, Recompute, parse_call, parse_policy
+from weir.policies import Pipe, Policy, Recompute, check_folder, parse_call, parse_policy
 from weir.pools import CounterRNG, Recent
 
 RATES = (1 / 2, 1 / 4, 1 / 8, 1 / 16)
@@ -309,10 +309,7 @@ def check_plot(path: Path) -> None:
     """Check before measuring that a plot can be written to a file."""
     if path.suffix.lower() not in KINDS:
         raise WeirError(f"a plot is written as {', '.join(KINDS)}, not as {path}")
-    if not path.expanduser().parent.is_dir():
-        raise WeirError(
-            f"the folder {path.parent} for the plot does not exist. Create it, or use another path."
-        )
+    check_folder(path.expanduser(), "the plot")
 
 
 def write_plot(rows: Sequence[LayerError], path: Path) -> None:

@@ -27,6 +27,7 @@ from weir.policies import (
     Pipe,
     Policy,
     Recompute,
+    check_folder,
     expand_home,
     format_policy_file,
     is_file,
@@ -44,7 +45,7 @@ class SizeOption(NamedTuple):
     error: float
 
 
-def share_out(layers: Sequence[Sequence[SizeOption]], total: int) -> list[int]:
+def choose_sizes(layers: Sequence[Sequence[SizeOption]], total: int) -> list[int]:
     """Choose of each layer's sizes, by index, those of least total error within `total` bytes.
 
     The cheapest if even those do not fit. The multiple-choice knapsack problem, solved exactly by
@@ -307,11 +308,7 @@ def check_path(path: str | Path) -> Path:
     path = expand_home(path)
     if not is_file(path.name):
         raise WeirError(f"the name of a policy file ends with .toml, which {path.name} does not")
-    if not path.parent.is_dir():
-        raise WeirError(
-            f"the folder {path.parent} for {path.name} does not exist. Create it, or use another "
-            "path."
-        )
+    check_folder(path, path.name)
     return path
 
 
@@ -330,9 +327,9 @@ def calibrate(
     """Distribute the bytes of a policy over a model's layers by their measured effect on a text.
 
     The text is read in passages no longer than the model's window, so that there is exact attention
-    to compare with: `measure_sizes` measures the error of each size in `size_ladder`, `share_out`
-    spends the bytes. If the mean error does not fall, every layer keeps the size that the policy
-    gives it.
+    to compare with: `measure_sizes` measures the error of each size in `size_ladder`, and
+    `choose_sizes` spends the bytes. If the mean error does not fall, every layer keeps the size
+    that the policy gives it.
 
     Args:
         model, tokenizer, text: the text is a file, UTF-8, plain or .xz.
@@ -427,7 +424,7 @@ def _share_bytes(
         own.append(sizes[layer].index(plan.spec.pipe))
     before = [each[place] for each, place in zip(choices, own, strict=True)]
     total = sum(choice.nbytes for choice in before)
-    taken = share_out(choices, total)
+    taken = choose_sizes(choices, total)
     after = [each[place] for each, place in zip(choices, taken, strict=True)]
     if fmean(layer.error for layer in after) >= fmean(layer.error for layer in before):
         taken, after = own, before

@@ -356,7 +356,7 @@ def best_of_a_size(result: dict[str, Any]) -> str | None:
 # --- the page
 
 
-def write_report(result: dict[str, Any], path: Path) -> None:
+def write_page(result: dict[str, Any], path: Path) -> None:
     """Write the page for a result of `read_book`."""
     from weir import __version__
 

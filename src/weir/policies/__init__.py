@@ -1,6 +1,12 @@
 """Policies: their classes, their text grammar, and the named policies."""
 
-from weir.policies.file import check_regular, expand_home, format_policy_file, is_file
+from weir.policies.file import (
+    check_folder,
+    check_regular,
+    expand_home,
+    format_policy_file,
+    is_file,
+)
 from weir.policies.grammar import NUMBER, Parser, parse_call, parse_policy, policy, saved_policy
 from weir.policies.layered import Layered, OtherHeads
 from weir.policies.library import KVzip, Recompute

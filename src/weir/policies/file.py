@@ -78,6 +78,17 @@ def check_regular(path: Path, what: str) -> None:
         )
 
 
+def check_folder(path: Path, what: str) -> None:
+    """Refuse a path of a file to be written whose folder does not exist.
+
+    Nothing is written. `what` says what the file will be, as in "the plot".
+    """
+    if not path.parent.is_dir():
+        raise WeirError(
+            f"the folder {path.parent} for {what} does not exist. Create it, or use another path."
+        )
+
+
 def read_policy_file(name: str) -> PolicyFile:
     """Read a policy file."""
     path = expand_home(name)

@@ -178,7 +178,7 @@ def check_room(budget: int, sinks: int, **slots: int) -> None:
         )
 
 
-def share_out(budget: int, sinks: int, **parts: tuple[int, Callable[[int], Pool]]) -> Pipe:
+def split_budget(budget: int, sinks: int, **parts: tuple[int, Callable[[int], Pool]]) -> Pipe:
     """Return a pipe of sinks, pools with given numbers of slots, and the newest tokens in the
     rest.
     """
@@ -202,7 +202,7 @@ def window(budget: Count = 256) -> Policy:
 @named("Xiao et al. 2024, Efficient Streaming Language Models with Attention Sinks")
 def streaming_llm(budget: int = 256, sinks: int = 4) -> Policy:
     """Keep the first tokens and the newest, with positions counted in the cache."""
-    return share_out(budget, sinks)
+    return split_budget(budget, sinks)
 
 
 @named("Xiao et al. 2024, Figure 1c: sliding window with re-computation")
@@ -245,7 +245,7 @@ def kvzip(
 @named("Zhang et al. 2023, H2O: Heavy-Hitter Oracle for Efficient Generative Inference")
 def h2o(budget: int = 256) -> Policy:
     """Keep the newest tokens and, of the others, those that received the most attention."""
-    return share_out(budget, 0, heavy_hitters=(budget // 2, Heavy))
+    return split_budget(budget, 0, heavy_hitters=(budget // 2, Heavy))
 
 
 @named("Zhao et al. 2024, BUZZ: Beehive-structured Sparse KV Cache with Segmented Heavy Hitters")
@@ -297,7 +297,9 @@ def reservoir(
         weighted: whether each token of the sample represents as many tokens as it was drawn from.
     """
     samples = budget // 4 if samples is None else samples
-    return share_out(budget, sinks, samples=(samples, lambda n: Reservoir(n, weighted, per_head)))
+    return split_budget(
+        budget, sinks, samples=(samples, lambda n: Reservoir(n, weighted, per_head))
+    )
 
 
 @named("Kochetkova et al. 2025, BalanceKV, section 4.1: independent uniform sampling, the baseline")
@@ -341,7 +343,7 @@ def kcenter(budget: int = 256) -> Policy:
 
     Each gets half of the budget. The first token of the stream is always among the centers.
     """
-    return share_out(budget, 0, centers=(budget // 2, KCenter))
+    return split_budget(budget, 0, centers=(budget // 2, KCenter))
 
 
 @named("Li et al. 2024, SnapKV: LLM Knows What You Are Looking for Before Generation")
@@ -367,7 +369,7 @@ def defensivekv(budget: int = 256, sinks: int = 4, half_life: int | None = 2048)
     A quarter of the budget is for the last kind.
     """
     defended = (budget // 4, lambda n: Defend(n, half_life=half_life))
-    return share_out(budget, sinks, defended_tokens=defended)
+    return split_budget(budget, sinks, defended_tokens=defended)
 
 
 @named("error certificates, arXiv:2607.21475; Duffield et al. 2007, priority sampling")
@@ -380,7 +382,7 @@ def certified(budget: int = 256, sinks: int = 4, floor: float = 0.1, watch: int 
     # A small budget must leave a slot for a newest token.
     quarter = min(budget // 4, (budget - sinks - 1) // 2)
     samples = (quarter, lambda n: Tail(n, floor=floor, watch=watch))
-    return share_out(budget, sinks, heavy_hitters=(quarter, Heavy), samples=samples)
+    return split_budget(budget, sinks, heavy_hitters=(quarter, Heavy), samples=samples)
 
 
 @named("ResKV, arXiv:2607.29591")
@@ -390,7 +392,9 @@ def reskv(budget: int = 256, sinks: int = 4, half_life: int | None = 256) -> Pol
     An eighth of the budget is for means. A merged token counts half as much after `half_life` more
     tokens.
     """
-    return share_out(budget, sinks, means=(budget // 8, lambda n: Residue(n, half_life=half_life)))
+    return split_budget(
+        budget, sinks, means=(budget // 8, lambda n: Residue(n, half_life=half_life))
+    )
 
 
 @named("Attention Matching, arXiv:2602.16284")
@@ -427,7 +431,7 @@ def keyformer(budget: int = 256) -> Policy:
     """Keep the newest tokens (three tenths) and the others with the most attention, with added
     noise.
     """
-    return share_out(budget, 0, key_tokens=(budget - max(1, 3 * budget // 10), Keyformer))
+    return split_budget(budget, 0, key_tokens=(budget - max(1, 3 * budget // 10), Keyformer))
 
 
 @named("Shi et al. 2025, LaCache: Ladder-Shaped KV Caching for Efficient Long-Context Modeling")

@@ -32,7 +32,7 @@ from weir.train.exercises import Words
 from weir.train.log import open_log
 from weir.train.processes import Processes
 from weir.train.recipe import TrainingRecipe
-from weir.train.shapes import layers_of, new_model
+from weir.train.shapes import decoder_layers, new_model
 
 MOST_LOGITS = 2**28
 """Most logits in memory at one time, 1 GiB; larger steps are computed in parts."""
@@ -137,7 +137,7 @@ def rate_at(recipe: TrainingRecipe, step: int) -> float:
 
 def optimizers(model: PreTrainedModel, recipe: TrainingRecipe) -> list[torch.optim.Optimizer]:
     """Return the optimizer of the matrices inside the layers, and AdamW for everything else."""
-    inside = [p for p in layers_of(model).parameters() if p.ndim == 2]
+    inside = [p for p in decoder_layers(model).parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if all(p is not q for q in inside)]
     adamw = partial(torch.optim.AdamW, betas=(0.9, 0.95), fused=True)
     muon = partial(torch.optim.Muon, adjust_lr_fn="match_rms_adamw")

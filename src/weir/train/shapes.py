@@ -41,7 +41,7 @@ def new_model(recipe: TrainingRecipe, tokenizer: PreTrainedTokenizerBase) -> Pre
     return model
 
 
-def layers_of(model: PreTrainedModel) -> nn.ModuleList:
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """Return the layers of a model made by `new_model`."""
     decoder: Any = model.base_model
     layers: nn.ModuleList = decoder.blocks if hasattr(decoder, "blocks") else decoder.layers

@@ -117,7 +117,7 @@ def test_a_file_that_cannot_be_written_is_named(model, text, tmp_path):
     found = calibrate(model, Letters(), text, POLICY, chunk=4, tokens=64)
     with pytest.raises(WeirError, match=r"ends with \.toml, which budgets\.txt does not"):
         found.write(tmp_path / "budgets.txt")
-    with pytest.raises(WeirError, match="does not exist"):
+    with pytest.raises(WeirError, match=r"nowhere for budgets\.toml does not exist\. Create it"):
         found.write(tmp_path / "nowhere" / "budgets.toml")
     (tmp_path / "folder.toml").mkdir()
     with pytest.raises(WeirError, match=r"cannot write the policy file .*folder\.toml: Is a dir"):

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weir.evals.calibration import SizeOption, share_out
+from weir.evals.calibration import SizeOption, choose_sizes
 
 
 def choices(*errors: float, step: int = 10) -> list[SizeOption]:
@@ -35,7 +35,7 @@ sizes = st.lists(st.tuples(st.integers(1, 30), st.integers(0, 40)), min_size=1, 
 def test_no_other_way_to_spend_the_bytes_leaves_less_error(some, more):
     layers = [[SizeOption(*pair) for pair in each] for each in some]
     total = sum(min(option.nbytes for option in each) for each in layers) + more
-    nbytes, error = spent(layers, share_out(layers, total))
+    nbytes, error = spent(layers, choose_sizes(layers, total))
     assert nbytes <= total
     assert error == least(layers, total)
 
@@ -44,7 +44,7 @@ def test_steps_of_a_hundred_layers_are_shared_out_exactly():
     """Each layer's steps cost more than the bytes of the last, so greed would be off."""
     layers = [choices(9, 5, 3, 2, step=100 + 7 * (n % 13)) for n in range(100)]
     total = sum(each[0].nbytes for each in layers) + 12345
-    nbytes, error = spent(layers, share_out(layers, total))
+    nbytes, error = spent(layers, choose_sizes(layers, total))
     # By bytes, the least error of the layers so far: the table that every book has.
     table = np.full(12346, np.inf)
     table[:] = 0.0
@@ -62,27 +62,31 @@ def test_steps_of_a_hundred_layers_are_shared_out_exactly():
 def test_by_hand():
     layers = [choices(8, 4, 3), choices(9, 8, 7), choices(6, 1, 0)]
     # 30 bytes are taken from the start; the steps are worth 4, 1; 1, 1; 5, 1.
-    assert share_out(layers, 30) == [0, 0, 0]
-    assert share_out(layers, 40) == [0, 0, 1]
-    assert share_out(layers, 59) == [1, 0, 1]
-    assert share_out(layers, 10**6) == [2, 2, 2]
-    assert share_out(layers, 0) == [0, 0, 0]
+    assert choose_sizes(layers, 30) == [0, 0, 0]
+    assert choose_sizes(layers, 40) == [0, 0, 1]
+    assert choose_sizes(layers, 59) == [1, 0, 1]
+    assert choose_sizes(layers, 10**6) == [2, 2, 2]
+    assert choose_sizes(layers, 0) == [0, 0, 0]
 
 
 def test_bytes_are_what_counts_and_not_sizes():
     dear, cheap = choices(8, 4, step=100), choices(8, 7)
-    assert share_out([dear, cheap], 200) == [0, 1]  # 4 for 100 bytes, 1 for 10
+    assert choose_sizes([dear, cheap], 200) == [0, 1]  # 4 for 100 bytes, 1 for 10
 
 
 def test_a_size_that_buys_nothing_hides_none_behind_it():
-    assert share_out([choices(5, 5, 5, 0), choices(5, 4, 4, 4)], 50) == [3, 0]
+    assert choose_sizes([choices(5, 5, 5, 0), choices(5, 4, 4, 4)], 50) == [3, 0]
 
 
 def test_a_layer_that_needs_all_gets_all_and_one_that_needs_nothing_stays_small():
     needs, idle = choices(9, 8, 7, 6, 5), choices(0, 0, 0, 0, 0)
-    assert share_out([idle, needs, idle], 70) == [0, 4, 0]
+    assert choose_sizes([idle, needs, idle], 70) == [0, 4, 0]
 
 
 def test_what_costs_no_more_is_taken_if_it_is_better():
-    assert share_out([[SizeOption(10, 5.0), SizeOption(10, 3.0), SizeOption(20, 4.0)]], 20) == [1]
-    assert share_out([[SizeOption(10, 5.0), SizeOption(20, 3.0), SizeOption(20, 2.0)]], 20) == [2]
+    assert choose_sizes([[SizeOption(10, 5.0), SizeOption(10, 3.0), SizeOption(20, 4.0)]], 20) == [
+        1
+    ]
+    assert choose_sizes([[SizeOption(10, 5.0), SizeOption(20, 3.0), SizeOption(20, 2.0)]], 20) == [
+        2
+    ]

@@ -83,7 +83,7 @@ def result(llama) -> dict[str, Any]:
 
 @pytest.fixture
 def page(result, tmp_path) -> str:
-    demo.write_report(result, tmp_path / "report.html")
+    demo.write_page(result, tmp_path / "report.html")
     return (tmp_path / "report.html").read_text("utf-8")
 
 
@@ -249,7 +249,7 @@ def test_a_right_answer_has_a_tick_and_a_strip_says_in_words_what_it_shows(resul
             for p in result["policies"]
         ],
     }
-    demo.write_report(told, tmp_path / "report.html")
+    demo.write_page(told, tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text("utf-8")
     assert page.count("<td><b>AB&nbsp;✓</b></td>") == len(SMALL)
     assert page.count("<td>XY and so on, whatever</td>") == len(SMALL)  # in full
@@ -258,7 +258,7 @@ def test_a_right_answer_has_a_tick_and_a_strip_says_in_words_what_it_shows(resul
 
 
 def test_a_page_of_which_nobody_was_asked_tells_no_story(result, tmp_path):
-    demo.write_report({**result, "story": None}, tmp_path / "report.html")
+    demo.write_page({**result, "story": None}, tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text("utf-8")
     assert "still knows" not in page and "Who still" not in page and "names" not in page
 
@@ -266,7 +266,7 @@ def test_a_page_of_which_nobody_was_asked_tells_no_story(result, tmp_path):
 def test_names_are_shown_as_they_are(result, tmp_path):
     odd = {**result, "book": "<b>R&D</b>"}
     odd["policies"] = [{**policy, "policy": "<i>&"} for policy in result["policies"]]
-    demo.write_report(odd, tmp_path / "report.html")
+    demo.write_page(odd, tmp_path / "report.html")
     parsed = Page((tmp_path / "report.html").read_text("utf-8"))
     assert "b" not in parsed.count
     assert "<b>R&D</b>" in parsed.words
@@ -280,12 +280,12 @@ def test_a_demo_that_was_broken_off_has_a_page_too(result, tmp_path, blocks):
         {**p, "ppl_by_block": p["ppl_by_block"][:blocks], "bytes_by_block": [1000] * blocks}
         for p in result["policies"]
     ]
-    demo.write_report(short, tmp_path / "report.html")
+    demo.write_page(short, tmp_path / "report.html")
     assert Page((tmp_path / "report.html").read_text("utf-8")).count["svg"] == 3
 
 
 def test_the_result_survives_json(result, tmp_path):
-    demo.write_report(json.loads(json.dumps(result)), tmp_path / "report.html")
+    demo.write_page(json.loads(json.dumps(result)), tmp_path / "report.html")
     assert (tmp_path / "report.html").stat().st_size > 20_000
 
 

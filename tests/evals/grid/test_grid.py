@@ -11,7 +11,7 @@ from weir.cache import size_of
 from weir.errors import WeirError
 from weir.evals.fitting import budget_in
 from weir.evals.grid import grid as grid_of
-from weir.evals.grid.grid import Grid, make_grid, pools_of
+from weir.evals.grid.grid import Grid, make_grid, named_pools
 from weir.evals.notation import with_budget
 from weir.loading import skeleton
 from weir.policies.registry import NAMED
@@ -229,7 +229,7 @@ def test_quantized_policies_have_the_budgets_of_those_inside():
     ],
 )
 def test_only_a_name_stands_for_pools_however_pools_are_spelled(policy, pools):
-    assert pools_of(policy) == pools
+    assert named_pools(policy) == pools
 
 
 def test_a_pipe_that_is_larger_than_the_memory_is_refused_by_name():

@@ -17,7 +17,7 @@ from weir.errors import WeirError
 from weir.evals.fitting import budget_in
 from weir.evals.grid import extend_grid, runner
 from weir.evals.grid import grid as grids
-from weir.evals.grid.grid import load_model, make_grid
+from weir.evals.grid.grid import load_cached, make_grid
 from weir.evals.grid.runner import failure_reason, run, subject_of
 from weir.evals.results import failures
 from weir.evals.results.file import read_results
@@ -52,7 +52,7 @@ class Toy(Task):
 @pytest.fixture
 def toys(monkeypatch, llama):
     monkeypatch.setitem(TASKS, "toy", Toy)
-    monkeypatch.setattr(runner, "load_model", lambda name, loading, compiled: (llama, None))
+    monkeypatch.setattr(runner, "load_cached", lambda name, loading, compiled: (llama, None))
     monkeypatch.setattr(Toy, "runs", [])
     monkeypatch.setattr(Toy, "broken", {})
     return Toy
@@ -221,7 +221,7 @@ def test_what_was_asked_of_other_pools_is_not_measured_under_their_name(tmp_path
 
 
 def test_models_may_be_objects(tmp_path, monkeypatch, toys, llama):
-    monkeypatch.setattr(runner, "load_model", None)
+    monkeypatch.setattr(runner, "load_cached", None)
     given = {"mine": (llama, None)}
     with pytest.raises(WeirError, match="only models loaded by name can be compiled"):
         make_grid(given, "toy(n=1)", "h2o(8)", compiled=True)
@@ -238,7 +238,7 @@ def test_models_may_be_objects(tmp_path, monkeypatch, toys, llama):
 def test_compiled_steps_are_another_cell_and_say_so(tmp_path, monkeypatch, toys, llama):
     loaded: list[bool] = []
     monkeypatch.setattr(
-        runner, "load_model", lambda name, loading, on: loaded.append(on) or (llama, None)
+        runner, "load_cached", lambda name, loading, on: loaded.append(on) or (llama, None)
     )
     path = tmp_path / "r.jsonl"
     plain, fast = (make_grid(["m"], "toy(n=1)", "h2o(8)", compiled=it) for it in (False, True))
@@ -272,7 +272,7 @@ def test_a_model_that_cannot_be_had_fails_its_cells_only(tmp_path, monkeypatch, 
             raise WeirError("there is no model folder 'bad'")
         return llama, None
 
-    monkeypatch.setattr(runner, "load_model", load)
+    monkeypatch.setattr(runner, "load_cached", load)
     records = run(make_grid(["bad", "m"], "toy", "dense"), tmp_path / "r.jsonl")
     assert [r["status"] for r in records] == ["failed"] * 2 + ["done"] * 2
     assert records[0]["reason"] == "there is no model folder 'bad'"
@@ -343,14 +343,14 @@ def test_steps_of_a_model_are_compiled_once_for_all_of_its_cells(tmp_path, monke
     compiled: list[object] = []
     monkeypatch.setattr(grids, "compile_steps", lambda model, strict: compiled.append(model))
     monkeypatch.setattr(grids, "load", lambda name, **given: (llama, None))
-    load_model.cache_clear()
+    load_cached.cache_clear()
     cells = grid("ppl").cells[:2]
     for cell in cells:
         subject_of(cell)
     assert not compiled
     for cell in cells:
         subject_of(replace(cell, compiled=True))
-    load_model.cache_clear()
+    load_cached.cache_clear()
     assert compiled == [llama]
 
 

@@ -19,11 +19,11 @@ from weir.evals.inspect.keys import (
     VALUES,
     Covering,
     centers,
+    chosen_layers,
     cover,
     covering_radii,
     doublings,
     kinds_of,
-    layers_of,
     measure,
     plane_of,
     section,
@@ -98,8 +98,8 @@ def test_layers_are_spread_from_the_first_to_the_last():
     assert some_of(range(4)) == (0, 1, 2, 3)
     assert some_of(range(1)) == (0,)
     assert some_of((2, 7)) == (2, 7)
-    assert layers_of(asked_of(make("llama"))) == (0, 1)
-    assert layers_of(asked_of(make("llama"), layers=(1,))) == (1,)
+    assert chosen_layers(asked_of(make("llama"))) == (0, 1)
+    assert chosen_layers(asked_of(make("llama"), layers=(1,))) == (1,)
 
 
 def test_a_plane_keeps_neighbors_together_and_comes_again_with_its_seed():

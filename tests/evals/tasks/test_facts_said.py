@@ -20,7 +20,7 @@ from weir.evals.tasks.exercises import (
     Repeated,
     Verbatim,
     draw_facts,
-    lay_out,
+    draw_layout,
 )
 from weir.train import Words
 
@@ -224,8 +224,8 @@ def test_where_there_is_no_room_that_is_said(nano, tmp_path):
         Repeated(times=9, before=8, **FEW).run(reader(nano), silent)
     rng = np.random.default_rng(0)
     with pytest.raises(WeirError, match="9 tokens cannot be asked for after 8 tokens"):
-        lay_out([8, 16], 10, rng, statement=9)
-    crowded = lay_out([16, 16, 17, 17], 10, rng, statement=16)
+        draw_layout([8, 16], 10, rng, statement=9)
+    crowded = draw_layout([16, 16, 17, 17], 10, rng, statement=16)
     begins = sorted([n for (n,) in crowded.statements] + [n - 3 for n in crowded.answers])
     assert min(np.diff(begins)) >= 16
     assert [a - 3 - n for a, (n,) in zip(crowded.answers, crowded.statements, strict=True)] == [

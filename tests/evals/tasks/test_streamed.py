@@ -22,8 +22,8 @@ from weir.evals.tasks.exercises import (
     StreamLayout,
     distances_to,
     draw_facts,
+    draw_layout,
     fill_in,
-    lay_out,
 )
 from weir.evals.tasks.ppl import Perplexity
 from weir.evals.tasks.streameval import ExerciseLines, StreamEval, TextLines, make_schedule
@@ -139,7 +139,7 @@ def test_every_answer_is_due_its_distance_after_its_number(nano, seed):
     rng = np.random.default_rng(seed)
     distances = distances_to(600)
     assert distances == [16, 32, 64, 128, 256, 512, 600]
-    layout = lay_out(distances, 40, rng)
+    layout = draw_layout(distances, 40, rng)
     book = read_stream(nano[1], most=5000).ids.numpy()
     facts, row = sample(Material(words, book, rng), layout)
     numbers = [fact.answer for (fact,) in facts]
@@ -163,7 +163,7 @@ def test_recall_inside_the_window_is_that_of_a_plain_loop_answer_for_answer(nano
     # The same streams, and a greedy loop of transformers over each.
     words, rng = Words.of(tokenizer), np.random.default_rng(3)
     book = read_stream(tokenizer, most=200_000).ids.numpy()
-    layout = lay_out(distances_to(200), 20, rng)
+    layout = draw_layout(distances_to(200), 20, rng)
     rows = [sample(Material(words, book, rng), layout) for _ in range(6)]
     hits = []
     for question, place in enumerate(layout.answers):
@@ -342,5 +342,5 @@ def test_the_same_seed_gives_the_same_figures_and_another_other_ones(nano, task)
     assert set(task.metrics) <= set(once)
     if not isinstance(task, Perplexity):
         rngs = [np.random.default_rng(seed) for seed in (4, 5)]
-        a, b = (lay_out([16, 64], 256, rng) for rng in rngs)
+        a, b = (draw_layout([16, 64], 256, rng) for rng in rngs)
         assert a != b

@@ -267,7 +267,7 @@ def make_grid(
         """The model by which a policy is sized; with its weights where these decide its slots."""
         if isinstance(models, Mapping) or not _by_weights(policy):
             return shape_of(name)
-        return load_model(name, how(name), compiled)[0]
+        return load_cached(name, how(name), compiled)[0]
 
     counted: Counted = "kv" if equal == "kv" else "bytes"
     in_slots = () if equal in ("bytes", "kv") else budgets
@@ -315,7 +315,7 @@ def make_grid(
             room,
             how(model),
             compiled,
-            pools_of(policy),
+            named_pools(policy),
             "kv" if room is not None and counted == "kv" else None,
         )
         for model in models
@@ -334,7 +334,7 @@ def make_grid(
 
 
 @lru_cache(maxsize=1)
-def load_model(name: str, loading: tuple[tuple[str, Any], ...], compiled: bool) -> Loaded:
+def load_cached(name: str, loading: tuple[tuple[str, Any], ...], compiled: bool) -> Loaded:
     """Load a model. Only the last is cached, since cells of one model follow each other."""
     model, tokenizer = load(name, **dict(loading))
     if compiled:
@@ -372,7 +372,7 @@ def _is_random(setting: Task, policy: str) -> bool:
     return any(pool.is_stochastic for pipe in pipes for pool in pipe.pools)
 
 
-def pools_of(policy: str) -> str | None:
+def named_pools(policy: str) -> str | None:
     """The pools that a policy's name stands for today; None for one that is written in pools."""
     try:
         found = parse_policy(policy)

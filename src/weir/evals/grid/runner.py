@@ -22,7 +22,15 @@ import torch
 
 from weir import __version__
 from weir.errors import WeirError
-from weir.evals.grid.grid import Cell, Grid, Loaded, PaperProtocol, load_model, pools_of, protocol
+from weir.evals.grid.grid import (
+    Cell,
+    Grid,
+    Loaded,
+    PaperProtocol,
+    load_cached,
+    named_pools,
+    protocol,
+)
 from weir.evals.notation import takes_budget
 from weir.evals.perplexity import NOT_FINITE
 from weir.evals.records import import_optional
@@ -140,12 +148,14 @@ def record_of(number: int, cell: Cell, found: dict[str, Any]) -> CellRecord:
 
 def subject_of(cell: Cell, models: Mapping[str, Loaded] = MappingProxyType({})) -> Subject:
     """Load the subject of a cell, unless its model is one of `models`, by name."""
-    if cell.pools is not None and (pools := pools_of(cell.policy)) != cell.pools:
+    if cell.pools is not None and (pools := named_pools(cell.policy)) != cell.pools:
         raise WeirError(
             f"{cell.policy} was {cell.pools} when this cell was requested, and is {pools} now. "
             "Request these pools instead."
         )
-    model, tokenizer = models.get(cell.model) or load_model(cell.model, cell.loading, cell.compiled)
+    model, tokenizer = models.get(cell.model) or load_cached(
+        cell.model, cell.loading, cell.compiled
+    )
     rules = PaperProtocol("") if cell.protocol is None else protocol(cell.protocol)
     return Subject(
         name=cell.model,

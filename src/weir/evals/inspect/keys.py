@@ -160,7 +160,7 @@ def section(asked: Inspection) -> Section:
     """Clusterability of keys and values of chosen layers and heads, as pictures and numbers."""
     _manifold()  # fail before anything is read
     texts = passages(asked, longest(asked, USUAL), TEXTS, FEWEST + left_out(asked))
-    layers = layers_of(asked)
+    layers = chosen_layers(asked)
     measured, vectors = measure(asked, texts, layers)
     planes = []
     for one in vectors:
@@ -186,7 +186,7 @@ def section(asked: Inspection) -> Section:
     return Section("keys", title, _text(texts, measured), pictures, _table(measured), facts)
 
 
-def layers_of(asked: Inspection) -> tuple[int, ...]:
+def chosen_layers(asked: Inspection) -> tuple[int, ...]:
     """The chosen layers; by default a few from the first to the last."""
     return asked.layers or some_of(range(len(describe(asked.model).layers)))
 

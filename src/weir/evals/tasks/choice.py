@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from weir.evals.answers import check_template
+from weir.evals.answers import require_template
 from weir.evals.records import JsonRecord, read_records
 from weir.evals.scores import count_right
 from weir.evals.task import Better, Progress, Subject, Task, task
@@ -64,7 +64,7 @@ class Choice(Task):
         """
         questions = [question_of(record) for record in read_records(self.file, self.samples)]
         if self.chat:
-            check_template(subject.tokenizer)
+            require_template(subject.tokenizer)
         stream = subject.stream()
         conversation = Conversation(stream, subject.tokenizer)
         answers = []

@@ -58,7 +58,7 @@ def distances_to(farthest: int, nearest: int = NEAREST) -> list[int]:
     return found if found[-1] == farthest else [*found, farthest]
 
 
-def lay_out(
+def draw_layout(
     distances: Sequence[int],
     before: int,
     rng: np.random.Generator,
@@ -220,7 +220,7 @@ class ExerciseTask(Task):
             for _ in range(rows)
         ]
         size, front = ASK + self.length + 1, len(material.words.front)
-        return facts, lay_out(
+        return facts, draw_layout(
             distances, self.before, material.rng, statement=size, times=self.times, front=front
         )
 
@@ -302,7 +302,7 @@ class Recall(ExerciseTask):
         self, material: Material, distances: Sequence[int], rows: int
     ) -> tuple[Iterable[StreamFacts], StreamLayout]:
         """Draw positions, and facts one stream at a time."""
-        layout = lay_out(distances, self.before, material.rng)
+        layout = draw_layout(distances, self.before, material.rng)
         return (draw_facts(material, len(distances), distinct=False) for _ in range(rows)), layout
 
 

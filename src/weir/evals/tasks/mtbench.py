@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar
 
 import numpy as np
 
-from weir.evals.answers import check_template
+from weir.evals.answers import require_template
 from weir.evals.records import read_records
 from weir.evals.scores import mean_interval
 from weir.evals.task import Better, Progress, Subject, Task, task
@@ -65,7 +65,7 @@ class MTBench(Task):
             "answers"; "recalls", for each turn of a dialogue the number of those that something was
             recalled for, and "recalled" with its texts; "tokens" of the stream, "kv_bytes".
         """
-        check_template(subject.tokenizer)
+        require_template(subject.tokenizer)
         records = read_records(self.file, self.samples)
         order = np.random.default_rng(subject.seed).permutation(len(records))
         talk = self._begin(subject)

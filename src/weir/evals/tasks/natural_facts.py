@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from weir.errors import WeirError
-from weir.evals.answers import check_template, feed_aside, generate_rows
+from weir.evals.answers import feed_aside, generate_rows, require_template
 from weir.evals.scores import count_by_distance
 from weir.evals.task import Better, Progress, Subject, Task, task
 from weir.evals.tasks.exercises import BOOK_TOKENS, follows
@@ -146,7 +146,7 @@ class Wording:
         self.chat = chat
         self.front = front_of(tokenizer)
         if chat:
-            check_template(tokenizer)
+            require_template(tokenizer)
             self.front = self.beginning()
             said = (("user", "x"), ("assistant", "@ANSWER@"), ("user", "@TURN@"))
             turns = [{"role": role, "content": text} for role, text in said]

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 
 from weir.errors import WeirError
-from weir.evals.answers import check_template
+from weir.evals.answers import require_template
 from weir.evals.records import read_records
 from weir.evals.scores import wilson
 from weir.evals.task import Better, Progress, Subject, Task, task
@@ -184,7 +184,7 @@ class Recalled(Task):
             "search_ms" and, by way, of the "first_ms" to the first token; "archive_bytes" a token;
             "archived_turns", "tokens", "kv_bytes".
         """
-        check_template(subject.tokenizer)
+        require_template(subject.tokenizer)
         streams = -(-self.samples // self.per_stream)
         whole: dict[tuple[str, int, str], _Tally] = {}
         sums: list[dict[str, Any]] = []

@@ -15,7 +15,7 @@ from statistics import fmean
 from typing import Any, ClassVar, Literal
 
 from weir.errors import WeirError
-from weir.evals.answers import GeneratedAnswer, check_template, costs, generate_answer
+from weir.evals.answers import GeneratedAnswer, costs, generate_answer, require_template
 from weir.evals.records import JsonRecord, read_records
 from weir.evals.scores import mean_interval
 from weir.evals.task import Better, Progress, Subject, Task, task
@@ -119,7 +119,7 @@ class Ruler(Task):
         text = front + case.text
         if not self.chat:
             return text, case.question + case.begun
-        check_template(subject.tokenizer)
+        require_template(subject.tokenizer)
         message = {"role": "user", "content": text + case.question}
         shown = render_chat(subject.tokenizer, [message])
         at = shown.rfind(case.question)

@@ -376,7 +376,7 @@ def _supersedes(later: _Candidate, earlier: _Candidate) -> bool:
     if later.row["role"] != "user" or earlier.row["role"] not in ("user", "assistant"):
         return False
     if earlier.row["role"] == "user" and (
-        later.row["turn"] <= earlier.row["turn"] or not is_near(later.score, earlier.score)
+        later.row["turn"] <= earlier.row["turn"] or not is_as_good(later.score, earlier.score)
     ):
         return False
     if _ADDS.search(later.sentence):
@@ -385,7 +385,7 @@ def _supersedes(later: _Candidate, earlier: _Candidate) -> bool:
     return len(one & other) >= SAME * min(len(one), len(other))
 
 
-def is_near(score: float, other: float) -> bool:
+def is_as_good(score: float, other: float) -> bool:
     """Whether two scores are as good as equal."""
     return abs(score - other) <= NEAR
 
@@ -397,7 +397,7 @@ def _in_order(found: list[_Candidate]) -> list[_Candidate]:
     left = sorted(found, key=lambda one: -one.score)
     order: list[_Candidate] = []
     while left:
-        near = [one for one in left if is_near(one.score, left[0].score)]
+        near = [one for one in left if is_as_good(one.score, left[0].score)]
         left = left[len(near) :]
         order += sorted(near, key=lambda one: (one.row["role"] == "assistant", -one.row["number"]))
     return order
