@@ -42,6 +42,7 @@ from weir.cache.snapshot import (
 from weir.errors import WeirError, quote, shorten
 from weir.models import (
     DROPPING,
+    Given,
     RotaryWatch,
     StopTokens,
     attach,
@@ -866,7 +867,7 @@ class StreamingCache(Cache):
             return None
         return self.attachment.run_step(model, self, self.stack.slots, tokens)
 
-    def begin(self, given: dict[str, Any], without: tuple[int, ...] = ()) -> Forward:
+    def begin(self, given: Given, without: tuple[int, ...] = ()) -> Forward:
         """Begin a forward; `given` are the decoder's arguments by name.
 
         WeirError if it does not continue this stream.
@@ -908,9 +909,7 @@ class StreamingCache(Cache):
         self.stack.outcome = Outcome()
         return self._start({"input_ids": np.array(tokens)[:, None]}, begun, ())
 
-    def _start(
-        self, given: dict[str, Any], begun: BegunForward, without: tuple[int, ...]
-    ) -> Forward:
+    def _start(self, given: Given, begun: BegunForward, without: tuple[int, ...]) -> Forward:
         self.only_new = False
         known, model = self._known_places, self._model()
         if model is not None and self._rotaries:

@@ -27,6 +27,7 @@ from weir.cache.layer import (
 )
 from weir.cache.plan import BegunForward, ForwardPlan, Rows, Segment
 from weir.errors import NotFiniteError, WeirError
+from weir.models import Given
 from weir.slab import (
     AttentionParams,
     HeadSplit,
@@ -173,10 +174,10 @@ class Forward:
     def __init__(
         self,
         stack: LayerStack,
-        given: dict[str, Any],
+        given: Given,
         begun: BegunForward,
         rotaries: dict[str | None, Rotary],
-        begin: Callable[[dict[str, Any], tuple[int, ...]], Forward],
+        begin: Callable[[Given, tuple[int, ...]], Forward],
         without: tuple[int, ...] = (),
     ) -> None:
         self.given = given if begun.ids is None else {**given, "input_ids": begun.ids}

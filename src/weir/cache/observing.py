@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from weir.cache.cache import StreamingCache
 from weir.cache.forward import Forward
 from weir.cache.layer import Layer
-from weir.models import CACHE, bias_of, input_device, transformers_model
+from weir.models import CACHE, Given, bias_of, input_device, transformers_model
 from weir.policies import Policy
 from weir.slab import AttentionParams, LayerPositions, attention_softmax, compute_logits
 
@@ -168,7 +168,7 @@ class ListeningCache(StreamingCache):
         self.hear = hear
         self.device = input_device(transformers_model(model))
 
-    def begin(self, given: dict[str, Any], without: tuple[int, ...] = ()) -> Forward:
+    def begin(self, given: Given, without: tuple[int, ...] = ()) -> Forward:
         """Begin a forward whose layers report to `hear`."""
         forward = super().begin(given, without)
         attend = forward.attend

@@ -4,9 +4,8 @@ from weir.kernels.dispatch import (
     ALIKE,
     LEAST_LANES,
     VARIABLE,
+    Finder,
     KernelTable,
-    QuantizedVectors,
-    WindowChunk,
     attend_window,
     causal,
     causal_and_received,
@@ -27,4 +26,11 @@ from weir.kernels.dispatch import (
     rotate_keys,
     walk,
     walk_pairs,
+)
+from weir.kernels.signatures import (
+    Coded,
+    QuantizedVectors,
+    RotatedDecodeKernel,
+    WindowChunk,
+    WindowKernel,
 )

@@ -16,11 +16,29 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import torch
 
 from weir.errors import WeirError, describe_missing
+from weir.kernels.signatures import (
+    CausalKernel,
+    DecodeKernel,
+    DequantizeKernel,
+    DistanceKernel,
+    DrawKernel,
+    FarthestKernel,
+    PairWalkKernel,
+    QuantizedDecodeKernel,
+    QuantizeKernel,
+    ReceivedKernel,
+    ResampleKernel,
+    RotatedDecodeKernel,
+    RotateKernel,
+    WalkKernel,
+    WeightedDecodeKernel,
+    WindowKernel,
+)
 
 LEAST_LANES = 16
 """Queries, and numbers of a value, that a kernel for segments of a prompt takes at least."""
@@ -36,27 +54,9 @@ processor, and must not decide which token stays.
 """
 
 
-class WindowChunk(NamedTuple):
-    """Queries of a piece of a prompt between two folds, and what they see.
-
-    Attributes:
-        first, queries: the first query in the piece, and how many there are.
-        front: slots of the front that are in use.
-        start, boundary: the first token that is seen, and the first that is seen exact, among those
-            that are handed over.
-        own: the token of the first query.
-    """
-
-    first: int
-    queries: int
-    front: int
-    start: int
-    boundary: int
-    own: int
-
-
-QuantizedVectors = tuple[torch.Tensor, torch.Tensor, int]
-"""Quantized vectors: numbers as they are stored, their peaks, and how many steps make a peak."""
+K = TypeVar("K")
+Finder = Callable[[torch.device], K | None]
+"""Returns the kernel for a device; None for the reference or PyTorch."""
 VARIABLE = "WEIR_KERNELS"
 _BY_DEVICE = {"cpu": "numba", "cuda": "triton"}
 _LIBRARIES = ("numba", "triton")
@@ -72,7 +72,7 @@ class KernelTable:
 
     places: Mapping[tuple[str, str], tuple[str, str]]
 
-    def by_device(self, name: str) -> Callable[[torch.device], Callable[..., Any] | None]:
+    def by_device(self, name: str) -> Callable[[torch.device], Any]:
         """Make a function that returns the kernel for a device; None for the reference or
         PyTorch.
         """
@@ -120,30 +120,30 @@ _TABLE = KernelTable(
 """The kernels of slots, folds and picks."""
 
 
-walk = _TABLE.by_device("walk")
+walk: Finder[WalkKernel] = _TABLE.by_device("walk")
 """For `weir.pools.balance.halving.walk`."""
-decode = _TABLE.by_device("decode")
+decode: Finder[WeightedDecodeKernel] = _TABLE.by_device("decode")
 """For `weir.slab.attention.two_weight_attention` with one query a head."""
-decode_quantized = _TABLE.by_device("decode_quantized")
+decode_quantized: Finder[QuantizedDecodeKernel] = _TABLE.by_device("decode_quantized")
 """For one query a head over slots of which the first are quantized."""
-farthest_first = _TABLE.by_device("farthest_first")
+farthest_first: Finder[FarthestKernel] = _TABLE.by_device("farthest_first")
 """For `weir.pools.kcenter.farthest_first`."""
-draw_uniform = _TABLE.by_device("draw_uniform")
+draw_uniform: Finder[DrawKernel] = _TABLE.by_device("draw_uniform")
 """For random numbers by name, as in `weir.pools.counter_rng`."""
-distances = _TABLE.by_device("distances")
+distances: Finder[DistanceKernel] = _TABLE.by_device("distances")
 """For Euclidean `torch.cdist`."""
-resample = _TABLE.by_device("resample")
+resample: Finder[ResampleKernel] = _TABLE.by_device("resample")
 """For `weir.pools.subgen.resample`."""
 
 
-def walk_pairs(keys: torch.Tensor) -> Callable[..., Any] | None:
+def walk_pairs(keys: torch.Tensor) -> PairWalkKernel | None:
     """The kernel that walks through pairs of blocks and makes their inner products on the way (see
     `weir.kernels.cpu.walk`); None for PyTorch's products and `walk`.
     """
     return _for_floats("walk_pairs", keys)
 
 
-def decode_exact(device: torch.device, dtype: torch.dtype) -> Callable[..., Any] | None:
+def decode_exact(device: torch.device, dtype: torch.dtype) -> DecodeKernel | None:
     """The kernel for one query a head over exact slots (see `weir.kernels.cpu.decode`); None for
     PyTorch.
 
@@ -155,7 +155,7 @@ def decode_exact(device: torch.device, dtype: torch.dtype) -> Callable[..., Any]
     return kernel if known else None
 
 
-def decode_int4(queries: torch.Tensor, width: int) -> Callable[..., Any] | None:
+def decode_int4(queries: torch.Tensor, width: int) -> RotatedDecodeKernel | None:
     """The kernel for one query a head over slots of which the first have 4 bits, rotated (see
     `weir.kernels.cpu.decode`); None where they are dequantized before they are read.
 
@@ -168,7 +168,7 @@ def decode_int4(queries: torch.Tensor, width: int) -> Callable[..., Any] | None:
     return _TABLE.find("decode_int4", queries.device)
 
 
-def causal(queries: torch.Tensor, values: torch.Tensor) -> Callable[..., Any] | None:
+def causal(queries: torch.Tensor, values: torch.Tensor) -> CausalKernel | None:
     """The kernel for attention of the newest tokens over all slots (see `weir.kernels.cpu.causal`);
     None for PyTorch.
 
@@ -179,12 +179,12 @@ def causal(queries: torch.Tensor, values: torch.Tensor) -> Callable[..., Any] | 
     return _for_segment("causal", queries, values)
 
 
-def causal_and_received(queries: torch.Tensor, values: torch.Tensor) -> Callable[..., Any] | None:
+def causal_and_received(queries: torch.Tensor, values: torch.Tensor) -> ReceivedKernel | None:
     """As `causal`, a kernel that also returns the attention that slots received; None for none."""
     return _for_segment("causal_and_received", queries, values)
 
 
-def attend_window(queries: torch.Tensor, values: torch.Tensor) -> Callable[..., Any] | None:
+def attend_window(queries: torch.Tensor, values: torch.Tensor) -> WindowKernel | None:
     """The kernel for attention of a piece of a prompt over a window that moves on meanwhile (see
     `weir.kernels.cpu.window`), also for bfloat16; None for none. Arguments as for `causal`.
     """
@@ -193,21 +193,21 @@ def attend_window(queries: torch.Tensor, values: torch.Tensor) -> Callable[..., 
     return _for_floats("attend_window", queries, torch.float32, torch.bfloat16)
 
 
-def rotate_keys(keys: torch.Tensor) -> Callable[..., Any] | None:
+def rotate_keys(keys: torch.Tensor) -> RotateKernel | None:
     """The kernel for `weir.slab.positions.Rotary.move` (see `weir.kernels.cpu.rotation`); None for
     PyTorch.
     """
     return _for_floats("rotate_keys", keys)
 
 
-def dequantize(name: str, out: torch.Tensor) -> Callable[..., Any] | None:
+def dequantize(name: str, out: torch.Tensor) -> DequantizeKernel | None:
     """The kernel that reads vectors of a format, int8 or int4, into such a tensor (see
     `weir.kernels.cpu.slot_codec`); None for PyTorch.
     """
     return _for_floats(f"dequantize_{name}", out)
 
 
-def quantize(name: str, x: torch.Tensor) -> Callable[..., Any] | None:
+def quantize(name: str, x: torch.Tensor) -> QuantizeKernel | None:
     """The kernel that quantizes such vectors to a format, int8 or int4; None for PyTorch."""
     return _for_floats(f"quantize_{name}", x)
 

@@ -12,10 +12,10 @@ marked with `torch.compiler.disable` where it is defined (`hooks`).
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import FunctionType
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,10 @@ WAITING = (
     "each size of batch and cache"
 )
 """Notice written before a model's first compiled step."""
+
+
+RunDecoder = Callable[[OwnForward, Given], BaseModelOutputWithPast]
+"""Calls a decoder's forward with its arguments."""
 
 
 class CompiledStep:
@@ -56,7 +60,9 @@ class CompiledStep:
         code = _run_decoder.__code__.replace()
         function: Any = FunctionType(code, globals(), "decoder")
         try:  # `torch.compile` takes apart what it is given
-            self._run: Any = torch.compile(function, dynamic=False, **copy.deepcopy(dict(options)))
+            self._run: RunDecoder = torch.compile(
+                function, dynamic=False, **copy.deepcopy(dict(options))
+            )
         except Exception as error:  # of several types, one of them private
             reason = str(error).strip().splitlines()[0]
             raise WeirError(f"torch.compile does not accept these options: {reason}") from None
@@ -72,7 +78,7 @@ class CompiledStep:
             say_once(WAITING)
         cache = StepCache(step)
         try:
-            output = cast(BaseModelOutputWithPast, self._run(own, {**given, CACHE: cache}))
+            output = self._run(own, {**given, CACHE: cache})
         except WeirError:
             raise
         except Exception as error:

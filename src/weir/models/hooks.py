@@ -392,7 +392,7 @@ def _leave_unused(reference: weakref.ref[nn.Module]) -> None:
 def weir_attention(
     module: nn.Module,
     query: Tensor,
-    key: Tensor,
+    key: Tensor | tuple[Attending, int, Tensor],
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
@@ -414,7 +414,7 @@ def weir_attention(
     if isinstance(key, tuple):  # from a compiled step, which cannot mark a tensor
         cache, layer, key = key
     else:
-        mark = getattr(key, "weir", None)
+        mark: tuple[Attending, int] | None = getattr(key, "weir", None)
         if mark is None:
             given = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux}
             kwargs |= {name: value for name, value in given.items() if value is not None}

@@ -57,7 +57,8 @@ class _WholeMLP:
         kernel, weights = dispatch.mlp_blocks(x), _weights_of(self._module)
         if kernel is None or weights is None:
             return own(x)
-        found = kernel(x, *weights, ACTIVATIONS[type(self._module.act_fn).__name__])
+        gate, up, down = weights
+        found = kernel(x, gate, up, down, ACTIVATIONS[type(self._module.act_fn).__name__])
         if found is None:
             return own(x)
         codes = [weight[0] for weight in weights]

@@ -7,14 +7,34 @@ lacks its instructions, the tensors are none that it reads, or `WEIR_KERNELS` ch
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from weir.kernels import KernelTable, is_compiling
+from weir.kernels import Finder, KernelTable, is_compiling
 
-BlockWeight = tuple[torch.Tensor, torch.Tensor, int, str]
+if TYPE_CHECKING:  # importing the file compiles nothing, but needs numba
+    from weir.native.kernels.step import StepTable
+
+BlockWeight = tuple[Tensor, Tensor, int, str]
 """A weight in blocks: codes, scales, how many outputs, and its type (`native.block_formats`)."""
+LinearKernel = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""(x, weight, bias) -> products."""
+Int8Kernel = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(x, numbers, scale) -> products."""
+BlockKernel = Callable[[Tensor, Tensor, Tensor, int, str], Tensor]
+"""(x, codes, scales, outputs, type of the blocks) -> products."""
+GatedKernel = Callable[[Tensor, BlockWeight, BlockWeight, BlockWeight, str], Tensor | None]
+"""(x, gate, up, down, activation) -> answers; None where it cannot multiply these."""
+RowsKernel = Callable[[Tensor, Tensor, Tensor, int, str], Tensor | None]
+"""(numbers of the rows, codes, scales, outputs, type of the blocks) -> rows; None for none."""
+ReaderKernel = Callable[[np.ndarray, Any, Tensor], tuple[int, np.ndarray, list[object]]]
+"""(numbers of the rows, weight in blocks, output) -> a look-up for a step table."""
+PackKernel = Callable[[str, np.ndarray, Tensor, Tensor, int], bool]
+"""(type of the blocks, data, codes, scales, first panel) -> whether it has packed them."""
+
 _TABLE = KernelTable(
     {
         ("numba", "linear"): ("weir.native.kernels.linear", "linear"),
@@ -31,15 +51,15 @@ _TABLE = KernelTable(
 
 paths = _TABLE.paths
 """The library that runs each of these kernels on a device, or `reference`."""
-decode_step = _TABLE.by_device("decode_step")
+decode_step: Finder[type[StepTable]] = _TABLE.by_device("decode_step")
 """The class of tables that run a whole decode step."""
-linear = _TABLE.by_device("linear")
+linear: Finder[LinearKernel] = _TABLE.by_device("linear")
 """For `torch.nn.functional.linear` with few rows."""
-linear_int8 = _TABLE.by_device("linear_int8")
+linear_int8: Finder[Int8Kernel] = _TABLE.by_device("linear_int8")
 """For products of few rows with a weight of 8 bits."""
 
 
-def linear_blocks(x: torch.Tensor) -> Callable[..., Any] | None:
+def linear_blocks(x: Tensor) -> BlockKernel | None:
     """The kernel for products with weights in GGUF's blocks (see
     `weir.native.kernels.linear_blocks`); None where the weight is written out for each.
 
@@ -53,7 +73,7 @@ def linear_blocks(x: torch.Tensor) -> Callable[..., Any] | None:
     return _TABLE.find("linear_blocks", x.device)
 
 
-def mlp_blocks(x: torch.Tensor) -> Callable[..., Any] | None:
+def mlp_blocks(x: Tensor) -> GatedKernel | None:
     """The kernel for a whole MLP with such weights; None where each product is made by itself."""
     if linear_blocks(x) is None:
         return None
@@ -69,7 +89,7 @@ def block_function(kind: str, device: torch.device) -> int:
     return 0 if found is None else int(found(kind))
 
 
-def block_rows(which: torch.Tensor, codes: torch.Tensor) -> Callable[..., Any] | None:
+def block_rows(which: Tensor, codes: Tensor) -> RowsKernel | None:
     """The kernel that writes out rows of a weight in blocks (see `weir.native.kernels.block_rows`);
     None for PyTorch.
 
@@ -82,7 +102,7 @@ def block_rows(which: torch.Tensor, codes: torch.Tensor) -> Callable[..., Any] |
     return None if is_compiling() else _TABLE.find("block_rows", which.device)
 
 
-block_reader = _TABLE.by_device("block_reader")
+block_reader: Finder[ReaderKernel] = _TABLE.by_device("block_reader")
 """For rows that a `decode_step` table looks up in a weight in blocks."""
-pack_blocks = _TABLE.by_device("pack_blocks")
+pack_blocks: Finder[PackKernel] = _TABLE.by_device("pack_blocks")
 """For `weir.native.block_weights.Blocks.fill`, for the commonest types."""

@@ -4,7 +4,7 @@ A step of a small model is mostly calls: of modules, of PyTorch's operations, of
 Where all modules of a decoder are known, their weights and a cache's slots go into a table
 (`weir.native.kernels.step`), and a step is one call.
 
-Before the first step the decoder's form is read (`native_form`) and proved, module by module
+Before the first step the decoder's form is read (`form`) and proved, module by module
 (`native_proof`), and before the first step of a cache's sizes the table's operations are compared
 with PyTorch's (`native_check`). Afterwards `native_watch` notices what is replaced. What is not
 understood is refused by name, and the model's own steps run.
@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -72,14 +72,14 @@ class NativeStep:
         if wait:
             self.wait = True
         self._spec = spec
-        self._decoder: Any = spec.decoder
+        self._decoder = spec.decoder
         self._watch: Watch | None = None
         self._form: DecoderForm | None = None
         self._params: Sequence[AttentionParams] = ()
         self._reason: str | None = None
         self._compiling: threading.Thread | None = None
         self._waited = False
-        self._proved: set[Any] = set()
+        self._proved: set[Hashable] = set()
         self._whole: tuple[weakref.ref[nn.Module], Whole | None] | None = None
         try:  # the kernel is often there before the first step is
             read_decoder(self._decoder, self._attentions())
@@ -234,7 +234,7 @@ class NativeStep:
 
     def _trial_embedding(self, given: Given, batch: int) -> Tensor:
         """Return the step's embeddings, or random ones where a user's hook would be called."""
-        module = self._decoder.embed_tokens
+        module = self._embedding()
         hooked = has_hooks(module._forward_hooks, module._forward_pre_hooks)
         if given.get("inputs_embeds") is None and hooked:
             assert self._form is not None
@@ -250,16 +250,20 @@ class NativeStep:
         return not thread.is_alive()
 
     def _start_compiling(self) -> threading.Thread:
-        make: Any = dispatch.decode_step(torch.device("cpu"))
+        make = dispatch.decode_step(torch.device("cpu"))
+        assert make is not None  # otherwise no engine is chosen
         self._compiling = threading.Thread(target=make.compile, daemon=True)
         self._compiling.start()
         return self._compiling
+
+    def _embedding(self) -> nn.Module:
+        return cast(nn.Module, self._decoder.embed_tokens)
 
     def _embedded(self, given: Given) -> Tensor:
         """Return embeddings as the first layer gets them."""
         embedded: Tensor | None = given.get("inputs_embeds")
         if embedded is None:
-            embedded = self._decoder.embed_tokens(given["input_ids"])
+            embedded = cast(Tensor, self._embedding()(given["input_ids"]))
         assert self._form is not None
         return embedded if self._form.factor == 1 else embedded * self._form.factor
 

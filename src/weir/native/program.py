@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from weir.native import dispatch
 from weir.native.block_weights import BlockEmbedding
@@ -62,6 +62,10 @@ class LayerOperations:
     gated: Tensor
 
 
+Fields = dict[str, Any]
+"""Fields of an operation of the step table, by name (`weir.native.kernels.step.OPERATION`)."""
+
+
 @dataclass(frozen=True, eq=False)
 class Whole:
     """A model around a decoder, which computes what its form says.
@@ -72,7 +76,7 @@ class Whole:
         watch: notices when its modules are replaced.
     """
 
-    model: weakref.ref[Any]
+    model: weakref.ref[nn.Module]
     form: ModelForm
     watch: Watch
 
@@ -216,7 +220,7 @@ class StepProgram:
             return x
         given, out = x.contiguous(), torch.empty_like(x, dtype=torch.float32)
         table = type(self.table)(len(x), 1)
-        more = {"inputs": norm.width, "x": given, "onto": out, "then": "store"}
+        more: Fields = {"inputs": norm.width, "x": given, "onto": out, "then": "store"}
         table.add("norms", **more, **norm.fields())
         table.finish()
         table.run()
@@ -236,9 +240,11 @@ class StepProgram:
 
     def _add_embedding(self, form: ModelForm, factor: float) -> None:
         """Add the look-up of each row's token."""
-        module, fields = form.embedding, {"where": self._tokens, "onto": self.hidden}
+        module = form.embedding
+        fields: Fields = {"where": self._tokens, "onto": self.hidden}
         if isinstance(module, BlockEmbedding):
-            read: Any = dispatch.block_reader(torch.device("cpu"))
+            read = dispatch.block_reader(torch.device("cpu"))
+            assert read is not None  # otherwise the form is refused
             reader, lookup, held = read(self._tokens, module, self.hidden)
             self._held = held
             fields |= {"reader": reader, "lookup": lookup}
@@ -247,17 +253,17 @@ class StepProgram:
             fields |= {"weight": weight, "weight_bits": 8 * weight.itemsize, "tokens": len(weight)}
         self.table.add("look_up", inputs=self.hidden.shape[1], factor=factor, **fields)
 
-    def _add_angles(self, rotaries: Sequence[Rotary | None]) -> list[dict[str, Any]]:
+    def _add_angles(self, rotaries: Sequence[Rotary | None]) -> list[Fields]:
         """Add tables of angles, one for each rotary embedding; returns each layer's fields."""
-        known: dict[int, dict[str, Any]] = {}
+        known: dict[int, Fields] = {}
         for rotary in rotaries:
             if rotary is None or id(rotary) in known:
                 continue
             turns = (rotary.frequencies.double() / (2 * math.pi)).contiguous()
             half = len(turns)
             tables = [self.table.memory(len(self._places), half) for _ in range(2)]
-            fields = {"half": half, "cosines": tables[0], "sines": tables[1]}
-            more = {"where": self._places, "turns": turns, "scaling": rotary.scaling}
+            fields: Fields = {"half": half, "cosines": tables[0], "sines": tables[1]}
+            more: Fields = {"where": self._places, "turns": turns, "scaling": rotary.scaling}
             self.table.add("angles", **fields, **more)
             known[id(rotary)] = fields
         return [{} if rotary is None else known[id(rotary)] for rotary in rotaries]
@@ -284,11 +290,11 @@ class StepProgram:
         width = parts[0].slots.values.shape[3]
         heads = sum(part.slots.keys.shape[1] for part in parts)
         group = form.q.outputs // (heads * dim)
-        of_heads: dict[str, Any] = {}
+        of_heads: Fields = {}
         if form.q_norm is not None and form.k_norm is not None:
             if form.heads_together:
                 for out, norm in zip(outs[:2], (form.q_norm, form.k_norm), strict=True):
-                    more = {"inputs": norm.width, "x": out, "onto": out, "then": "store"}
+                    more: Fields = {"inputs": norm.width, "x": out, "onto": out, "then": "store"}
                     table.add("norms", **more, **norm.fields())
             else:
                 of_heads = _norms_of_heads(form.q_norm, form.k_norm)
@@ -343,7 +349,7 @@ class StepProgram:
         self._add_product(form, form.down, down, form.after_mlp, x=gated, source="plain")
         return [gate, up, down, gated]
 
-    def _from(self, norm: Norm | None) -> dict[str, Any]:
+    def _from(self, norm: Norm | None) -> Fields:
         """The hidden state as an input, through a norm if there is one."""
         if norm is None:
             return {"x": self.hidden, "source": "plain"}
@@ -353,14 +359,14 @@ class StepProgram:
         self, form: LayerForm, part: Projection, out: Tensor, norm: Norm | None, **fields: Any
     ) -> None:
         """Add a product that is added to the hidden state, through a norm if there is one."""
-        add = {"then": "add", "onto": self.hidden, "factor": form.factor}
+        add: Fields = {"then": "add", "onto": self.hidden, "factor": form.factor}
         if norm is None:
             self.table.multiply([part.weight()], [out], **add, **fields)
             return
         self.table.multiply([part.weight()], [out], **fields)
         self.table.add("norms", x=out, inputs=part.outputs, **add, **norm.fields())
 
-    def _hold(self, slots: DecodeSlots, params: AttentionParams, group: int) -> Any:
+    def _hold(self, slots: DecodeSlots, params: AttentionParams, group: int) -> np.ndarray:
         """Describe a layer's slots for the kernel."""
         coded, blocks, quantized = None, (0, 0), slots.quantized
         if not all(t.is_contiguous() for t in slots.tensors()) or not is_plain(slots.keys):
@@ -385,7 +391,7 @@ class StepProgram:
         return self.table.hold(slots.keys, slots.values, *more, params.softcap)
 
 
-def _norms_of_heads(query: Norm, key: Norm) -> dict[str, Any]:
+def _norms_of_heads(query: Norm, key: Norm) -> Fields:
     """The fields of norms of each head's queries and keys, which share all but their weights."""
     if query[2:] != key[2:] or query.module.weight.dtype != key.module.weight.dtype:
         raise NotNative(f"{query.name} and {key.name} differ in more than their weights")

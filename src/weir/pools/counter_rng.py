@@ -94,8 +94,7 @@ class CounterRNG:
         kernel = kernels.draw_uniform(position.device)
         if kernel is not None and self.heads is None:
             starts = self._start_rows(purpose, position.shape[0])
-            made: Tensor = kernel(starts, self.first, position, count)
-            return made
+            return kernel(starts, self.first, position, count)
         mixed = self._mix_tokens(purpose, position)[..., None]
         return _uniform(_mix_in(mixed, torch.arange(count, device=position.device)))
 

@@ -222,9 +222,8 @@ def resample(total: Tensor, weight: Tensor, into: Tensor, u: Tensor) -> tuple[Te
         into: the reservoir of each arrival [batch, kv_heads, n], int64.
         u: uniform in [0, 1), of each arrival for each entry [batch, kv_heads, n, entries].
     """
-    by_kernel = kernels.resample(u.device)
-    found: tuple[Tensor, Tensor] = (by_kernel or reservoirs)(total, weight, into, u)
-    return found
+    by_kernel = kernels.resample(u.device) or reservoirs
+    return by_kernel(total, weight, into, u)
 
 
 def reservoirs(total: Tensor, weight: Tensor, into: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
@@ -387,7 +386,6 @@ def _distance(keys: Tensor, others: Tensor) -> Tensor:
     """
     kernel = kernels.distances(keys.device)
     if kernel is not None:
-        found: Tensor = kernel(keys, others)
-        return found
+        return kernel(keys, others)
     exact = "donot_use_mm_for_euclid_dist"
     return torch.cdist(keys.double(), others.double(), compute_mode=exact)

@@ -108,8 +108,7 @@ class Rotary:
         turned = kernels.rotate_keys(keys)
         if turned is not None and (out is None or out.dtype == keys.dtype):
             # The frequencies of a model on several devices are on one of them.
-            moved: Tensor = turned(keys, by, self._per_turn.to(keys.device), out)
-            return moved
+            return turned(keys, by, self._per_turn.to(keys.device), out)
         moved = self.rotation_at(by).apply(keys)
         return moved if out is None else out.copy_(moved)
 

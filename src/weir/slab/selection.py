@@ -6,7 +6,6 @@ rounding.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -96,7 +95,7 @@ class AttendedSlots:
             return bias
         return bias[..., self.start :]
 
-    def as_stored(self) -> tuple[tuple[Tensor, Tensor], _Stored | None]:
+    def as_stored(self) -> tuple[tuple[Tensor, Tensor], kernels.Coded | None]:
         """Exact keys and values, and the quantized ones in front of them for a kernel that reads 8
         bits; of another format, all are read as exact.
         """
@@ -107,7 +106,6 @@ class AttendedSlots:
         return read_slots(self.keys, self.values, self.quantized, start, self.stop), stored
 
 
-_Stored = tuple[kernels.QuantizedVectors, kernels.QuantizedVectors]
 Observe = Literal["", "received", "shares"]
 """Observation of a call beside its answers: the attention received by slots, or every query's
 shares.
@@ -217,12 +215,17 @@ def _by_causal_kernel(
     kernel = kernels.causal(queries, slots.values)
     if kernel is None:
         return None
-    mask, factors = None, None
+    mask: Tensor | None = None
+    factors: tuple[Tensor, Tensor] | None = None
     if not slots.plain:
-        mask, *factors = slots.split_weights() or (slots.weights()[1],)
+        split = slots.split_weights()
+        if split is None:
+            mask = slots.weights()[1]
+        else:
+            mask, above, below = split
+            factors = above, below
     exact, stored = slots.as_stored()
-    out: Tensor = kernel(queries, *exact, mask, params.scale, factors or None, stored)
-    return out
+    return kernel(queries, *exact, mask, params.scale, factors, stored)
 
 
 def _by_decode_kernel(
@@ -233,29 +236,30 @@ def _by_decode_kernel(
         return None
     if slots.split is not None and not slots.plain:
         return None
-    kernel: Callable[..., Tensor] | None
     exact, first = (slots.keys, slots.values), slots.first
     if slots.start >= first:
-        kernel = kernels.decode_exact(slots.keys.device, slots.keys.dtype)
-        if kernel is None:
+        by_numbers = kernels.decode_exact(slots.keys.device, slots.keys.dtype)
+        if by_numbers is None:
             return None
         mask = _mask_of(slots, bias)
         mask = mask if mask is None else mask[:, :, first:]
         span = slots.start - first, slots.stop - first
-        return kernel(queries, *exact, mask, params.scale, span)
+        return by_numbers(queries, *exact, mask, params.scale, span)
     assert slots.quantized is not None
     if slots.quantized.format.rotated:
-        kernel = kernels.decode_int4(queries, slots.values.shape[3])
-        return None if kernel is None else _by_rotated_kernel(kernel, queries, slots, params, bias)
-    kernel = kernels.decode_quantized(queries.device)
-    if kernel is None:
+        rotated = kernels.decode_int4(queries, slots.values.shape[3])
+        if rotated is None:
+            return None
+        return _by_rotated_kernel(rotated, queries, slots, params, bias)
+    by_codes = kernels.decode_quantized(queries.device)
+    if by_codes is None:
         return None
     mask, span = _mask_of(slots, bias), (slots.start, slots.stop)
-    return kernel(queries, slots.quantized.stored, *exact, mask, params.scale, span)
+    return by_codes(queries, slots.quantized.stored, *exact, mask, params.scale, span)
 
 
 def _by_rotated_kernel(
-    kernel: Callable[..., Tensor],
+    kernel: kernels.RotatedDecodeKernel,
     queries: Tensor,
     slots: AttendedSlots,
     params: AttentionParams,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +28,13 @@ EMPTY = -1
 
 _OTHERS = ("a", "b", "position", "mass", "span")
 """The tensors of slots beside keys and values."""
+
+
+class SlotBuffers(Protocol):
+    """Buffers that slots can be a view of, as a `Slab` is."""
+
+    def run(self, start: int, stop: int) -> Slots:
+        """View the slots `start` to `stop`."""
 
 
 @dataclass
@@ -58,7 +65,7 @@ class Slots:
     position: Tensor
     mass: Tensor | None = None
     span: Tensor | None = None
-    slab: Any = field(default=None, init=False)
+    slab: SlotBuffers | None = field(default=None, init=False)
     place: int | None = field(default=None, init=False)
 
     def __len__(self) -> int:
@@ -126,8 +133,7 @@ class Slots:
         if self.slab is not None and self.slab is other.slab:
             assert self.place is not None
             if self.place + len(self) == other.place:
-                both: Slots = self.slab.run(self.place, self.place + len(self) + len(other))
-                return both
+                return self.slab.run(self.place, self.place + len(self) + len(other))
         if len(other) == 0:
             return self
         if len(self) == 0:

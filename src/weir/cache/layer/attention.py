@@ -277,7 +277,7 @@ class WindowPiece:
         return cls(state, lies, keys, values, segments)
 
     def run_kernel(
-        self, kernel: Callable[..., Tensor], queries: Tensor, params: AttentionParams
+        self, kernel: kernels.WindowKernel, queries: Tensor, params: AttentionParams
     ) -> Tensor:
         """Answer queries [batch, kv_heads, group, length, key_dim] with a kernel of
         `kernels.attend_window`.
@@ -321,27 +321,28 @@ class WindowPiece:
         """Each row's place in the stream of the first token of the tail [batch]."""
         return self._segments[0].start - self._waiting
 
-    def _tokens(self, boundary: int) -> tuple[list[Tensor], list[Tensor]]:
+    def _tokens(self, boundary: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         """Keys and values of all tokens of run, tail and piece; and of those before `boundary`, as
         they are read once they are quantized.
         """
         slab, first = self._slab, self._lies[0]
         run = slice(first.front - first.first, first.used - first.first)
-        exact = [
+        keys, values = (
             torch.cat([t[:, :, run], new], dim=2)
             for t, new in zip((slab.keys, slab.values), self._new, strict=True)
-        ]
+        )
         if slab.quantized is None:
-            return exact, [t[:, :, :0] for t in exact]
+            return (keys, values), (keys[:, :, :0], values[:, :, :0])
         stored = slab.quantized.keys, slab.quantized.values
         held = [read(0, first.quantized) for read in stored]
         later = max(0, boundary - first.quantized)
         codes = slab.quantized.format.keys, slab.quantized.format.values
-        coded = [
+        coded_keys, coded_values = (
             torch.cat([read, as_read(t[:, :, :later], code)], dim=2)
-            for read, t, code in zip(held, exact, codes, strict=True)
-        ]
-        return [torch.cat(pair, dim=2) for pair in zip(held, exact, strict=True)], coded
+            for read, t, code in zip(held, (keys, values), codes, strict=True)
+        )
+        keys, values = (torch.cat(pair, dim=2) for pair in zip(held, (keys, values), strict=True))
+        return (keys, values), (coded_keys, coded_values)
 
     def _front(self) -> tuple[Tensor, Tensor]:
         """Keys of the front as each segment sees them [batch, kv_heads, segments, front, dim], and

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,7 +53,7 @@ def fold_rows(state: LayerState, pending: Pending) -> None:
     """Fold the rows that are due; rows of the same layout fold together."""
     pipe, slab, segment = state.spec.pipe, state.slab, pending.segment
     assert slab is not None
-    groups: dict[tuple[tuple[int, ...], int, tuple[Any, ...]], list[int]] = {}
+    groups: dict[tuple[tuple[int, ...], int, Hashable], list[int]] = {}
     for row in segment.due:
         arrived = segment.waiting[row] + segment.counts[row]
         key = tuple(state.lengths[row]), arrived, _marks_key(pipe, segment, row, arrived)
@@ -115,8 +115,8 @@ def _fold_alike(
         origin=segment.origin,
         form=params,
         alibi=spec.positions.alibi,
-        **_marks(spec.pipe, segment, rows),
     )
+    fold = _with_marks(fold, spec.pipe, segment, rows)
     return _fold_slab(spec, slab, lies, new, fold, ahead, clock)
 
 
@@ -169,7 +169,7 @@ def mass_from_tail(
     return mass
 
 
-def _marks_key(pipe: Pipe, segment: Segment, row: int, arrived: int) -> tuple[Any, ...]:
+def _marks_key(pipe: Pipe, segment: Segment, row: int, arrived: int) -> Hashable:
     """Return the part of a row's marks that decides how many tokens its pools keep."""
     if not pipe.needs_marks:
         return ()
@@ -181,17 +181,17 @@ def _marks_key(pipe: Pipe, segment: Segment, row: int, arrived: int) -> tuple[An
     return marks.beginning, marks.header, min(since, far), min(before, far), kept
 
 
-def _marks(pipe: Pipe, segment: Segment, rows: list[int]) -> dict[str, Any]:
-    """Return the marks of rows that fold together, as arguments of `Fold`."""
+def _with_marks(fold: Fold, pipe: Pipe, segment: Segment, rows: list[int]) -> Fold:
+    """Return a fold with the marks of the rows that fold together, if the pipe needs them."""
     if not pipe.needs_marks:
-        return {}
+        return fold
     of_rows = [segment.marks[row] for row in rows]
     turn = torch.tensor([marks.turn for marks in of_rows], device=segment.device)
     kept = None
     if of_rows[0].kept:
         kept = torch.tensor([marks.kept for marks in of_rows], device=segment.device)
     one = of_rows[0]
-    return {"beginning": one.beginning, "turn": turn, "header": one.header, "kept": kept}
+    return replace(fold, beginning=one.beginning, turn=turn, header=one.header, kept=kept)
 
 
 def _rows(pipe: Pipe, slab: Slab, rows: list[int], index: Tensor | None) -> Slab:

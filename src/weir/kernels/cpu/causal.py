@@ -54,7 +54,8 @@ from weir.kernels.cpu.vectors import (
     switch,
     transpose,
 )
-from weir.kernels.dispatch import LEAST_LANES, QuantizedVectors
+from weir.kernels.dispatch import LEAST_LANES
+from weir.kernels.signatures import QuantizedVectors
 
 Codes = tuple[int, Strides, int, Strides, float]
 """Vectors of 8 bits: `address_of` numbers and of peaks, and how many steps make a peak."""

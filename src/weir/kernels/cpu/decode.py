@@ -41,7 +41,7 @@ from weir.kernels.cpu.slot_products import (
 from weir.kernels.cpu.softmax import exponentials, largest
 from weir.kernels.cpu.threads import TeamKernel, take_part, threads_for
 from weir.kernels.cpu.vectors import as_float, lanes
-from weir.kernels.dispatch import QuantizedVectors
+from weir.kernels.signatures import QuantizedVectors
 
 HELD = np.dtype(
     [

@@ -17,7 +17,8 @@ from weir.kernels.cpu.compilation import ANY_ORDER, compile_kernel
 from weir.kernels.cpu.decode import decode_stored
 from weir.kernels.cpu.softmax import softmax
 from weir.kernels.cpu.vectors import as_float
-from weir.kernels.dispatch import LEAST_WIDE, QuantizedVectors
+from weir.kernels.dispatch import LEAST_WIDE
+from weir.kernels.signatures import QuantizedVectors
 
 _BYTES = torch.from_numpy(np.arange(256, dtype=np.uint8))  # on the CPU, whatever the default is
 _E4M3 = _BYTES.view(torch.float8_e4m3fn).float().numpy()

@@ -43,7 +43,8 @@ from weir.kernels.cpu.vectors import (
     switch,
     transpose,
 )
-from weir.kernels.dispatch import LEAST_LANES, WindowChunk
+from weir.kernels.dispatch import LEAST_LANES
+from weir.kernels.signatures import WindowChunk
 
 _VECTORS = 2
 """Vectors of queries that are multiplied at once."""

@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weir.kernels.dispatch import QuantizedVectors
 from weir.kernels.gpu.decode import (
     dot,
     gather,
@@ -28,6 +27,7 @@ from weir.kernels.gpu.decode import (
     values_of,
     weighted_sum,
 )
+from weir.kernels.signatures import QuantizedVectors
 
 
 @triton.jit

@@ -482,7 +482,7 @@ class StepTable:
         return len(self._made) - 1
 
     def multiply(self, weights: Sequence[Any], outs: Sequence[Tensor], **fields: Any) -> np.ndarray:
-        """Add products of one input with some weights (`models.native_form.Weight`), and return
+        """Add products of one input with some weights (`native.form.Weight`), and return
         their table, which may be changed between steps.
         """
         products = np.zeros(len(weights), PRODUCT)

@@ -223,7 +223,10 @@ class Halving:
         rate = scale * self.temperature
         whole = self.halves == "pairs" and self.gamma is not None and bool(sets.held.all())
         if whole and (by_pairs := kernels.walk_pairs(sets.keys)) is not None:
-            found: Tensor = by_pairs(*parts, rate, self.constant, self.gamma, _STEEPEST)
+            assert self.gamma is not None
+            keys, values, a, b, drawn, there = parts
+            how = rate, self.constant, self.gamma, _STEEPEST
+            found = by_pairs(keys, values, a, b, drawn, there, *how)
             return found.view(free.shape)
         kernel = kernels.walk(u.device)
         in_cache = u.device.type == "cpu" and kernel is not None

@@ -1,0 +1,110 @@
+"""Types of the kernels, which all implementations of a kernel have in common.
+
+The kernels' own files say what the arguments mean and which shapes they have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+
+class WindowChunk(NamedTuple):
+    """Queries of a piece of a prompt between two folds, and what they see.
+
+    Attributes:
+        first, queries: the first query in the piece, and how many there are.
+        front: slots of the front that are in use.
+        start, boundary: the first token that is seen, and the first that is seen exact, among those
+            that are handed over.
+        own: the token of the first query.
+    """
+
+    first: int
+    queries: int
+    front: int
+    start: int
+    boundary: int
+    own: int
+
+
+QuantizedVectors = tuple[Tensor, Tensor, int]
+"""Quantized vectors: numbers as they are stored, their peaks, and how many steps make a peak."""
+Coded = tuple[QuantizedVectors, QuantizedVectors]
+"""Quantized keys and values."""
+Pair = tuple[Tensor, Tensor]
+Mask = Tensor | None
+Span = tuple[int, int]
+"""The first slot that is read, and the one after the last."""
+
+WalkKernel = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(products, gain, u, free) -> signs."""
+PairWalkKernel = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, float, float, float], Tensor
+]
+"""(keys, values, a, b, u, free, rate, constant, gamma, steepest) -> signs."""
+DrawKernel = Callable[[list[int], int, Tensor, int], Tensor]
+"""(start of each row, first head, positions, count) -> uniform numbers."""
+DistanceKernel = Callable[[Tensor, Tensor], Tensor]
+"""(keys, others) -> distances."""
+ResampleKernel = Callable[[Tensor, Tensor, Tensor, Tensor], Pair]
+"""(total, weight, into, u) -> last arrivals, new totals."""
+DecodeKernel = Callable[[Tensor, Tensor, Tensor, Mask, float, Span], Tensor]
+"""(queries, keys, values, mask, scale, slots) -> answers."""
+QuantizedDecodeKernel = Callable[[Tensor, Coded, Tensor, Tensor, Mask, float, Span], Tensor]
+"""(queries, coded, keys, values, mask, scale, slots) -> answers."""
+RotatedDecodeKernel = Callable[
+    [Tensor, Coded, tuple[int, int], Tensor, Tensor, Mask, float, Span], Tensor
+]
+"""(queries, coded, blocks, keys, values, mask, scale, slots) -> answers."""
+CausalKernel = Callable[[Tensor, Tensor, Tensor, Mask, float, Pair | None, Coded | None], Tensor]
+"""(queries, keys, values, mask, scale, factors, coded) -> answers."""
+ReceivedKernel = Callable[[Tensor, Tensor, Tensor, Mask, float, Coded | None], Pair | None]
+"""(queries, keys, values, mask, scale, coded) -> answers, attention received."""
+WindowKernel = Callable[[Tensor, Pair, Pair, Pair, Sequence[WindowChunk], float], Tensor]
+"""(queries, exact, coded, front, chunks, scale) -> answers."""
+RotateKernel = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+"""(keys, positions to move by, turns per position, output) -> moved keys."""
+
+
+class WeightedDecodeKernel(Protocol):
+    """Answers one query a head over slots with two weights."""
+
+    def __call__(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        a: Tensor,
+        b: Tensor,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        bias: Mask = None,
+    ) -> Tensor:
+        """Return the answers."""
+
+
+class FarthestKernel(Protocol):
+    """Picks the farthest slots first."""
+
+    def __call__(self, keys: Tensor, among: Tensor, k: int, weight: Tensor | None = None) -> Tensor:
+        """Return the order in which slots are picked."""
+
+
+class QuantizeKernel(Protocol):
+    """Quantizes vectors into given tensors."""
+
+    def __call__(
+        self, x: Tensor, codes: Tensor, peaks: Tensor, levels: int, *bounds: float
+    ) -> None:
+        """Write the codes and peaks of vectors."""
+
+
+class DequantizeKernel(Protocol):
+    """Reads quantized vectors into a given tensor."""
+
+    def __call__(self, codes: Tensor, peaks: Tensor, levels: int, out: Tensor, *block: int) -> None:
+        """Write the vectors of codes and peaks."""
