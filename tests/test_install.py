@@ -257,7 +257,7 @@ def test_without_extras_every_file_is_imported_or_says_what_to_install(
 
 @pytest.mark.slow
 def test_an_old_transformers_is_named_and_not_a_name_that_it_misses(probed: dict[str, Any]) -> None:
-    assert "these are torch" in probed["old"]
+    assert ", but torch " in probed["old"]
     assert "transformers 4.57.0: pip install" in probed["old"]
 
 
@@ -351,8 +351,8 @@ def test_versions_out_of_range_are_refused_with_both(
     with pytest.raises(weir.WeirError) as refused:
         versions.check_versions()
     assert str(refused.value) == (
-        "weir works with torch>=2.9 and transformers>=5.12,<6, and these are torch "
-        f"{torch} and transformers {transformers}: "
+        "weir works with torch>=2.9 and transformers>=5.12,<6, but torch "
+        f"{torch} and transformers {transformers} are installed: "
         "pip install 'torch>=2.9' 'transformers>=5.12,<6'"
     )
 

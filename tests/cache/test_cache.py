@@ -272,11 +272,11 @@ BAD_CALLS = {
     ),
     "a mask for other columns": (
         {"input_ids": torch.tensor([[1], [1]]), "attention_mask": torch.ones(2, 20)},
-        r"attention_mask is \[2, 20\].*need \[2, 21\]",
+        r"attention_mask has the shape \[2, 20\].*need \[2, 21\]",
     ),
     "a mask for other rows": (
         {"input_ids": torch.tensor([[1], [1]]), "attention_mask": torch.ones(1, 21)},
-        r"attention_mask is \[1, 21\]",
+        r"attention_mask has the shape \[1, 21\]",
     ),
     "a mask that denies what was fed": (
         {
@@ -346,7 +346,7 @@ def test_a_bad_first_call_leaves_the_cache_free_for_any_batch(llama, ids):
 
 
 def test_a_prompt_of_zero_tokens_is_refused(llama):
-    with pytest.raises(WeirError, match="a prompt without tokens"):
+    with pytest.raises(WeirError, match="a prompt must have at least one token, got none"):
         llama(torch.zeros(1, 0, dtype=torch.int64), past_key_values=weir.StreamingCache(llama))
 
 
@@ -577,7 +577,7 @@ def test_a_model_can_be_collected_while_a_cache_lives(fresh_llama):
     del model
     gc.collect()
     assert watched() is None
-    with pytest.raises(WeirError, match="model of this cache is gone"):
+    with pytest.raises(WeirError, match="model that this cache was made for no longer exists"):
         copy.deepcopy(cache)
 
 

@@ -43,26 +43,26 @@ RIGHT = {
 }
 
 WRONG = [
-    ({"count": True}, "count must be a whole number, not true"),
-    ({"count": 1.0}, "count must be a whole number, not 1.0"),
-    ({"count": 0}, "count must be at least 1, not 0"),
-    ({"count": 10**400}, "count must be at most 9007199254740992, not so large a one"),
-    ({"name": None}, "name must be a text, not none"),
-    ({"said": 7}, "said must be a text, not 7"),
-    ({"hash": "0x"}, "hash must be a text that fits ^[0-9a-f]*$, not '0x'"),
-    ({"hash": "\ud800"}, r"hash must be a text of whole characters, not '\ud800'"),
-    ({"how": "three"}, "how must be 'one' or 'two', not 'three'"),
-    ({"ended": 1}, "ended must be true or false, not 1"),
-    ({"ids": {}}, "ids must be a list, not 0 fields by name"),
-    ({"ids": [3, -1, -2]}, "ids[1] must be at least 0, not -1"),
-    ({"inner": [1, 2]}, "inner must be fields by name, not a list of 2"),
+    ({"count": True}, "count must be a whole number, got true"),
+    ({"count": 1.0}, "count must be a whole number, got 1.0"),
+    ({"count": 0}, "count must be at least 1, got 0"),
+    ({"count": 10**400}, "count must be at most 9007199254740992, got a larger number"),
+    ({"name": None}, "name must be a text, got none"),
+    ({"said": 7}, "said must be a text, got 7"),
+    ({"hash": "0x"}, "hash must be a text that fits ^[0-9a-f]*$, got '0x'"),
+    ({"hash": "\ud800"}, r"hash must be a text of whole characters, got '\ud800'"),
+    ({"how": "three"}, "how must be 'one' or 'two', got 'three'"),
+    ({"ended": 1}, "ended must be true or false, got 1"),
+    ({"ids": {}}, "ids must be a list, got an object of 0 fields"),
+    ({"ids": [3, -1, -2]}, "ids[1] must be at least 0, got -1"),
+    ({"inner": [1, 2]}, "inner must be an object, got a list of 2"),
     ({"inner": {"at": 0, "to": 1}}, "unexpected field 'to' in inner"),
     ({"inner": {}}, "inner.at is missing"),
-    ({"pair": [1]}, "pair must have 2 entries, not 1"),
-    ({"pair": [1, 2, 3]}, "pair must have 2 entries, not 3"),
-    ({"since": math.nan}, "since must be a finite number, not nan"),
-    ({"since": math.inf}, "since must be a finite number, not inf"),
-    ({"since": -0.5}, "since must be at least 0.0, not -0.5"),
+    ({"pair": [1]}, "pair must have 2 entries, got 1"),
+    ({"pair": [1, 2, 3]}, "pair must have 2 entries, got 3"),
+    ({"since": math.nan}, "since must be a finite number, got nan"),
+    ({"since": math.inf}, "since must be a finite number, got inf"),
+    ({"since": -0.5}, "since must be at least 0.0, got -0.5"),
     ({"more": 1}, "unexpected field 'more'"),
 ]
 
@@ -80,9 +80,9 @@ def test_the_first_wrong_fact_is_named(change, sentence):
 
 
 def test_facts_that_are_none_are_named_as_a_whole():
-    with pytest.raises(WeirError, match="the content must be fields by name, not a list of 0"):
+    with pytest.raises(WeirError, match="the content must be an object, got a list of 0"):
         read_facts(Facts, [])
-    with pytest.raises(WeirError, match="the row must be fields by name, not 7"):
+    with pytest.raises(WeirError, match="the row must be an object, got 7"):
         read_facts(Facts, 7, "the row")
 
 

@@ -183,7 +183,7 @@ def test_by_hand_it_makes_the_call_that_it_is_meant_for(llama: PreTrainedModel, 
             llama, tokens, attention_mask=torch.ones_like(tokens), policy=POLICY, chunk=4, **given
         )
         assert torch.equal(got, wanted)
-    with pytest.raises(weir.WeirError, match="is given the model first, and 'nano' is none"):
+    with pytest.raises(weir.WeirError, match="must be a model, got 'nano'"):
         weir.generate("nano", tokens)
     for wrong in ([1, 2, 3], tokens[0], tokens.float(), "hello"):
         with pytest.raises(weir.WeirError, match=r"needs tokens as a tensor \[batch, length\]"):

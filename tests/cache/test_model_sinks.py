@@ -184,7 +184,7 @@ def test_recompute_reads_its_windows_with_the_sink(name, sinks):
 def test_recompute_wants_the_attention_the_model_was_trained_with():
     model = zero_llama()
     model.set_attn_implementation("sdpa")
-    with pytest.raises(weir.WeirError, match="Zero Sink and its attention is 'sdpa'"):
+    with pytest.raises(weir.WeirError, match="Zero Sink, but its attention is 'sdpa'"):
         weir.Stream(model, "recompute(budget=10)")
 
 

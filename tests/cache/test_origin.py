@@ -51,7 +51,7 @@ def test_another_model_is_refused(file, fresh_llama, changes, said, around):
             policy
         )
     other = fresh_llama(**changes)
-    wanted = rf"{re.escape(file)} was calibrated for another model \({said}\); run weir calibrate"
+    wanted = rf"{re.escape(file)} was calibrated for another model \({said}\)\. Run weir calibrate"
     with pytest.raises(WeirError, match=wanted):
         weir.StreamingCache(other, policy)
     with pytest.raises(WeirError, match=wanted):

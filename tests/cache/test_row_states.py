@@ -374,7 +374,7 @@ def test_a_state_that_lies_about_its_tensors_is_refused_and_nothing_is_changed(i
     lies = {
         "layer 1: keys is missing": None,
         r"layer 1: keys is \[1, 2, 3, ": keys[:, :, :3],
-        "layer 1: keys is float64 and must be float32": keys.double(),
+        "layer 1: keys must be float32, got float64": keys.double(),
     }
     before = {name: t.clone() for name, t in state.tensors.items()}
     for sentence, lie in lies.items():
@@ -396,10 +396,10 @@ LIES = {
     "b gives weight to slots|b has numbers": ("0.b", (0, 0, 0), torch.inf),
     "a is not 0 in slots that wait": ("1.a", (0, 0, 9), 1.0),
     "this layer has no tensor 'moods'": ("0.moods", None, 0),
-    "'7.keys' is of no layer": ("7.keys", None, 0),
-    "last must be a token id from 0 to 60, not 61": ("last", None, 61),
-    "ended must be true or false, not 3": ("ended", None, 3),
-    "waiting must be at most 3, not 4": ("waiting", None, 4),
+    "'7.keys' does not belong to a layer": ("7.keys", None, 0),
+    "last must be a token id from 0 to 60, got 61": ("last", None, 61),
+    "ended must be true or false, got 3": ("ended", None, 3),
+    "waiting must be at most 3, got 4": ("waiting", None, 4),
     "unexpected field 'mood'": ("mood", None, 1),
 }
 

@@ -246,11 +246,11 @@ def test_rows_move_between_caches_in_the_middle_of_an_image(name: str) -> None:
     ("said", "drift", "column", "value"),
     [
         ("drift is missing", None, 0, 0),
-        ("drift is -99, which 36 tokens never leave", -99, 0, 0),
+        ("drift is -99, which is impossible after 36 tokens", -99, 0, 0),
         ("drift must be a whole number", 0.5, 0, 0),
         ("span begins at places that are not among 0 to 30", -6, 0, 31),
         ("span begins at places", -6, 0, -1),
-        ("span reaches as far as no word or image does", -6, 1, 0),
+        ("span is longer than a word or image can be", -6, 1, 0),
     ],
 )
 def test_a_state_that_no_row_can_have(said: str, drift: Any, column: int, value: int) -> None:
@@ -312,7 +312,9 @@ def test_images_and_tokens_that_do_not_go_together(name: str) -> None:
     refused("more image tokens than pieces of images", image_grid_thw=sizes[:1])
     refused("more images than image tokens", image_grid_thw=sizes[[0, 1, 1]])
     refused("an image has 8 pieces", image_grid_thw=torch.tensor([[1, 4, 8], [1, 4, 6]]))
-    refused("has none each way", image_grid_thw=torch.tensor([[1, 0, 6], [1, 4, 6]]))
+    refused(
+        "at least one patch in each direction", image_grid_thw=torch.tensor([[1, 0, 6], [1, 4, 6]])
+    )
     refused(r"must be a tensor \[images, 3\]", image_grid_thw=[[1, 4, 6]])
     refused("more image tokens than pieces of images", image_grid_thw=None)
     refused("the call has no image", pixel_values=None)

@@ -68,7 +68,7 @@ def test_blocks_stand_beside_the_others():
         (["--blocks", "8,3"], "block must be an even number of tokens of at least 2, got 3"),
         (["--tokens", "3"], "3 tokens are too few: the last quarter of them is compared"),
         (["--policy", "recent(5)", "--rates", "1/2"], "takes a budget, and .* does not"),
-        (["--plot", "errors.txt"], "a plot is written as .svg, .png, .pdf"),
+        (["--plot", "errors.txt"], "the name of a plot must end with .svg or .png or .pdf"),
         (
             ["--plot", "no/such/folder/errors.svg"],
             "no/such/folder for the plot does not exist",

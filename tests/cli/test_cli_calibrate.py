@@ -69,7 +69,7 @@ def test_a_table_says_what_was_found(capsys, model, text, tmp_path):
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (("--out", "budgets.txt"), "ends with .toml"),
+        (("--out", "budgets.txt"), "must end with .toml"),
         (("--out", "nowhere/budgets.toml"), "the folder nowhere for budgets.toml does not exist"),
         (
             ("--budget", 24, "--memory", "1MB"),

@@ -204,7 +204,7 @@ def test_cells_that_fail_are_listed_with_the_reason_and_the_exit_code_is_1(
     assert "h2o(24)" in ended.out
     failed = [line for line in ended.err.splitlines() if line.startswith("failed: ")]
     assert len(failed) == 3
-    assert "recompute(4096), seed 0: recompute cannot read 4096 tokens at once" in failed[0]
+    assert "recompute(4096), seed 0: recompute reads 4096 tokens at once" in failed[0]
     assert "of ./none under h2o(24), seed 0: the model folder './none' does not exist" in failed[1]
     assert (
         ended.err.splitlines()[-1] == "weir: 3 of 4 cells failed. Use --resume to try them again."
@@ -223,7 +223,7 @@ def test_cells_that_fail_are_listed_with_the_reason_and_the_exit_code_is_1(
         ({"--budgets": "4"}, 1, "a budget of 4 leaves no slots"),
         ({"--budgets": "12,x"}, 2, "--budgets must be whole numbers of at least 1"),
         ({"--seeds": "-1"}, 2, "--seeds must be whole numbers of at least 0"),
-        ({"--cluster": "here"}, 1, "--cluster takes 'local', 'host:port'"),
+        ({"--cluster": "here"}, 1, "--cluster must be 'local', 'host:port'"),
         ({"--model": " , "}, 1, "an evaluation needs at least one model"),
     ],
 )

@@ -84,7 +84,7 @@ def test_an_encoder_is_looked_into_as_well(capsys, text, tmp_path):
     assert maps["fixed_tokens"] == {"0": "[CLS]", "15": "[SEP]"}
     assert all(len(it["logits"]) == 16 and None not in it["logits"][0] for it in maps["maps"])
     assert "sees its whole text at once" in facts["left_out"]["shares"]
-    assert "so it reads no stream" in facts["left_out"]["layers"]
+    assert "so it has no stream" in facts["left_out"]["layers"]
     assert "bert is an encoder, whose tokens also see later tokens" in facts["left_out"]["keys"]
     assert facts["left_out"]["norms"] == facts["left_out"]["kept"] == "for the same reason as keys"
     assert "shares is left out: " in ended.err

@@ -130,5 +130,5 @@ def test_threads_change_nothing(threads, monkeypatch):
 )
 def test_what_lies_outside_of_memory_is_refused(wrong):
     *given, chunks = make([16], 30, 25, 10, 2, (16, 16), 3)
-    with pytest.raises(WeirError, match="do not lie"):
+    with pytest.raises(WeirError, match="must be within the piece"):
         window.attend_window(*given, [chunks[0]._replace(**wrong)], 0.1)

@@ -98,7 +98,9 @@ def test_the_environment_may_ask_for_a_library(
 
 def test_the_environment_may_not_ask_for_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(kernels.VARIABLE, "numpy")
-    with pytest.raises(WeirError, match="WEIR_KERNELS is reference, numba or triton, not 'numpy'"):
+    with pytest.raises(
+        WeirError, match="WEIR_KERNELS must be reference, numba or triton, got 'numpy'"
+    ):
         kernels.walk(CPU)
 
 

@@ -186,7 +186,7 @@ def test_a_configuration_says_it_and_a_folder_keeps_it(tmp_path):
     assert describe(again).sink == ModelSink("zero")
     again.save_pretrained(tmp_path)  # by transformers, which leaves the attention's name out
     without = AutoModelForCausalLM.from_pretrained(tmp_path)
-    with pytest.raises(WeirError, match=r"Zero Sink and its attention is 'sdpa', .*weir\.load"):
+    with pytest.raises(WeirError, match=r"Zero Sink, but its attention is 'sdpa', .*weir\.load"):
         weir.StreamingCache(without, "streaming_llm(16)")
     without.set_attn_implementation(ATTENTION)
     weir.StreamingCache(without, "streaming_llm(16)")

@@ -159,7 +159,7 @@ def test_a_file_of_any_name_is_read_by_its_content(tmp_path: Path) -> None:
         (b"PK\3\4....", r"it begins with b'PK.*\. Download it again"),
         (
             b"GGUF\4\0\0\0",
-            r"has version 4 of the GGUF format, and weir reads 2 and 3. Use",
+            r"has version 4 of the GGUF format, but weir reads versions 2 and 3. Use",
         ),
     ],
 )

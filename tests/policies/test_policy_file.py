@@ -86,7 +86,7 @@ def test_a_policy_file_is_a_policy_and_is_not_needed_afterwards(tmp_path, monkey
         ("[tool.ruff]\nline-length = 100", "is TOML, but not a policy file"),
         (
             WHOLE.replace("format = 1", "format = 2"),
-            ("has policy file format 2, and this version of weir reads"),
+            ("has policy file format 2, but this version of weir reads"),
         ),
         (WHOLE.replace("[model]", "[models]"), "does not say which model"),
         (WHOLE.replace("layers = 2", "layers = true"), "does not say which model"),

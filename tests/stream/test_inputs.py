@@ -129,10 +129,10 @@ def test_words_as_embeddings_are_the_words() -> None:
 @pytest.mark.parametrize(
     ("embeddings", "said"),
     [
-        (torch.zeros(4, 31), r"reads embeddings \[tokens, 32\].*not \[4, 31\]"),
+        (torch.zeros(4, 31), r"embeddings must be \[tokens, 32\].*got \[4, 31\]"),
         (torch.zeros(32), r"not \[32\]"),
-        (torch.zeros(4, 32, dtype=torch.float64), r"are float64 and this model reads float32"),
-        (torch.zeros(0, 32), "no embeddings were fed"),
+        (torch.zeros(4, 32, dtype=torch.float64), r"must be float32, got float64"),
+        (torch.zeros(0, 32), "a stream needs at least one embedding, got none"),
         (
             torch.tensor([[0.0] * 32, [float("nan")] * 32]),
             "embedding 2 of this call is infinite or",
@@ -187,10 +187,10 @@ def test_what_makes_no_sense_is_refused() -> None:
 @pytest.mark.parametrize(
     ("within", "said"),
     [
-        (torch.zeros(4, 5), "offsets are whole numbers"),
+        (torch.zeros(4, 5), "offsets must be whole numbers"),
         (torch.zeros(4, 5, dtype=torch.int64), "must be at least 1, got 0"),
-        (torch.full((4, 5), -1), "offsets are whole numbers from 0"),
-        (torch.full((4, 5), 2**20), "offsets are whole numbers from 0 to 1,048,575"),
+        (torch.full((4, 5), -1), "offsets must be whole numbers from 0"),
+        (torch.full((4, 5), 2**20), "offsets must be whole numbers from 0 to 1,048,575"),
         (torch.ones(3, 5, dtype=torch.int64), r"must be \[1, 4, 5\], got \[1, 3, 5\]"),
         ([[0, 0, 0, 1, 1]] * 4, r"must be \[1, 4, 5\], got "),
     ],
@@ -232,5 +232,5 @@ def test_the_model_is_as_it_was_after_images_were_embedded() -> None:
 
 
 def test_an_iterator_yields_numbers_and_no_truth_values():
-    with pytest.raises(WeirError, match="whole numbers, not true"):
+    with pytest.raises(WeirError, match="whole numbers, got true"):
         list(pieces_of(iter([3, True]), 4))

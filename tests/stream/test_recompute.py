@@ -78,7 +78,9 @@ def test_only_token_ids_are_kept_between_tokens(llama, ids):
 
 
 def test_a_window_longer_than_the_models_own_is_refused(llama, ids):
-    with pytest.raises(WeirError, match="cannot read 513 tokens at once: the model knows 512"):
+    with pytest.raises(
+        WeirError, match="reads 513 tokens at once, but the model can read only 512"
+    ):
         weir.Stream(llama, recompute(513))
     assert weir.Stream(llama, recompute(512)).feed(ids(1, 20)).shape == (1, 61)
 

@@ -168,5 +168,5 @@ def test_min_p_draws_from_what_is_nearly_as_likely_as_the_likeliest():
     assert {row[0] for row in drawn(Sampling(1.0, min_p=0.4), logits)} == {0, 1}
     assert {row[0] for row in drawn(Sampling(1.0, min_p=1), logits, 50)} == {0}
     assert {row[0] for row in drawn(Sampling(1.0, min_p=0.0), logits, 2000)} == {0, 1, 2, 3}
-    with pytest.raises(WeirError, match="min_p must be a number from 0 to 1, not 2"):
+    with pytest.raises(WeirError, match="min_p must be a number from 0 to 1, got 2"):
         Sampling(min_p=2)

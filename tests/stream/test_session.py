@@ -316,7 +316,7 @@ def rewrite(path: Path, **changed: Any) -> None:
 @pytest.mark.parametrize("number", [4, 6])
 def test_a_session_of_another_format_is_refused_by_its_number(llama, saved, number):
     rewrite(saved, format=number)
-    refused(llama, saved, f"session format {number}; this weir reads 5")
+    refused(llama, saved, f"session format {number}, but this version of weir reads 5")
 
 
 def test_a_session_of_another_model_is_refused_and_says_what_differs(fresh_llama, llama, saved):
@@ -345,7 +345,7 @@ def test_a_session_of_another_policy_is_refused_where_one_is_expected(llama, sav
 
 def test_a_policy_that_is_not_known_is_named(llama, saved):
     rewrite(saved, policy="streaming_alm(24)")
-    refused(llama, saved, "a policy that this weir does not know.*'streaming_alm'")
+    refused(llama, saved, "a policy that this version of weir does not know.*'streaming_alm'")
 
 
 def test_a_name_that_stands_for_others_by_now_goes_on_under_those_it_stood_for(
@@ -513,7 +513,7 @@ def test_a_save_leaves_alone_what_another_process_is_writing(llama, saved):
 def test_only_files_are_replaced(llama, tmp_path):
     stream = weir.Stream(llama)
     stream.feed([1, 2, 3])
-    with pytest.raises(weir.WeirError, match="not a file to be replaced"):
+    with pytest.raises(weir.WeirError, match="it exists and is not a regular file"):
         stream.save("/dev/null")
     assert not Path("/dev/null").is_file()
 

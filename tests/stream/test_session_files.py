@@ -172,7 +172,7 @@ def without(of: int, *path: Any) -> Callable[[Facts, Tensors], None]:
 ROW = ("rows", 0, "row")
 WRONG: dict[str, tuple[Callable[[Facts, Tensors], None], str]] = {
     "no policy": (without(0, "policy"), "policy is missing"),
-    "a policy that is a number": (fact("policy", to=7), "policy must be a text, not 7"),
+    "a policy that is a number": (fact("policy", to=7), "policy must be a text, got 7"),
     "another policy": (
         fact("pools", to="sink(4) | recent(12)"),
         "this row is of a cache with policy",
@@ -188,14 +188,14 @@ WRONG: dict[str, tuple[Callable[[Facts, Tensors], None], str]] = {
     "a row of another format": (fact("rows", 0, "format", to=2), "row 0: it has the format 2"),
     "notes that are none": (
         fact("rows", 0, "notes", to=2),
-        "row 0: notes must be fields by name, not 2",
+        "row 0: notes must be an object, got 2",
     ),
     "a fact too many": (fact("mood", to="good"), "unexpected field 'mood'"),
-    "a model that is a list": (fact("model", to=[]), "model must be fields by name, not a list"),
+    "a model that is a list": (fact("model", to=[]), "model must be an object, got a list"),
     "an argument of nobody's": (fact("made_with", to={"x": 1}), "made_with.chunk is missing"),
     "a chunk of 2^40": (fact("made_with", "chunk", to=2**40), "take [0-9,]* bytes for 1 row"),
-    "half a chunk": (fact("made_with", "chunk", to=8.5), "chunk must be a whole number, not 8.5"),
-    "no chunk": (fact("made_with", "chunk", to=0), "chunk must be at least 1, not 0"),
+    "half a chunk": (fact("made_with", "chunk", to=8.5), "chunk must be a whole number, got 8.5"),
+    "no chunk": (fact("made_with", "chunk", to=0), "chunk must be at least 1, got 0"),
     "another chunk": (
         fact("made_with", "chunk", to=4),
         "of a cache with chunk 8, and this one has 4",
@@ -203,33 +203,39 @@ WRONG: dict[str, tuple[Callable[[Facts, Tensors], None], str]] = {
     "a chunk that is true": (fact("made_with", "chunk", to=True), "chunk must be a whole number"),
     "other positions": (fact("made_with", "positions", to="round"), "'rolling' or 'original'"),
     "an endless origin": (fact("made_with", "origin", to=math.inf), "origin must be a whole num"),
-    "a seed below zero": (fact("seed", to=-1), "seed must be at least 0, not -1"),
+    "a seed below zero": (fact("seed", to=-1), "seed must be at least 0, got -1"),
     "a token that is none": (fact("last", to=[math.nan]), r"last\[0\] must be a whole number"),
     "a token nobody knows": (
         fact("last", to=[61]),
-        r"last\[0\] must be a token id from 0 to 60, not 61",
+        r"last\[0\] must be a token id from 0 to 60, got 61",
     ),
-    "two last tokens": (fact("last", to=[1, 2]), "last must have 1 entries, not 2"),
-    "no row": (fact("rows", to=[]), "last must have 0 entries, not 1"),
-    "a row that is none": (fact(*ROW, to=None), "row must be fields by name, not none"),
-    "one row more": (fact("rows", to=[{}, {}]), "last must have 2 entries, not 1"),
+    "two last tokens": (fact("last", to=[1, 2]), "last must have 1 entries, got 2"),
+    "no row": (fact("rows", to=[]), "last must have 0 entries, got 1"),
+    "a row that is none": (fact(*ROW, to=None), "row must be an object, got none"),
+    "one row more": (fact("rows", to=[{}, {}]), "last must have 2 entries, got 1"),
     "endless columns": (fact(*ROW, "columns", to=math.inf), "columns must be a whole number"),
-    "tokens below zero": (fact(*ROW, "seen", to=-5), "seen must be at least 0, not -5"),
-    "tokens seen as a list": (fact(*ROW, "seen", to=[-5]), "seen must be .* not a list of 1"),
-    "more tokens than columns": (fact(*ROW, "seen", to=SEEN + 8), "seen is 211, and columns only"),
-    "a tail that is full": (fact(*ROW, "waiting", to=8), "waiting must be at most 7, not 8"),
+    "tokens below zero": (fact(*ROW, "seen", to=-5), "seen must be at least 0, got -5"),
+    "tokens seen as a list": (fact(*ROW, "seen", to=[-5]), "seen must be .* got a list of 1"),
+    "more tokens than columns": (fact(*ROW, "seen", to=SEEN + 8), "seen must be at most columns"),
+    "a tail that is full": (fact(*ROW, "waiting", to=8), "waiting must be at most 7, got 8"),
     "a tail of another size": (fact(*ROW, "waiting", to=4), "waiting is 4, which 203 tokens"),
     "a longer stream": (fact(*ROW, to={"seen": 2**62}), "columns is missing"),
     "lengths of one layer": (fact(*ROW, "lengths", to=[[4, 20]]), "lengths must have 2 entries"),
-    "a pool too full": (fact(*ROW, "lengths", 1, 1, to=21), "must be at most 20, not 21"),
+    "a pool too full": (fact(*ROW, "lengths", 1, 1, to=21), "must be at most 20, got 21"),
     "another length": (fact(*ROW, "lengths", 1, 1, to=19), r"row 0: layer 1: keys is \[1, 2, 32"),
-    "half an end": (fact(*ROW, "ended", to=0.5), "ended must be true or false, not 0.5"),
+    "half an end": (fact(*ROW, "ended", to=0.5), "ended must be true or false, got 0.5"),
     "no keys": (without(1, "0.1.keys"), "row 0: layer 1: keys is missing"),
     "no generator": (without(1, "generator"), "generator is missing"),
     "no logits": (without(1, "logits"), "logits is missing"),
     "logits that are none": (number("logits", 0, 7, to=math.nan), "logits has numbers that no tok"),
-    "endless logits": (number("logits", 0, 7, to=math.inf), "logits has numbers that no token"),
-    "logits of nothing": (number("logits", 0, to=-math.inf), "logits has numbers that no token"),
+    "endless logits": (
+        number("logits", 0, 7, to=math.inf),
+        "logits has numbers from which no token",
+    ),
+    "logits of nothing": (
+        number("logits", 0, to=-math.inf),
+        "logits has numbers from which no token",
+    ),
     "logits of others": (tensor("logits", lambda t: t[:, :-1]), r"logits is \[1, 60\]"),
     "logits in words": (tensor("logits", lambda t: t.long()), "logits is .* of torch.int64"),
     "half a generator": (tensor("generator", lambda t: t[:99]), r"generator is \[99\]"),
@@ -239,10 +245,13 @@ WRONG: dict[str, tuple[Callable[[Facts, Tensors], None], str]] = {
     ),
     "keys that are values": (
         tensor("0.0.keys", lambda t: t.transpose(2, 3)),
-        r"row 0: layer 0: keys is \[1, 2, 16, 32\] and must be \[1, 2, 32, 16\]",
+        r"row 0: layer 0: keys must have the shape \[1, 2, 32, 16\], got \[1, 2, 16, 32\]",
     ),
-    "keys in halves": (tensor("0.0.keys", lambda t: t.half()), "keys is float16 and must be flo"),
-    "a head less": (tensor("0.0.a", lambda t: t[:, :1]), r"a is \[1, 1, 32\] and must be"),
+    "keys in halves": (tensor("0.0.keys", lambda t: t.half()), "keys must be float32, got float"),
+    "a head less": (
+        tensor("0.0.a", lambda t: t[:, :1]),
+        r"a must have the shape .* got \[1, 1, 32\]",
+    ),
     "a slot more": (tensor("0.0.b", lambda t: torch.cat([t, t[:, :, :1]], 2)), r"b is \[1, 2, 33"),
     "a place below -1": (number("0.0.position", 0, 0, 2, to=-2), "position has places"),
     "a place of the future": (number("0.0.position", 0, 1, 3, to=2**62), "position has places"),
@@ -256,7 +265,7 @@ WRONG: dict[str, tuple[Callable[[Facts, Tensors], None], str]] = {
     "a master that is none": (number("0.0.masters", 0, 0, 0, 0, to=math.nan), "masters has numb"),
     "a layer too many": (
         lambda facts, tensors: tensors.update({"0.2.keys": torch.zeros(3)}),
-        "'2.keys' is of no layer",
+        "'2.keys' does not belong to a layer",
     ),
     "a tensor of nobody's": (
         lambda facts, tensors: tensors.update(weights=torch.zeros(3)),
@@ -264,7 +273,7 @@ WRONG: dict[str, tuple[Callable[[Facts, Tensors], None], str]] = {
     ),
     "a tensor by another name": (
         lambda facts, tensors: tensors.update({"0.00.keys": tensors.pop("0.0.keys")}),
-        "'00.keys' is of no layer",
+        "'00.keys' does not belong to a layer",
     ),
     "mass that nobody asked for": (
         lambda facts, tensors: tensors.update({"0.0.mass": tensors["0.0.a"]}),
@@ -314,7 +323,7 @@ def test_what_a_pool_cannot_remember_is_refused_by_its_name(
     (key,) = (k for k in tensors if k.startswith("0.1.state.") and k.endswith(f".{name}"))
     tensors[key].flatten()[0] = to
     write(tmp_path / "file", facts, tensors)
-    refused(llama, tmp_path / "file", f"row 0: layer 1: of what the pool .* remembers, .*{name}")
+    refused(llama, tmp_path / "file", f"row 0: layer 1: in the state of the pool .*, .*{name}")
 
 
 @pytest.mark.parametrize("name", ["mass", "queries"])
@@ -331,7 +340,7 @@ def test_weights_that_attention_would_read_otherwise_are_refused(llama, files, t
     facts, tensors = files(llama, POLICIES[8])
     tensors[f"0.1.{name}"][0, 1, 4] = to
     write(tmp_path / "file", facts, tensors)
-    refused(llama, tmp_path / "file", f"row 0: layer 1: {name} is not what a and b say")
+    refused(llama, tmp_path / "file", f"row 0: layer 1: {name} does not match a and b")
 
 
 @pytest.mark.parametrize(

@@ -333,7 +333,9 @@ def test_a_repetition_penalty_is_that_of_transformers_over_what_was_said(llama, 
         said = torch.cat([said, expected[None]], dim=1)
         logits = plain.feed([token])
     assert len(set(said[0].tolist())) > len(set(fed_greedily(llama, ids(1, 61), 30)))
-    with pytest.raises(WeirError, match="repetition_penalty must be a number over 0, not 0"):
+    with pytest.raises(
+        WeirError, match="repetition_penalty must be a number greater than 0, got 0"
+    ):
         stream.generate(3, repetition_penalty=0)
 
 
@@ -407,7 +409,7 @@ NOT_IDS = {
     "three dimensions": ([[[1, 2]]], r"\[1, 1, 2\]"),
     "text": ("hello", r"write tokenizer\(text\)\.input_ids"),
     "a list of words": (["hello", "you"], "whole numbers"),
-    "what has no ids": ({"ids": [1, 2]}, r"looked for in 'input_ids', and \['ids'\] has none"),
+    "what has no ids": ({"ids": [1, 2]}, r"must be in 'input_ids', got only \['ids'\]"),
     "padding": ({"input_ids": [[0, 1]], "attention_mask": [[0, 1]]}, "cannot have padding"),
     "rows of a tokenizer": ({"input_ids": [[0, 1], [2]]}, "in rows of one length"),
     "an array of objects": (np.array([object()]), "whole numbers"),
@@ -473,7 +475,7 @@ def test_generate_stops_at_one_token_or_at_several(fed, llama, ids):
 
 @pytest.mark.parametrize("stop", ["end", 5.0, [5.0], -1, [3, -1], True, object()])
 def test_what_is_no_token_cannot_end_an_answer(fed, stop):
-    with pytest.raises(WeirError, match="stop must be a token id or several, not "):
+    with pytest.raises(WeirError, match="stop must be a token id or several, got "):
         fed.generate(5, stop=stop)
 
 

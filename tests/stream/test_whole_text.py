@@ -173,9 +173,9 @@ def test_a_text_that_breaks_off_goes_on_where_it_stands(fresh_llama, ids):
 @pytest.mark.parametrize(
     ("make_it", "said"),
     [
-        (lambda m: weir.StreamingCache(m, POLICY), "only weir.Stream runs it"),
-        (lambda m: weir.Stream(m, f"pinned({POLICY})"), "no other policy goes around it"),
-        (lambda m: weir.Stream(m, POLICY, slots="int8"), "no other policy goes around it"),
+        (lambda m: weir.StreamingCache(m, POLICY), "only weir.Stream can run it"),
+        (lambda m: weir.Stream(m, f"pinned({POLICY})"), "cannot be part of another policy"),
+        (lambda m: weir.Stream(m, POLICY, slots="int8"), "cannot be part of another policy"),
         (lambda m: weir.Stream(m, "kvzip(16)").feed([1, 2]), "asks=false"),
         (lambda m: weir.Stream(m, POLICY).slots(), "has not read a text yet"),
         (lambda m: weir.Stream(m, "kvzip(4, newest=4)"), "no slots for kept tokens"),

@@ -72,8 +72,8 @@ def assert_same_weights(left, right):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"width": 30}, "30 wide has no 2 heads of an even size: choose a multiple of 4"),
-        ({"length": 191}, "samples of 191 tokens: choose 192 or more"),
+        ({"width": 30}, "width must be a multiple of 4, so that 2 heads have an even size, got 30"),
+        ({"length": 191}, "samples of 191 tokens. Use 192 or more"),
         ({"length": 100, "exercise_rows": 0}, "cannot be taught on samples of 100 tokens"),
         ({"kv_heads": 3}, "2 heads cannot share 3 KV heads"),
         ({"optimizer": "sgd"}, "muon or adamw, got 'sgd'"),
@@ -84,7 +84,7 @@ def assert_same_weights(left, right):
         ({"sink": "none:2"}, "got 'none:2'"),
         ({"shape": "gpt"}, "shape of a recipe must be llama or qwen3 or alibi, got 'gpt'"),
         ({"shape": "alibi"}, "as many KV heads as heads, 2, got 1"),
-        ({"shape": "alibi", "kv_heads": 2}, "no sink can be taught to them: choose learnable"),
+        ({"shape": "alibi", "kv_heads": 2}, "no sink can be taught to them. Use learnable"),
         ({"shape": "alibi", "kv_heads": 2, "sink": "zero"}, "without softmax-off-by-one"),
         ({"tokens": 767}, "767 tokens are less than one step .* choose 768 or more"),
     ],

@@ -145,7 +145,7 @@ class StreamingCache(Cache):
         for name, value, at_least in numbers:
             if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
                 raise WeirError(
-                    f"{name} must be a whole number of at least {at_least}, not {value!r}"
+                    f"{name} must be a whole number of at least {at_least}, got {value!r}"
                 )
         served = transformers_model(model)
         self.policy = choose_policy(served, policy, slots, chunk)
@@ -201,7 +201,7 @@ class StreamingCache(Cache):
         """Copy the cache, for the same model: one prompt, many answers."""
         model = self._model()
         if model is None:
-            raise WeirError("the model of this cache is gone")
+            raise WeirError("the model that this cache was made for no longer exists")
         # If the model is copied along, the new cache serves the copied model.
         made = StreamingCache(
             memo.get(id(model), model), self.policy, seed=self.seed, **self.made_with
@@ -686,7 +686,7 @@ class StreamingCache(Cache):
             WeirError: there is no such row, or the seed is invalid.
         """
         if seed is not None and (not fits(seed, int) or seed < 0):
-            raise WeirError(f"seed must be a whole number of at least 0, not {quote(seed)}")
+            raise WeirError(f"seed must be a whole number of at least 0, got {quote(seed)}")
         self._check_whole()
         self._check_row(row)
         for layer in self.stack:
@@ -728,7 +728,8 @@ class StreamingCache(Cache):
         tokens, room = sum(stop - start for start, stop in marks.kept), self.room_to_keep(marks)
         if tokens and room is not None and tokens > room:
             raise WeirError(
-                f"{tokens} tokens must be kept, and the slots of the beginning have room for {room}"
+                f"{tokens} tokens must be kept, but the slots of the beginning have room for only "
+                f"{room}"
             )
         self.stack.rows = self.rows.marked(row, marks)
 
@@ -780,9 +781,9 @@ class StreamingCache(Cache):
         self._check_row(stop - 1 if fits(stop, int) and stop > start else -1)
         stack = self.stack
         if any(layer.spec.pipe.slots is None for layer in stack):
-            raise WeirError("this policy has no limit, so that its rows cannot be fed apart")
+            raise WeirError("this policy has no limit, so its rows cannot be fed separately")
         if any(layer.state.narrowed for layer in stack):
-            raise WeirError("this cache is narrowed already")
+            raise WeirError("this cache is already restricted to some of its rows")
         rows = stack.rows
         if start == 0 and stop == rows.batch:
             yield
@@ -975,4 +976,4 @@ def _describe_heads(heads: Heads) -> list[int | str]:
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        raise WeirError(f"{name} must be {' or '.join(map(repr, allowed))}, not {value!r}")
+        raise WeirError(f"{name} must be {' or '.join(map(repr, allowed))}, got {value!r}")

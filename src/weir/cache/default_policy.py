@@ -62,7 +62,7 @@ def check_origin(policy: Policy, model: PreTrainedModel) -> None:
         compared.add("weights")
     if what := compare_fingerprints(mine, theirs, compared):
         raise WeirError(
-            f"{origin.file} was calibrated for another model ({what}); run weir calibrate for this "
+            f"{origin.file} was calibrated for another model ({what}). Run weir calibrate for this "
             f"one{origin.told}"
         )
 

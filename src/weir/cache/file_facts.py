@@ -45,9 +45,9 @@ WANTED = {
     "finite_number": "a finite number",
     "bool_type": "true or false",
     "list_type": "a list",
-    "dict_type": "fields by name",
-    "model_type": "fields by name",
-    "model_attributes_type": "fields by name",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
     "literal_error": "{expected}",
     "greater_than_equal": "at least {ge}",
     "less_than_equal": "at most {le}",
@@ -81,9 +81,9 @@ def _describe_error(error: Mapping[str, Any], whole: str) -> str:
     ctx = error.get("ctx") or {}
     if kind in ("too_short", "too_long"):
         count = ctx.get("min_length", ctx.get("max_length"))
-        return f"{place} must have {count} entries, not {len(error['input'])}"
+        return f"{place} must have {count} entries, got {len(error['input'])}"
     wanted = WANTED[kind].format(**ctx) if kind in WANTED else error["msg"]
-    return f"{place} must be {wanted}, not {describe_value(error['input'])}"
+    return f"{place} must be {wanted}, got {describe_value(error['input'])}"
 
 
 def place_of(loc: Sequence[int | str]) -> str:
@@ -103,5 +103,5 @@ def describe_value(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"a list of {len(value)}"
     if isinstance(value, dict):
-        return f"{len(value)} fields by name"
-    return quote(value) if not isinstance(value, int) or abs(value) < 10**30 else "so large a one"
+        return f"an object of {len(value)} fields"
+    return quote(value) if not isinstance(value, int) or abs(value) < 10**30 else "a larger number"

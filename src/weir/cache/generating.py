@@ -75,8 +75,8 @@ def generate(
         whole = getattr(model, "generate", None)
         if not callable(whole):
             raise WeirError(
-                "weir.generate(model, input_ids, ...) is given the model first, and "
-                f"{quote(model)} is none"
+                "the first argument of weir.generate(model, input_ids, ...) must be a model, got "
+                f"{quote(model)}"
             )
         _check_tokens(input_ids)
         prepared = with_one_name(prepared)

@@ -126,7 +126,9 @@ def plan_layers(
 def _of_heads(spec: LayerSpec, heads: tuple[int, ...], count: int) -> LayerSpec:
     """Cut the description of a layer down to some of its `count` KV heads."""
     if spec.pipe.needs_gates:
-        raise WeirError("gated reads all KV heads of a layer, so they all have the same policy")
+        raise WeirError(
+            "gated reads all KV heads of a layer, so they must all have the same policy"
+        )
     positions, alibi = spec.positions, spec.positions.alibi
     if alibi is not None:
         slopes = alibi.slopes.view(count, -1)[list(heads)].flatten()
@@ -145,7 +147,7 @@ def _check_pipe(pipe: Pipe, chunk: int, layer: int, heads: Heads) -> None:
     """Refuse a pipe that a layer cannot have (WeirError)."""
     wrong = None if pipe.format is None else pipe.format.wrong(heads.key_dim, heads.value_dim)
     if wrong is not None:
-        raise WeirError(f"layer {layer} of this model has no such slots: {wrong}")
+        raise WeirError(f"layer {layer} of this model cannot have these slots: {wrong}")
 
 
 def with_gates(plans: list[LayerPlan], facts: ModelSpec) -> list[LayerPlan]:
@@ -176,8 +178,8 @@ def check_memory(
     if free is not None and needed > free:
         raise WeirError(
             f"the slots of {shorten(str(policy))} in {layers} layers take {needed:,} bytes for "
-            f"{batch} row{'s' * (batch > 1)}, and {free:,} are free on {device}. Use a smaller "
-            "budget or chunk, or fewer rows."
+            f"{batch} row{'s' * (batch > 1)}, but only {free:,} are free on {device}. Use a "
+            "smaller budget or chunk, or fewer rows."
         )
 
 

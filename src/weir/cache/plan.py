@@ -587,7 +587,7 @@ class Rows:
         if length == 0 and self.columns:
             raise WeirError(f"nothing new was fed after {self.columns} tokens; {_go_on(batch)}")
         if length == 0:
-            raise WeirError("a prompt without tokens was fed, and a stream needs at least one")
+            raise WeirError("a prompt must have at least one token, got none")
         if self.seen and batch != self.batch:
             instead = "use one cache per batch, or reset() it"
             if self.batch is not None and batch % self.batch == 0:
@@ -602,7 +602,7 @@ class Rows:
                     f"cache with batch={batch}"
                 )
             held = f"{self.batch} row" if self.batch == 1 else f"{self.batch} rows"
-            raise WeirError(f"this cache holds {held} but a batch of {batch} was fed; {instead}")
+            raise WeirError(f"this cache holds {held}, but a batch of {batch} was fed; {instead}")
 
     def _claim(
         self, mask: Tensor | None, batch: int, length: int, counted: list[int]
@@ -617,8 +617,8 @@ class Rows:
             raise WeirError("attention_mask must be [batch, tokens]; weir makes its own 4D masks")
         if mask.shape[0] != batch or mask.shape[1] not in (length, self.columns + length):
             raise WeirError(
-                f"attention_mask is {list(mask.shape)}, but {batch} rows of {length} new tokens "
-                f"after {self.columns} need [{batch}, {self.columns + length}]"
+                f"attention_mask has the shape {list(mask.shape)}, but {batch} rows of {length} "
+                f"new tokens after {self.columns} need [{batch}, {self.columns + length}]"
                 + (f"; {_go_on(batch)}" if self.columns else "")
             )
         if self.columns and length > 1 and mask.shape[1] > length:
@@ -694,9 +694,9 @@ def _tokens(given: Mapping[str, Any]) -> Tensor:
     ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
     tokens: Tensor | None = ids if ids is not None else embeds
     if tokens is None:
-        raise WeirError("neither input_ids nor inputs_embeds was given")
+        raise WeirError("the model must be called with input_ids or inputs_embeds, got neither")
     if tokens.ndim < 2:
-        raise WeirError(f"input_ids must be [batch, tokens], not {list(tokens.shape)}")
+        raise WeirError(f"input_ids must be [batch, tokens], got {list(tokens.shape)}")
     return tokens
 
 

@@ -120,7 +120,9 @@ class RowState:
             ) from None
         version = facts.get("format") if isinstance(facts, dict) else facts
         if version != FORMAT:
-            raise WeirError(f"it has the format {quote(version)}, and this weir reads {FORMAT}")
+            raise WeirError(
+                f"it has the format {quote(version)}, but this version of weir reads {FORMAT}"
+            )
         read_facts(_RowFile, facts)
         check_kind(row_format.kind, facts["kind"])
         _check_facts(row_format, facts["row"], whole_prompt=whole_prompt)
@@ -180,7 +182,7 @@ def check_state(row_format: RowFormat, state: RowState) -> None:
         _check_facts(row_format, state.facts, whole_prompt=True)
         for name, t in state.tensors.items():
             if not isinstance(t, Tensor):
-                raise WeirError(f"{name} must be a tensor, not {quote(t)}")
+                raise WeirError(f"{name} must be a tensor, got {quote(t)}")
         sizes = {name: (tuple(t.shape), t.dtype) for name, t in state.tensors.items()}
         _check_sizes(row_format.plans, sizes, state.facts)
         _check_numbers(row_format, state.tensors, state.facts)
@@ -192,7 +194,7 @@ def _by_layer(named: Mapping[str, V], layers: int) -> list[dict[str, V]]:
     for name, one in named.items():
         layer, _, own = str(name).partition(".")
         if not layer.isdecimal() or int(layer) >= layers or name != f"{int(layer)}.{own}":
-            raise WeirError(f"{quote(name)} is of no layer")
+            raise WeirError(f"{quote(name)} does not belong to a layer")
         found[int(layer)][own] = one
     return found
 
@@ -211,44 +213,46 @@ def _check_facts(row_format: RowFormat, facts: dict[str, Any], *, whole_prompt: 
         raise WeirError(f"marks.kept {why}")
     seen, waiting, columns = facts["seen"], facts["waiting"], facts["columns"]
     if origin + seen > FARTHEST:
-        raise WeirError(f"seen is {seen:,} from place {origin:,} on, and no stream is so long")
+        raise WeirError(
+            f"seen is {seen:,} from place {origin:,} on, which is longer than a stream can be"
+        )
     if waiting >= chunk:
-        raise WeirError(f"waiting must be at most {chunk - 1}, not {waiting}")
+        raise WeirError(f"waiting must be at most {chunk - 1}, got {waiting}")
     if waiting > seen or not (whole_prompt or waiting == seen % chunk):
         raise WeirError(
-            f"waiting is {waiting}, which {seen:,} tokens in chunks of {chunk} never leave"
+            f"waiting is {waiting}, which is impossible after {seen:,} tokens in chunks of {chunk}"
         )
     for name in ("seen", "claimed"):
         if facts[name] > columns:
-            raise WeirError(f"{name} is {facts[name]:,}, and columns only {columns:,}")
+            raise WeirError(f"{name} must be at most columns, {columns:,}, got {facts[name]:,}")
     check_token(facts["last"], row_format.vocabulary, "last")
     clock = origin + seen + facts.get("drift", 0)
     if not origin <= clock <= FARTHEST:
-        raise WeirError(f"drift is {facts['drift']:,}, which {seen:,} tokens never leave")
+        raise WeirError(f"drift is {facts['drift']:,}, which is impossible after {seen:,} tokens")
     _check_lengths(plans, facts["lengths"])
     for layer, lengths in enumerate(facts["lengths"]):
         if waiting == seen and any(lengths):
-            raise WeirError(f"lengths[{layer}] is not zero though nothing has been folded")
+            raise WeirError(f"lengths[{layer}] must be zero, because nothing has been folded")
 
 
 def check_token(token: int | None, vocabulary: int, place: str) -> None:
     """Refuse a token id that the model does not have."""
     if token is not None and token >= vocabulary:
-        raise WeirError(f"{place} must be a token id from 0 to {vocabulary - 1}, not {token}")
+        raise WeirError(f"{place} must be a token id from 0 to {vocabulary - 1}, got {token}")
 
 
 def _check_lengths(plans: Sequence[LayerPlan], lengths: list[list[int]]) -> None:
     """Refuse slots in use that are more than the pools have."""
     if len(lengths) != len(plans):
-        raise WeirError(f"lengths must have {len(plans)} entries, not {len(lengths)}")
+        raise WeirError(f"lengths must have {len(plans)} entries, got {len(lengths)}")
     for layer, (plan, own) in enumerate(zip(plans, lengths, strict=True)):
         pools = plan.spec.pipe.pools
         if len(own) != len(pools):
-            raise WeirError(f"lengths[{layer}] must have {len(pools)} entries, not {len(own)}")
+            raise WeirError(f"lengths[{layer}] must have {len(pools)} entries, got {len(own)}")
         for index, (pool, length) in enumerate(zip(pools, own, strict=True)):
             most = pool.slots()
             if most is not None and length > most:
-                raise WeirError(f"lengths[{layer}][{index}] must be at most {most}, not {length}")
+                raise WeirError(f"lengths[{layer}][{index}] must be at most {most}, got {length}")
         if plan.spec.pipe.too_many_shared(own):
             raise WeirError(
                 f"lengths[{layer}] has more kept tokens than the beginning leaves room for"
@@ -280,14 +284,14 @@ def _check_layer_sizes(
             raise WeirError(f"{name} is missing")
         size, kind = found[name]
         if kind != dtype:
-            raise WeirError(f"{name} is {_dtype_name(kind)} and must be {_dtype_name(dtype)}")
+            raise WeirError(f"{name} must be {_dtype_name(dtype)}, got {_dtype_name(kind)}")
         if name in held:
             slots = sum(part.stop - part.start for part in held[name])
             shape = (*shape[:2], slots, *shape[3:])
         longer = grows and name.startswith(STATE) and len(size) == len(shape) > 2
         longer = longer and size[2] >= shape[2]
         if size != shape and not (longer and (*size[:2], *size[3:]) == (*shape[:2], *shape[3:])):
-            raise WeirError(f"{name} is {list(size)} and must be {list(shape)}")
+            raise WeirError(f"{name} must have the shape {list(shape)}, got {list(size)}")
 
 
 def _check_numbers(
@@ -333,11 +337,11 @@ def _check_layer_numbers(
     if "mass" in tensors and not bool(
         ((tensors["mass"] >= 0) & (tensors["mass"] < math.inf)).all()
     ):
-        raise WeirError("mass has numbers that no sum of attention is")
+        raise WeirError("mass has numbers that cannot be sums of attention")
     if "frame" in tensors:
         frame, most = tensors["frame"], ahead + chunk
         if not bool(((frame >= -frame.shape[2]) & (frame <= most)).all()):
-            raise WeirError("frame has positions that no slot pretends")
+            raise WeirError("frame has positions that no slot can have")
     if "span" in tensors:
         held = tensors["position"][:, :, : used + facts["waiting"]] != EMPTY
         _check_spans(tensors["span"][:, :, : held.shape[2]][held], origin, facts)
@@ -351,7 +355,7 @@ def _check_layer_numbers(
         state = {n.removeprefix(start): t for n, t in tensors.items() if n.startswith(start)}
         wrong = pool.wrong_state(state, lengths[index], ahead) if state else None
         if wrong is not None:
-            raise WeirError(f"of what the pool {pool.name} remembers, {wrong}")
+            raise WeirError(f"in the state of the pool {pool.name}, {wrong}")
 
 
 def _check_positions(position: Tensor, lies: Layout, ahead: int, chunk: int, origin: int) -> None:
@@ -359,13 +363,13 @@ def _check_positions(position: Tensor, lies: Layout, ahead: int, chunk: int, ori
     for kept in (position[:, :, : lies.quantized_front], position[:, :, lies.first : lies.front]):
         if not bool(((kept == EMPTY) | ((kept >= origin) & (kept < ahead))).all()):
             raise WeirError(
-                f"position has places that are not among those of the stream, {origin} to {ahead}"
+                f"position has places outside the stream, which are {origin} to {ahead}"
             )
     rising = torch.arange(ahead - lies.run, ahead + chunk, device=position.device)
     parts = [slice(lies.quantized_front, lies.quantized), slice(lies.front, lies.used + chunk)]
     newest = torch.cat([position[:, :, part] for part in parts], dim=2)
     if not bool((newest == rising).all()):
-        raise WeirError("position does not rise from token to token where the newest tokens are")
+        raise WeirError("position does not rise from token to token among the newest tokens")
     for rest in (position[:, :, lies.quantized : lies.first], position[:, :, lies.used + chunk :]):
         if not bool((rest == EMPTY).all()):
             raise WeirError("position has places in slots that are not in use")
@@ -381,7 +385,7 @@ def _check_weights(
     """
     kept = weights[:, :, :used]
     if not bool((kept <= MOST_WEIGHT).all()):
-        raise WeirError(f"{name} has numbers that are no log-weights")
+        raise WeirError(f"{name} has numbers that cannot be log-weights")
     if bool((kept[empty] != -math.inf).any()):
         raise WeirError(f"{name} gives weight to slots without a token")
     tail = weights[:, :, used : used + chunk]
@@ -402,7 +406,7 @@ def _check_spans(spans: Tensor, origin: int, facts: Mapping[str, Any]) -> None:
     if not bool(((begins >= origin) & (begins <= clock)).all()):
         raise WeirError(f"span begins at places that are not among {origin} to {clock}")
     if not bool(((reach >= 1) & (reach <= FARTHEST)).all()):
-        raise WeirError("span reaches as far as no word or image does")
+        raise WeirError("span is longer than a word or image can be")
 
 
 def _check_split(tensors: Mapping[str, Tensor]) -> None:
@@ -413,7 +417,7 @@ def _check_split(tensors: Mapping[str, Tensor]) -> None:
         strict=True,
     ):
         if name in tensors and not torch.allclose(tensors[name], t):  # exp rounds by device
-            raise WeirError(f"{name} is not what a and b say")
+            raise WeirError(f"{name} does not match a and b")
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -435,7 +439,7 @@ def check_kind(mine: dict[str, Any], theirs: dict[str, Any], subject: str = "thi
         if name == "policy":
             if (unlike := unlike_policies(mine, theirs)) is not None:
                 raise WeirError(
-                    f"{subject} of a cache with policy {quote(unlike[1])}, and this one has "
+                    f"{subject} of a cache with policy {quote(unlike[1])}, but this one has "
                     f"{quote(unlike[0])}"
                 )
         elif mine.get(name) != theirs.get(name):
@@ -445,7 +449,7 @@ def check_kind(mine: dict[str, Any], theirs: dict[str, Any], subject: str = "thi
             if name == "weights":
                 raise WeirError(f"{subject} of another model, with other weights")
             raise WeirError(
-                f"{subject} of a cache with {name} {quote(theirs.get(name))}, and this one has "
+                f"{subject} of a cache with {name} {quote(theirs.get(name))}, but this one has "
                 f"{quote(mine[name])}"
             )
 

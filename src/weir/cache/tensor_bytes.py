@@ -104,5 +104,7 @@ def _read_entry(entry: Any) -> tuple[TensorSize, int, int]:
     if any(type(n) is not int or not 0 <= n < 2**62 for n in numbers):
         raise ValueError("its header has a size or a place that is not a whole number from 0 on")
     if stop - start != prod(shape) * dtype.itemsize:
-        raise ValueError("its header gives a tensor other bytes than its shape takes")
+        raise ValueError(
+            "its header gives a tensor a different number of bytes than its shape needs"
+        )
     return (tuple(shape), dtype), start, stop

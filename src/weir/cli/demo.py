@@ -102,8 +102,8 @@ def demo(
         )
     if len(ids) < tokens:
         say(
-            f"the packaged excerpt has {len(ids):,} tokens to read besides those before the "
-            f"questions, not {tokens:,}"
+            f"the packaged excerpt has only {len(ids):,} tokens to read in addition to those "
+            f"before the questions, fewer than {tokens:,}"
         )
     console = messages() if as_json else output()
     console.print(about, highlight=False)

@@ -78,7 +78,7 @@ def stream(
     with waiting(f"tokenizing {source}"):
         ids = encode(tokenizer, words, tokens, start)
     if tokens is not None and len(ids) < tokens:
-        say(f"{source} has only {len(ids):,} tokens, not {tokens:,}; all of them are read")
+        say(f"{source} has only {len(ids):,} tokens, fewer than {tokens:,}. All of them are read.")
     if positions.value == "rolling":
         say_window(model, wanted, chunk)
     reader = Stream(model, wanted, chunk=chunk, seed=seed, positions=positions.value)

@@ -116,12 +116,14 @@ def advise(
             short, or a perplexity is no finite number.
     """
     if (memory is None) == (budget is None):
-        which = "neither is" if memory is None else "both are"
-        raise WeirError(f"either memory or budget says how large a cache may be, and {which} given")
+        which = "neither" if memory is None else "both"
+        raise WeirError(
+            f"the size of a cache must be given by either memory or budget, got {which}"
+        )
     named = None if policies is None else _list_policies(model, policies)
     ids = read_stream(tokenizer, text).ids
     if tokens is not None and tokens > len(ids):
-        raise WeirError(f"the text has {len(ids):,} tokens, so it cannot be tried on {tokens:,}")
+        raise WeirError(f"the text has only {len(ids):,} tokens, but {tokens:,} are needed")
     window = window_of(model.config)
 
     def attempt(policy: str, budget: int, some: Tensor, number: int = 0, of: int = 0) -> Trial:

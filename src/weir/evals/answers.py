@@ -72,7 +72,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool) -> lis
         text = render_chat(tokenizer, [{"role": "user", "content": text}])
     ids = list(tokenizer(text, add_special_tokens=not chat, verbose=False)["input_ids"])
     if not ids:
-        raise WeirError("a prompt makes no tokens, so there is nothing to answer")
+        raise WeirError("a prompt has no tokens, so there is nothing to answer")
     return ids
 
 

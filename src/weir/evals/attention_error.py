@@ -66,8 +66,8 @@ class ErrorSetup:
             )
         if not 0 <= self.exact < self.tokens - self.queries:
             raise WeirError(
-                f"of {self.tokens - self.queries} tokens before the queries, {self.exact} exact "
-                "ones leave nothing to compress"
+                f"of the {self.tokens - self.queries} tokens before the queries, {self.exact} stay "
+                "exact, which leaves nothing to compress"
             )
 
     @property
@@ -146,7 +146,7 @@ def set_up(
         window = window_of(model.config) or MOST_TOKENS
         tokens = min(available, window, MOST_TOKENS)
     elif tokens > available:
-        raise WeirError(f"the text has {available} tokens, not {tokens}")
+        raise WeirError(f"the text has only {available} tokens, but {tokens} are needed")
     queries = min(MOST, tokens // 4) if queries is None else queries
     exact = min(MOST, tokens // 8) if exact is None else exact
     return ErrorSetup(tokens, queries, exact, whole, chunk)
@@ -308,7 +308,7 @@ ACROSS = 4
 def check_plot(path: Path) -> None:
     """Check before measuring that a plot can be written to a file."""
     if path.suffix.lower() not in KINDS:
-        raise WeirError(f"a plot is written as {', '.join(KINDS)}, not as {path}")
+        raise WeirError(f"the name of a plot must end with {' or '.join(KINDS)}, got {path}")
     check_folder(path.expanduser(), "the plot")
 
 

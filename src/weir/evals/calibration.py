@@ -307,7 +307,7 @@ def check_path(path: str | Path) -> Path:
     """Check that a policy file can be written, and return its path."""
     path = expand_home(path)
     if not is_file(path.name):
-        raise WeirError(f"the name of a policy file ends with .toml, which {path.name} does not")
+        raise WeirError(f"the name of a policy file must end with .toml, got {path.name}")
     check_folder(path, path.name)
     return path
 
@@ -360,18 +360,20 @@ def calibrate(
         )
     ids = read_stream(tokenizer, text, None if tokens is None else tokens + 1).ids
     if tokens is not None and tokens > len(ids):
-        raise WeirError(f"the text has {len(ids):,} tokens, so {tokens:,} cannot be read")
+        raise WeirError(f"the text has only {len(ids):,} tokens, but {tokens:,} are needed")
     ids = ids[: PASSAGES * length if tokens is None else tokens]
     passages = [part for part in ids.split(length) if len(part) == length]
     if not passages:
-        remedy = "give a longer text" if tokens is None else "read more of the text"
-        raise WeirError(f"{len(ids):,} tokens are too few: a passage has {length:,} here; {remedy}")
+        remedy = "Use a longer text" if tokens is None else "Read more of the text"
+        raise WeirError(
+            f"{len(ids):,} tokens are too few, because a passage has {length:,} tokens. {remedy}."
+        )
     sizes = {
         layer: size_ladder(plan.spec.pipe, length - chunk, splits=splits)
         for layer, plan in plans.items()
     }
     if all(len(pipes) == 1 for pipes in sizes.values()):
-        raise WeirError(f"{quote(str(asked))} comes in one size only, so nothing can be shared out")
+        raise WeirError(f"{quote(str(asked))} has only one size, so no slots can be distributed")
     errors = measure_sizes(model, passages, sizes, chunk=chunk, seed=seed, on_step=on_step)
     layers, before = _share_bytes(plans, sizes, errors)
     return Calibration(
@@ -397,7 +399,7 @@ def _plans(
             "recompute caches nothing, so it has no slots to distribute. Use another policy."
         )
     if any(pipe.slots is None for pipe in policy.pipes):
-        raise WeirError(f"{policy} has no limit, so there is nothing to share out")
+        raise WeirError(f"{policy} has no limit, so there are no slots to distribute")
     if is_weir(policy) and policy.called is not None and "heads" not in policy.called.given:
         policy = parse_policy(policy.called.with_arguments(heads="alike"))
     cache = StreamingCache(model, policy, chunk=chunk)

@@ -145,8 +145,8 @@ def check_slots(policy: str, most: int) -> None:
     if (slots := max(pipe.slots or 0 for pipe in read.pipes)) > most:
         raise WeirError(
             f"{policy} has {slots:,} slots written in it, more than the {most:,} of the largest "
-            "budget, so slots would not be equal; write fewer slots, give a larger budget, or "
-            "leave the policy out"
+            "budget, so slots would not be equal. Write fewer slots, use a larger budget, or "
+            "leave out the policy."
         )
 
 

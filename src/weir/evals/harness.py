@@ -150,7 +150,7 @@ class WeirLM(TemplateLM):
                 "trust_remote_code, batch_size and max_gen_toks."
             )
         if not str(batch_size).isdigit() or int(batch_size) < 1:
-            raise WeirError(f"batch_size must be a whole number of at least 1, not {batch_size!r}")
+            raise WeirError(f"batch_size must be a whole number of at least 1, got {batch_size!r}")
         self.policy = parse_policy(policy)
         if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
             device = None  # the harness asks for a GPU by default
@@ -218,7 +218,7 @@ class WeirLM(TemplateLM):
     ) -> str:
         """Render a conversation with the model's chat template."""
         if self.tokenizer.chat_template is None:
-            raise WeirError("this model has no chat template; leave out --apply_chat_template")
+            raise WeirError("this model has no chat template. Leave out --apply_chat_template.")
         return render_chat(
             self.tokenizer, chat_history, add_generation_prompt=add_generation_prompt
         )

@@ -55,8 +55,8 @@ class PerplexityMeter:
     def __init__(self, stream: Stream, block: int = 1000, *, in_steps: bool = False) -> None:
         if isinstance(stream.policy, KVzip):
             raise WeirError(
-                "kvzip reads one text whole and chooses once, and perplexity is of a text that is "
-                "read on and on; take another policy"
+                "kvzip chooses once, after it has read the whole text, but perplexity is measured "
+                "while a text is read. Use another policy."
             )
         self.stream, self.block, self.in_steps = stream, block, in_steps
         self.tokens = self.scored = self.kv_bytes = 0

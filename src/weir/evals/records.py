@@ -42,15 +42,15 @@ def rows_of(name: str, most: int | None = None) -> Iterator[dict[str, Any]]:
     parts = name.removeprefix(HUB).split(":")
     if len(parts) not in (2, 3) or not all(parts):
         raise WeirError(
-            f"a data set of the Hub is written hub:ID:SPLIT or hub:ID:CONFIGURATION:SPLIT, and not "
-            f"{name!r}"
+            "a data set of the Hub must be written hub:ID:SPLIT or hub:ID:CONFIGURATION:SPLIT, "
+            f"got {name!r}"
         )
     datasets = import_optional("datasets", "reading from the Hub")
     try:
         found = datasets.load_dataset(*parts[:-1], split=parts[-1])
     except Exception as error:  # its exceptions have no common base class
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise WeirError(f"the data set {name!r} cannot be had ({reason})") from None
+        raise WeirError(f"the data set {name!r} cannot be loaded ({reason})") from None
     yield from islice(found, most)
 
 
@@ -130,7 +130,7 @@ class JsonRecord:
         """The entries of a list with their names, `choices[2]`."""
         items: list[Any] = self._get(name, list, "a list")
         if len(items) < least:
-            raise self.wrong(name, f"needs {least} or more entries and has {len(items)}")
+            raise self.wrong(name, f"must have at least {least} entries, got {len(items)}")
         return [(f"{name}[{i}]", value) for i, value in enumerate(items)]
 
     def _get(self, name: str, kind: type, words: str) -> Any:
@@ -141,7 +141,7 @@ class JsonRecord:
     def _check(self, name: str, value: Any, kind: type, words: str) -> Any:
         # In Python, bool is a subclass of int.
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise self.wrong(name, f"must be {words}, not {_shown(value)}")
+            raise self.wrong(name, f"must be {words}, got {_shown(value)}")
         return value
 
     def _number(self, name: str, value: Any, known: bool) -> float | None:
@@ -151,7 +151,7 @@ class JsonRecord:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not -LARGEST <= value <= LARGEST:
             raise self.wrong(
-                name, f"must be a number{'' if known else ' or null'}, not {_shown(value)}"
+                name, f"must be a number{'' if known else ' or null'}, got {_shown(value)}"
             )
         return float(value)
 
@@ -195,7 +195,7 @@ def _from_file(path: str | Path, most: int | None) -> list[JsonRecord]:
         except RecursionError:
             raise WeirError(f"{place}: nested too deeply to be read") from None
         if not isinstance(values, dict):
-            raise WeirError(f"{place}: expected a JSON object, not {_shown(values)}")
+            raise WeirError(f"{place}: a record must be a JSON object, got {_shown(values)}")
         found.append(JsonRecord(place, values))
         if len(found) == most:
             break

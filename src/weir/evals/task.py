@@ -76,8 +76,9 @@ class Subject:
         policy, chunk = self.policy, self.chunk
         if prompt is None and isinstance(policy, KVzip):
             raise WeirError(
-                "kvzip reads one text whole and chooses once, and this task goes on reading; take "
-                "a task with a prompt, such as needle, lines, docqa, ruler or agreement"
+                "kvzip chooses once, after it has read the whole text, but this task goes on "
+                "reading. Use a task with a prompt, such as needle, lines, docqa, ruler or "
+                "agreement."
             )
         if self.rate is not None:
             if prompt is None:

@@ -273,7 +273,7 @@ def _library(device: torch.device) -> str:
     if not wanted:
         return _BY_DEVICE.get(device.type, "reference")
     if wanted != "reference" and wanted not in _LIBRARIES:
-        raise WeirError(f"{VARIABLE} is reference, numba or triton, not {wanted!r}")
+        raise WeirError(f"{VARIABLE} must be reference, numba or triton, got {wanted!r}")
     if wanted in _LIBRARIES and find_spec(wanted) is None:
         raise WeirError(describe_missing(f"{VARIABLE}={wanted}", wanted))
     return wanted

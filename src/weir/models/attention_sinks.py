@@ -96,8 +96,8 @@ def sink_of(config: PreTrainedConfig) -> ModelSink:
         return ModelSink()
     if not isinstance(entry, dict) or not isinstance(entry.get("tokens", []), list | tuple):
         raise WeirError(
-            f"the model's configuration says weir_sink = {entry!r}; weir reads "
-            '{"kind": "none", "zero" or "learnable", "tokens": [ids]}'
+            "weir_sink in the model's configuration must be "
+            f'{{"kind": "none", "zero" or "learnable", "tokens": [ids]}}, got {entry!r}'
         )
     return ModelSink(entry.get("kind", "none"), tuple(entry.get("tokens", [])))
 
@@ -147,9 +147,9 @@ def sink_at_work(config: PreTrainedConfig) -> ModelSink:
     # During a call with a weir cache in another thread, the attention is weir's.
     if sink.kind == "zero" and text._attn_implementation not in (ATTENTION, SUNK_ATTENTION):
         raise WeirError(
-            "this model was trained with a Zero Sink and its attention is "
-            f"{text._attn_implementation!r}, which has none; load it with weir.load, or call "
-            f"model.set_attn_implementation({ATTENTION!r})"
+            "this model was trained with a Zero Sink, but its attention is "
+            f"{text._attn_implementation!r}, which has none. Load it with weir.load, or call "
+            f"model.set_attn_implementation({ATTENTION!r})."
         )
     return sink
 

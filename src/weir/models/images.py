@@ -269,7 +269,9 @@ def _each(model: PreTrainedModel, kind: str, given: Mapping[str, Any]) -> Iterat
     for index, size in enumerate(sizes):
         pieces = math.prod(size) // merged
         if min(size) < 1 or pieces < 1:
-            raise WeirError(f"an {kind} of {size} patches has none each way")
+            raise WeirError(
+                f"the size of an {kind} must be at least one patch in each direction, got {size}"
+            )
         more = {f"{kind}_grid_thw": torch.tensor([size])}
         if seconds is not None:
             more["second_per_grid_ts"] = seconds[index : index + 1]

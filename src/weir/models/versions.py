@@ -29,9 +29,9 @@ def check_versions() -> None:
     if ours < first or torch_is < Version(TORCH):
         wanted = f"torch>={TORCH}", f"transformers>={first},<{beyond}"
         raise WeirError(
-            f"weir works with {wanted[0]} and {wanted[1]}, and these are torch {torch.__version__} "
-            f"and transformers {transformers.__version__}: "
-            f"pip install '{wanted[0]}' '{wanted[1]}'"
+            f"weir works with {wanted[0]} and {wanted[1]}, but torch {torch.__version__} and "
+            f"transformers {transformers.__version__} are installed: pip install '{wanted[0]}' "
+            f"'{wanted[1]}'"
         )
     if ours.release[:2] > Version(TESTED).release:
         # Not in weir's name: if warnings of weir were errors, weir could not be imported.

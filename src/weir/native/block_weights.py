@@ -359,8 +359,9 @@ def warn_without_kernel(model: PreTrainedModel) -> None:
     """Warn where products of blocks are slower than those of plain weights."""
     if dispatch.linear_blocks(torch.empty(1, BLOCK, device=model.device)) is None:
         warnings.warn(
-            "weights in blocks are dequantized for every product here, which is slow: their "
-            "kernel needs numba and a processor with AVX2. Without weights= it is faster.",
+            "on this machine, weights in blocks are dequantized for every product, which is slow, "
+            "because their kernel needs numba and a processor with AVX2. Leave out weights= to go "
+            "faster.",
             stacklevel=4,
         )
 
@@ -369,7 +370,7 @@ def check_stored(path: Path | None, name: str) -> Path:
     """Return the file whose blocks are wanted (WeirError if the model is not from one)."""
     if path is None:
         raise WeirError(
-            f'weights="{AS_STORED}" keeps the blocks of a GGUF file, and {name} is none; take '
-            f"{', '.join(BLOCK_FORMATS)}, int8 or int4"
+            f'weights="{AS_STORED}" keeps the blocks of a GGUF file, but {name} is not one. Use '
+            f"{', '.join(BLOCK_FORMATS)}, int8 or int4."
         )
     return path

@@ -53,8 +53,8 @@ def check_bits(weights: str | None) -> None:
     known = *BITS, *BLOCK_FORMATS, AS_STORED
     if weights is not None and weights not in known:
         raise WeirError(
-            f"weights must be one of {', '.join(known)}, not {quote(weights)}; without it they are "
-            "as they were saved"
+            f"weights must be one of {', '.join(known)}, got {quote(weights)}. Leave it out to "
+            "keep them as they were saved."
         )
 
 
@@ -64,7 +64,7 @@ def check_not_quantized(name: str, config: Any) -> None:
     if saved is not None:
         how = saved.get("quant_method") if isinstance(saved, dict) else saved.quant_method
         raise WeirError(
-            f"{name} is quantized already ({getattr(how, 'value', how)}); load it without weights="
+            f"{name} is already quantized ({getattr(how, 'value', how)}). Load it without weights=."
         )
 
 
@@ -129,8 +129,8 @@ def _quantize_by_torchao(model: PreTrainedModel, bits: dict[str, int]) -> None:
     except (ImportError, RuntimeError, AssertionError, TypeError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
         raise WeirError(
-            f"torchao cannot make weights of few bits on {model.device.type}: {reason}; "
-            "load the model again without weights="
+            f"torchao cannot make weights of few bits on {model.device.type}: {reason}. Load the "
+            "model again without weights=."
         ) from None
     numbers: list[Tensor] = []
     for name, many in bits.items():
@@ -190,7 +190,7 @@ def _bits(model: PreTrainedModel, weights: str) -> dict[str, int]:
         bits[name] = 4 if weights == "int4" and fits and module is not head else 8
     if all(model.get_submodule(name) is head for name in bits):
         raise WeirError(
-            "no layer of this model but its head is linear, so no weight can have fewer bits"
+            "no layer of this model except its head is linear, so no weight can have fewer bits"
         )
     return bits
 
@@ -225,8 +225,8 @@ class Int4Linear(QuantizedLinear):
         """Refuse another dtype: scales are packed in one dtype, which inputs must have too."""
         if wanted != dtype:
             raise WeirError(
-                f"weights of 4 bits stay in the dtype they were made in ({dtype}): load the model "
-                "again with weights= and dtype="
+                f"weights of 4 bits cannot leave the dtype in which they were made ({dtype}). Load "
+                "the model again with weights= and dtype=."
             )
 
 

@@ -73,8 +73,8 @@ def check_regular(path: Path, what: str) -> None:
         return
     if not stat.S_ISREG(mode):
         raise WeirError(
-            f"{path} is {_KINDS.get(stat.S_IFMT(mode), 'a device')}, and not {what}. Give the "
-            "path of a file."
+            f"{path} is {_KINDS.get(stat.S_IFMT(mode), 'a device')}, not {what}. Use the path of a "
+            "file."
         )
 
 
@@ -125,7 +125,7 @@ def read_policy_file(name: str) -> PolicyFile:
     if facts["format"] != FORMAT:
         found = quote(facts["format"])
         raise WeirError(
-            f"{name} has policy file format {found}, and this version of weir reads format "
+            f"{name} has policy file format {found}, but this version of weir reads format "
             f"{FORMAT}. Run weir calibrate again."
         )
     model, layers = facts.get("model"), facts["layers"]

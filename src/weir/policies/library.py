@@ -108,7 +108,7 @@ class KVzip(Policy):
     def __post_init__(self) -> None:
         check_room(self.budget, 0, kept_tokens=self.budget - self.newest, newest_tokens=self.newest)
         if self.part < 1:
-            raise WeirError(f"kvzip repeats parts of 1 token or more, not {self.part}")
+            raise WeirError(f"part of kvzip must be at least 1 token, got {self.part}")
         if not self.text:
             object.__setattr__(self, "text", self.stands_for)
 
@@ -133,10 +133,10 @@ class KVzip(Policy):
     def for_layer(self, layer: int, layers: int) -> Pipe:
         """Raise an error: a text is read whole before anything is chosen."""
         raise WeirError(
-            "kvzip chooses what to keep once a whole text has been read, so only weir.Stream runs "
-            "it, and no other policy goes around it: "
-            "Stream(model, 'kvzip(256)', tokenizer=tokenizer). For generate() and the server, take "
-            "the pool gated, which predicts the same scores"
+            "kvzip chooses what to keep once a whole text has been read, so only weir.Stream can "
+            "run it, and it cannot be part of another policy. Use Stream(model, 'kvzip(256)', "
+            "tokenizer=tokenizer). For generate() and the server, use the pool gated, which "
+            "predicts the same scores."
         )
 
 

@@ -59,7 +59,7 @@ class Marks:
             value = getattr(self, name)
             known = value is not None or name != "beginning"
             if known and (not fits(value, int) or not 0 <= value <= 2**53):
-                raise WeirError(f"{name} is a number of tokens from 0 on, not {value!r}")
+                raise WeirError(f"{name} must be a number of tokens, at least 0, got {value!r}")
         if (why := wrong_ranges(self.kept)) is not None:
             raise WeirError(f"kept {why}")
         object.__setattr__(self, "kept", tuple((start, stop) for start, stop in self.kept))
@@ -75,7 +75,7 @@ def wrong_ranges(kept: Any) -> str | None:
         if not whole or not last <= one[0] < one[1] <= 2**53:
             return (
                 "must be ranges of places in the stream, in order and apart, as in ((100, 150), "
-                f"(200, 230)), not {quote(one)}"
+                f"(200, 230)), got {quote(one)}"
             )
         last = one[1]
     return None

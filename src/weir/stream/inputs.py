@@ -36,13 +36,13 @@ def read_ids(given: Tokens | None, vocabulary: int) -> Tensor:
     padded, or not from 0 to `vocabulary`, exclusive.
     """
     if isinstance(given, str):
-        raise WeirError("text is not token ids; write tokenizer(text).input_ids")
+        raise WeirError("token ids must be numbers, got text. Use tokenizer(text).input_ids.")
     ids = _tensor(_of_tokenizer(given) if isinstance(given, Mapping) else given)
     if ids.numel() == 0:
         raise WeirError(NOTHING)
     if not _is_whole(ids) or ids.ndim not in (1, 2):
         raise WeirError(
-            f"token ids must be whole numbers [length] or [batch, length], not {ids.dtype} "
+            f"token ids must be whole numbers [length] or [batch, length], got {ids.dtype} "
             f"{list(ids.shape)}"
         )
     ids = ids.to(torch.int64)
@@ -70,7 +70,7 @@ def _index(token: Any) -> int:
     with contextlib.suppress(TypeError):  # a tensor has `__index__`, and not always an index
         if not isinstance(token, bool):
             return operator.index(token)
-    raise WeirError(f"an iterator yields ids one by one, whole numbers, not {quote(token)}")
+    raise WeirError(f"an iterator of ids must yield whole numbers, got {quote(token)}")
 
 
 def read_stops(given: int | Sequence[int]) -> set[int]:
@@ -83,7 +83,7 @@ def read_stops(given: int | Sequence[int]) -> set[int]:
             return {int(token) for token in found}
     except TypeError:
         pass  # nothing that holds several
-    raise WeirError(f"stop must be a token id or several, not {quote(given)}")
+    raise WeirError(f"stop must be a token id or several, got {quote(given)}")
 
 
 def is_count(value: object) -> bool:
@@ -106,7 +106,7 @@ def _tensor(given: Any) -> Tensor:
 def _of_tokenizer(given: Mapping[str, Any]) -> Any:
     """Take the ids from a tokenizer's output."""
     if "input_ids" not in given:
-        raise WeirError(f"token ids are looked for in 'input_ids', and {list(given)} has none")
+        raise WeirError(f"token ids must be in 'input_ids', got only {list(given)}")
     mask = given.get("attention_mask")
     if mask is not None and not bool(_tensor(mask).all()):
         raise WeirError(
@@ -204,7 +204,7 @@ def read_inputs(
             images.check_words(ids)
         return Inputs(ids)
     if images is None:
-        raise WeirError(f"a {type(model).__name__} sees no images, and {list(pictures)} was fed")
+        raise WeirError(f"a {type(model).__name__} sees no images, but {list(pictures)} was fed")
     both = {"input_ids": ids, **pictures}
     return Inputs(ids, embed(model, both), offsets(model, both))
 
@@ -246,18 +246,18 @@ def _check_embeddings(embeddings: object, model: PreTrainedModel) -> Tensor:
         )
     if embeddings.ndim not in (2, 3) or embeddings.shape[-1] != width:
         raise WeirError(
-            f"this model reads embeddings [tokens, {width}] or [batch, tokens, {width}], not "
+            f"embeddings must be [tokens, {width}] or [batch, tokens, {width}], got "
             f"{list(embeddings.shape)}"
         )
     if embeddings.dtype != weight.dtype:
         raise WeirError(
-            f"the embeddings are {_name(embeddings.dtype)} and this model reads {dtype}; write "
-            f"embeddings.to(torch.{dtype})"
+            f"embeddings must be {dtype}, got {_name(embeddings.dtype)}. Use "
+            f"embeddings.to(torch.{dtype})."
         )
     vectors = embeddings.detach()
     vectors = vectors[None] if vectors.ndim == 2 else vectors
     if vectors.shape[0] == 0 or vectors.shape[1] == 0:
-        raise WeirError("no embeddings were fed, and a stream needs at least one")
+        raise WeirError("a stream needs at least one embedding, got none")
     wrong = (~vectors.isfinite().all(dim=-1)).nonzero().tolist()
     if wrong:
         row, place = wrong[0]
@@ -273,7 +273,9 @@ def _check_offsets(
 ) -> Tensor:
     """Check offsets as `models.offsets` makes them, and return them [batch, length, 5], int64."""
     if images is None or not images.axes:
-        raise WeirError(f"the tokens of a {type(model).__name__} have one place each, no offsets")
+        raise WeirError(
+            f"the tokens of a {type(model).__name__} have one place each, so they take no offsets"
+        )
     wanted = [*inputs.ids.shape, 5]
     if isinstance(within, Tensor) and within.ndim == 2:
         within = within[None]
@@ -282,7 +284,7 @@ def _check_offsets(
         raise WeirError(f"the offsets of these embeddings must be {wanted}, got {what}")
     if not _is_whole(within) or not bool(((within >= 0) & (within < MOST_OFFSET)).all()):
         raise WeirError(
-            f"offsets are whole numbers from 0 to {MOST_OFFSET - 1:,}, as models.offsets"
+            f"offsets must be whole numbers from 0 to {MOST_OFFSET - 1:,}, as models.offsets"
         )
     if bool((within[:, :, 3] < 1).any()):
         raise WeirError(

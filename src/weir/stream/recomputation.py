@@ -36,7 +36,8 @@ class Recomputation:
         limit = window_of(config)
         if limit is not None and policy.budget > limit:
             raise WeirError(
-                f"recompute cannot read {policy.budget} tokens at once: the model knows {limit}"
+                f"recompute reads {policy.budget} tokens at once, but the model can read only "
+                f"{limit}"
             )
         self.model = model
         self.policy = policy

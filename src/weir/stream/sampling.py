@@ -46,13 +46,13 @@ class Sampling:
     def __post_init__(self) -> None:
         if not (fits(self.temperature, float) and 0 <= self.temperature < math.inf):
             raise WeirError(
-                f"temperature must be a number of at least 0, not {quote(self.temperature)}"
+                f"temperature must be a number of at least 0, got {quote(self.temperature)}"
             )
         if self.top_k is not None and not (is_count(self.top_k) and self.top_k):
-            raise WeirError(f"top_k must be a whole number of at least 1, not {quote(self.top_k)}")
+            raise WeirError(f"top_k must be a whole number of at least 1, got {quote(self.top_k)}")
         for name, share in (("top_p", self.top_p), ("min_p", self.min_p)):
             if share is not None and not (fits(share, float) and 0 <= share <= 1):
-                raise WeirError(f"{name} must be a number from 0 to 1, not {quote(share)}")
+                raise WeirError(f"{name} must be a number from 0 to 1, got {quote(share)}")
 
     def pick(
         self, logits: Tensor, generator: torch.Generator | Sequence[torch.Generator]
@@ -152,7 +152,7 @@ def _cool(logits: Tensor, temperature: float) -> Tensor:
 def check_penalty(penalty: object) -> None:
     """Refuse a penalty that is not a number over 0 (WeirError)."""
     if not fits(penalty, float) or not 0 < float(penalty) < math.inf:  # type: ignore[arg-type]
-        raise WeirError(f"repetition_penalty must be a number over 0, not {quote(penalty)}")
+        raise WeirError(f"repetition_penalty must be a number greater than 0, got {quote(penalty)}")
 
 
 class RepetitionPenalty:

@@ -142,7 +142,7 @@ def write_file(path: str | Path, facts: dict[str, Any], tensors: dict[str, Tenso
     try:
         # A folder is refused by the system; a device would be replaced by a file of its name.
         if path.exists() and not (path.is_file() or path.is_dir()):
-            raise WeirError(f"cannot write the session {path}: that is not a file to be replaced")
+            raise WeirError(f"cannot write the session {path}: it exists and is not a regular file")
         with replace_atomically(path) as new:
             save_file(kept, str(new), metadata=metadata)
     except (OSError, SafetensorError) as error:
@@ -182,7 +182,8 @@ class SessionFile:
         found = facts.get("format") if isinstance(facts, dict) else facts
         if found != FORMAT or not isinstance(facts, dict):
             raise WeirError(
-                f"{self.path} has session format {quote(found)}; this weir reads {FORMAT}"
+                f"{self.path} has session format {quote(found)}, but this version of weir reads "
+                f"{FORMAT}"
             )
         if metadata.get(CHECKSUM) != _checksum(metadata[KEY], self._mapped):
             raise WeirError(f"{self.path} is damaged: its checksum does not match its content")
@@ -208,7 +209,7 @@ class SessionFile:
                 saved = named if named == meant else meant
         except PolicyError as error:
             raise WeirError(
-                f"{self.path} has a policy that this weir does not know: {error}"
+                f"{self.path} has a policy that this version of weir does not know: {error}"
             ) from None
         wanted = saved if expected is None else parse_policy(expected)
         if wanted != saved:
@@ -228,7 +229,7 @@ class SessionFile:
             if named != {f"{ROW}{index}" for index in range(len(named))}:
                 raise WeirError(f"its rows are not numbered from 0 on: {quote(sorted(named))}")
             if len(facts["last"]) != len(named):
-                raise WeirError(f"last must have {len(named)} entries, not {len(facts['last'])}")
+                raise WeirError(f"last must have {len(named)} entries, got {len(facts['last'])}")
             for index, token in enumerate(facts["last"]):
                 check_token(token, row_format.vocabulary, f"last[{index}]")
             own = {name: t for name, t in self._mapped.items() if name not in named}
@@ -274,12 +275,12 @@ def _check_stream(tensors: dict[str, Tensor], rows: int, vocabulary: int) -> Non
         t, (shape, dtypes) = tensors[name], wanted[name]
         if list(t.shape) != shape or t.dtype not in dtypes:
             raise WeirError(
-                f"{name} is {list(t.shape)} of {t.dtype} and must be {shape} of {dtypes[0]}"
+                f"{name} must be {shape} of {dtypes[0]}, got {list(t.shape)} of {t.dtype}"
             )
     if rows:
         highest = tensors["logits"].amax(dim=1)  # not a number, if one of them is none
         if not bool(highest.isfinite().all()):
-            raise WeirError("logits has numbers that no token is drawn from")
+            raise WeirError("logits has numbers from which no token can be drawn")
     try:
         torch.Generator().set_state(tensors["generator"].clone())
     except RuntimeError:

@@ -142,8 +142,8 @@ class Stream:
         """
         if self._text is None:
             raise WeirError(
-                "this stream has no archive: make it with Stream(..., archive=weir.Archive(path), "
-                "tokenizer=tokenizer)"
+                "this stream has no archive. Use Stream(..., archive=weir.Archive(path), "
+                "tokenizer=tokenizer)."
             )
         self._text.flush()
         if (archive := self._text.archive) is None:
@@ -332,12 +332,12 @@ class Stream:
             raise WeirError("feed at least one token before generating")
         if logits.shape[0] != 1:
             raise WeirError(
-                f"generate continues one stream and this is a batch of {logits.shape[0]}; "
-                "use model.generate(..., past_key_values=weir.StreamingCache(...)) for batches"
+                f"generate continues one stream, but this is a batch of {logits.shape[0]}. For "
+                "batches, use model.generate(..., past_key_values=weir.StreamingCache(...))."
             )
         if max_new_tokens is not None and not is_count(max_new_tokens):
             raise WeirError(
-                f"max_new_tokens must be 0 or more, or None for no limit, not {max_new_tokens!r}"
+                f"max_new_tokens must be 0 or more, or None for no limit, got {max_new_tokens!r}"
             )
         check_penalty(repetition_penalty)
         sampling = Sampling(temperature, top_k, top_p, min_p)
@@ -440,7 +440,7 @@ class Stream:
 
     def _cached(self) -> StreamingCache:
         if self._whole is not None:
-            raise WeirError("kvzip has not read a text yet; feed one first")
+            raise WeirError("kvzip has not read a text yet. Feed one first.")
         if self.cache is None:
             raise WeirError("recompute caches nothing, so there is nothing to look at or to save")
         return self.cache
@@ -475,11 +475,11 @@ class Stream:
         inputs = read_inputs(token_ids, embeddings, *known, offsets)
         logits = self._logits
         if logits is not None and logits.shape[0] != inputs.rows:
-            raise WeirError(f"this stream has {logits.shape[0]} rows, {inputs.rows} were fed")
+            raise WeirError(f"this stream has {logits.shape[0]} rows, but {inputs.rows} were fed")
         if self._text is not None and inputs.rows > 1:
             raise WeirError(
-                f"a stream with an archive has one row, {inputs.rows} were fed. Use a Stream for "
-                "each."
+                f"a stream with an archive has one row, but {inputs.rows} were fed. Use a Stream "
+                "for each."
             )
         return inputs.to(self._device)
 

@@ -46,8 +46,8 @@ class WholeText:
         windows = self.cache.slots_by_layer
         if None not in windows:
             raise WeirError(
-                "kvzip reads a text whole, and every layer of this model sees only the newest "
-                f"{windows[0]:,} tokens; take another policy"
+                "kvzip reads a text as a whole, but every layer of this model sees only the "
+                f"newest {windows[0]:,} tokens. Use another policy."
             )
         self._ids: list[list[int]] = []
 
@@ -55,14 +55,14 @@ class WholeText:
         """Refuse to read what cannot be repeated (WeirError)."""
         if embeddings is not None:
             raise WeirError(
-                "kvzip has the model repeat token ids, and images or embeddings were fed; take "
-                "another policy"
+                "kvzip lets the model repeat token ids, but images or embeddings were fed. Use "
+                "another policy."
             )
         if self._policy.asks and self._tokenizer is None:
             raise WeirError(
-                "kvzip asks the model in words to repeat the text and needs the tokenizer for "
-                "that: Stream(model, policy, tokenizer=tokenizer). With kvzip(256, asks=false) "
-                "the model is only shown the text again"
+                "kvzip asks the model in words to repeat the text, which needs the tokenizer. Use "
+                "Stream(model, policy, tokenizer=tokenizer), or kvzip(256, asks=false), which "
+                "only shows the model the text again."
             )
 
     def copy(self, other: WholeText) -> None:

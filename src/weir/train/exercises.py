@@ -65,16 +65,16 @@ class Words:
             ids = ids_of(text)
             if len(ids) != 1:
                 raise WeirError(
-                    f"the exercises need {text!r} to be one token, and in this tokenizer it is "
-                    f"{len(ids)}: train it on more text or with a larger vocabulary"
+                    f"the exercises need {text!r} to be one token, but in this tokenizer it is "
+                    f"{len(ids)}. Train the tokenizer on more text or with a larger vocabulary."
                 )
             return ids[0]
 
         names = [ids[0] for ids in (ids_of(f" {name}") for name in NAMES) if len(ids) == 1]
         if len(names) < 12:
             raise WeirError(
-                f"the exercises need 12 names that are one token, and this tokenizer has "
-                f"{len(names)}: train it on more text or with a larger vocabulary"
+                "the exercises need 12 names that are one token, but this tokenizer has only "
+                f"{len(names)}. Train it on more text or with a larger vocabulary."
             )
         special = set(tokenizer.all_special_ids)
         special |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}

@@ -72,7 +72,7 @@ def run(
         WeirError: the text or the folder will not do.
     """
     if exercises not in EXERCISES:
-        raise WeirError(f"exercises are {', '.join(EXERCISES)}, not {exercises!r}")
+        raise WeirError(f"exercises must be one of {', '.join(EXERCISES)}, got {exercises!r}")
     if exercises == "off":
         recipe = replace(recipe, exercise_rows=0)
     books = read_books(text)
@@ -100,7 +100,10 @@ def run(
             on_note(f"training on the text alone, without exercises: {error}")
             recipe = replace(recipe, exercise_rows=0)
         if (filled := backend.get_vocab_size()) < vocabulary:
-            on_note(f"the text is enough for a vocabulary of {filled:,} tokens, not {vocabulary:,}")
+            on_note(
+                f"the text is enough for a vocabulary of only {filled:,} tokens, fewer than "
+                f"{vocabulary:,}"
+            )
         with processes.first_before_others():
             tokens = corpus.load_or_encode(common / "tokens.npy", books, tokenizer)
         if fit_tokens:

@@ -299,8 +299,8 @@ def train(
     processes = processes or Processes.here()
     if recipe.rows % processes.count:
         raise WeirError(
-            f"{recipe.rows} rows cannot be shared among {processes.count} processes: choose a "
-            "multiple"
+            f"{recipe.rows} rows cannot be shared among {processes.count} processes. Use a "
+            "multiple."
         )
     look_every = look_every or min(200, max(1, recipe.steps // 20))
     model = new_model(recipe, tokenizer).to(processes.device)  # type: ignore[arg-type]

@@ -121,33 +121,33 @@ class TrainingRecipe:
             self._check_alibi()
         if self.width % (2 * self.heads):
             raise WeirError(
-                f"a model {self.width} wide has no {self.heads} heads of an even size: choose a "
-                f"multiple of {2 * self.heads}"
+                f"width must be a multiple of {2 * self.heads}, so that {self.heads} heads have an "
+                f"even size, got {self.width}"
             )
         if self.heads % self.kv_heads:
             raise WeirError(
-                f"{self.heads} heads cannot share {self.kv_heads} KV heads evenly: choose a number "
-                "that divides them"
+                f"{self.heads} heads cannot share {self.kv_heads} KV heads evenly. Use a number of "
+                "KV heads that divides the number of heads."
             )
         if not self.exercise_rows < self.rows:
             raise WeirError(
                 f"{self.exercise_rows} of {self.rows} samples are exercises, which leaves none for "
-                "the text: choose more rows"
+                "the text. Use more rows."
             )
         if self.exercise_rows and self.length < ROOM:
             raise WeirError(
-                f"the exercises do not fit in samples of {self.length} tokens: choose {ROOM} or "
-                "more, or no exercises"
+                f"the exercises do not fit in samples of {self.length} tokens. Use {ROOM} or more, "
+                "or no exercises."
             )
         if self.kind.taught and self.length < ROOM:
             raise WeirError(
-                f"a sink cannot be taught on samples of {self.length} tokens: choose {ROOM} or "
-                "more, or another sink"
+                f"a sink cannot be taught on samples of {self.length} tokens. Use {ROOM} or more, "
+                "or another sink."
             )
         if not self.steps:
             raise WeirError(
                 f"{self.tokens:,} tokens are less than one step of {self.rows} samples of "
-                f"{self.length}: choose {self.rows * self.length:,} or more"
+                f"{self.length}. Use {self.rows * self.length:,} or more."
             )
 
     def _check_alibi(self) -> None:
@@ -161,7 +161,7 @@ class TrainingRecipe:
         if self.kind.taught:
             raise WeirError(
                 "ALiBi keeps heads with a steep slope from the start of a text, so no sink can be "
-                "taught to them: choose learnable or none"
+                "taught to them. Use learnable or none."
             )
         if self.kind.kind == "zero":
             raise WeirError(

@@ -273,7 +273,7 @@ def test_the_setting_is_the_papers_where_there_is_room(llama):
     for given, reason in (
         ((100, 200), "the text has 100 tokens, not 200"),
         ((100, 50, 50), "50 tokens are too few for 50 queries"),
-        ((100, 50, 10, 40), "40 exact ones leave nothing"),
+        ((100, 50, 10, 40), "40 stay exact, which leaves nothing"),
     ):
         with pytest.raises(WeirError, match=reason):
             set_up(llama, *given)

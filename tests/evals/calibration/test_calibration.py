@@ -101,8 +101,8 @@ def test_bytes_are_shared_out_and_not_slots(model, text):
         ("dense", {}, "dense has no limit"),
         ("recompute(8)", {}, "recompute caches nothing"),
         ("recent(60)", {}, "60 slots and a chunk of 4, so nothing is evicted from 64 tokens"),
-        ("sink(4)", {}, "'sink(4)' comes in one size only"),
-        (POLICY, {"tokens": 40}, "40 tokens are too few: a passage has 64"),
+        ("sink(4)", {}, "'sink(4)' has only one size"),
+        (POLICY, {"tokens": 40}, "40 tokens are too few, because a passage has 64"),
         (POLICY, {"tokens": 400}, "the text has 268 tokens, so 400 cannot be read"),
         ("streaming_llm(4)", {}, "leaves no slots for recent tokens"),
     ],
@@ -115,7 +115,7 @@ def test_what_cannot_be_measured_is_refused(model, text, policy, options, said):
 
 def test_a_file_that_cannot_be_written_is_named(model, text, tmp_path):
     found = calibrate(model, Letters(), text, POLICY, chunk=4, tokens=64)
-    with pytest.raises(WeirError, match=r"ends with \.toml, which budgets\.txt does not"):
+    with pytest.raises(WeirError, match=r"must end with \.toml, got budgets\.txt"):
         found.write(tmp_path / "budgets.txt")
     with pytest.raises(WeirError, match=r"nowhere for budgets\.toml does not exist\. Create it"):
         found.write(tmp_path / "nowhere" / "budgets.toml")

@@ -43,9 +43,9 @@ def test_rows_of_a_data_set_are_records_like_lines_of_a_file(folder: Path) -> No
 
 def test_a_data_set_that_is_not_there_is_one_clear_line(folder: Path) -> None:
     for name in (f"hub:{folder}:dev", f"hub:{folder}/nowhere:test"):
-        with pytest.raises(WeirError, match=r"the data set .* cannot be had") as refused:
+        with pytest.raises(WeirError, match=r"the data set .* cannot be loaded") as refused:
             read_records(name)
         assert "\n" not in str(refused.value)
     for name in ("hub:arc", "hub:", "hub:a:b:c:d", "hub:a::test"):
-        with pytest.raises(WeirError, match="is written hub:ID:SPLIT"):
+        with pytest.raises(WeirError, match="must be written hub:ID:SPLIT"):
             read_records(name)

@@ -186,9 +186,9 @@ def test_policies_are_compared_at_equal_slots_bytes_or_keys_and_values():
     ("given", "message"),
     [
         ({"memory": [900_000], "equal": "slots"}, "given as budgets, not as memory"),
-        ({"memory": [900_000], "budgets": [64], "equal": "kv"}, "one kind of sizes"),
-        ({"equal": "bytes"}, "needs sizes: give budgets or memory"),
-        ({"paper": "balancekv", "equal": "bytes"}, "leave out equal or the protocol"),
+        ({"memory": [900_000], "budgets": [64], "equal": "kv"}, "equal kv takes either budgets"),
+        ({"equal": "bytes"}, "needs sizes. Use budgets or memory"),
+        ({"paper": "balancekv", "equal": "bytes"}, "Leave out equal or the protocol"),
         (
             {"budgets": [64], "equal": "slots", "policies": "sink(4) | recent(61)"},
             "has 65 slots written in it, more than the 64",

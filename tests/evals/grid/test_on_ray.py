@@ -87,7 +87,7 @@ def test_a_worker_that_always_dies_is_given_up(tmp_path, monkeypatch, local):
 @pytest.mark.parametrize("address", ["nowhere", "host", ":99", "a:b", "ray://x"])
 def test_what_is_no_address_is_refused(address):
     pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
-    with pytest.raises(WeirError, match=r"--cluster takes 'local', 'host:port'"):
+    with pytest.raises(WeirError, match=r"--cluster must be 'local', 'host:port'"):
         on_ray(address)
 
 

@@ -151,7 +151,9 @@ def test_a_zero_sink_is_not_looked_past():
     model = make("llama-zero-sink")
     assert max(float(w.sum(dim=-1).max()) for w in whole(model, tokens(1, 30)).values()) < 0.999
     model.config._attn_implementation = "sdpa"
-    with pytest.raises(WeirError, match="was trained with a Zero Sink and its attention is 'sdpa'"):
+    with pytest.raises(
+        WeirError, match="was trained with a Zero Sink, but its attention is 'sdpa'"
+    ):
         whole(model, tokens(1, 30))
 
 

@@ -178,25 +178,25 @@ WHOLE = {
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"value": "1.5"}, "the field 'value' must be a number or null, not \"1.5\""),
-        ({"value": True}, "the field 'value' must be a number or null, not true"),
+        ({"value": "1.5"}, "the field 'value' must be a number or null, got \"1.5\""),
+        ({"value": True}, "the field 'value' must be a number or null, got true"),
         ({"kv_bytes": []}, "the field 'kv_bytes' must be a number or null"),
-        ({"policy": None}, "the field 'policy' must be a text, not null"),
-        ({"status": "odd"}, "the field 'status' must be done or failed, not 'odd'"),
+        ({"policy": None}, "the field 'policy' must be a text, got null"),
+        ({"status": "odd"}, "the field 'status' must be done or failed, got 'odd'"),
         ({"status": "failed"}, "the field 'reason' is missing"),
-        ({"better": "worse"}, "the field 'better' must be higher or lower, not 'worse'"),
+        ({"better": "worse"}, "the field 'better' must be higher or lower, got 'worse'"),
         ({"protocol": 3}, "the field 'protocol' must be a text"),
-        ({"result": None}, "the field 'result' must be an object, not null"),
-        ({"result": {"ppl_by_block": None}}, "'result.ppl_by_block' must be a list, not null"),
+        ({"result": None}, "the field 'result' must be an object, got null"),
+        ({"result": {"ppl_by_block": None}}, "'result.ppl_by_block' must be a list, got null"),
         ({"result": {**BLOCKS, "block": "x"}}, "'result.block' must be a whole number"),
         ({"result": {**BLOCKS, "ppl_by_block": ["x"]}}, r"'result.ppl_by_block\[0\]' must be a"),
         ({"result": {"by_distance": [{}]}}, r"'result.by_distance\[0\].distance' is missing"),
         (
             {"result": {"cells": [{"length": 1, "depth": 0, "accuracy": None}]}},
-            r"'result.cells\[0\].accuracy' must be a number, not null",
+            r"'result.cells\[0\].accuracy' must be a number, got null",
         ),
-        ({"cell": 5}, "the field 'cell' must be one of the grid's 5 cells, not 5"),
-        ({"cell": -1}, "the field 'cell' must be one of the grid's 5 cells, not -1"),
+        ({"cell": 5}, "the field 'cell' must be one of the grid's 5 cells, got 5"),
+        ({"cell": -1}, "the field 'cell' must be one of the grid's 5 cells, got -1"),
         ({"cell": "1"}, "the field 'cell' must be a whole number"),
         ({"cell": 0}, "the field 'cell' is that of line 2: 0"),
     ],
@@ -217,7 +217,7 @@ def test_a_field_under_another_name_is_missing_and_so_are_the_cells_of_a_grid(tm
     with pytest.raises(WeirError, match=r"line 2: the field 'policy' is missing"):
         read_results(path)
     path.write_text('{"grid": "abc", "cells": 3}\n')
-    with pytest.raises(WeirError, match=r"line 1: the field 'cells' must be a list, not 3"):
+    with pytest.raises(WeirError, match=r"line 1: the field 'cells' must be a list, got 3"):
         read_results(path)
 
 

@@ -204,14 +204,14 @@ def test_numbers_of_one_name_begin_differently_and_answers_are_as_long_as_asked(
             ("samples of changed must be a whole number of at least 1, got 0"),
         ),
         (lambda: Repeated(before=0), "before of repeated must be"),
-        (lambda: Repeated(farthest=15), "begin at 16, past 15"),
+        (lambda: Repeated(farthest=15), "at most the farthest, 15, got 16"),
         (lambda: Instruction(samples=0), "samples of instruction must be"),
-        (lambda: Instruction(farthest=31), "begin at 32, past 31"),
+        (lambda: Instruction(farthest=31), "at most the farthest, 31, got 32"),
         (
             lambda: Verbatim(length=1),
             ("length of verbatim must be a whole number of at least 2, got 1"),
         ),
-        (lambda: Verbatim(length=20, farthest=60), "begin at 64, past 60"),
+        (lambda: Verbatim(length=20, farthest=60), "at most the farthest, 60, got 64"),
     ],
 )
 def test_what_makes_no_sense_is_refused(make, sentence):
@@ -223,7 +223,7 @@ def test_where_there_is_no_room_that_is_said(nano, tmp_path):
     with pytest.raises(WeirError, match="Increase the number of tokens `before`"):
         Repeated(times=9, before=8, **FEW).run(reader(nano), silent)
     rng = np.random.default_rng(0)
-    with pytest.raises(WeirError, match="9 tokens cannot be asked for after 8 tokens"):
+    with pytest.raises(WeirError, match="at least the 9 tokens of a statement, got 8"):
         draw_layout([8, 16], 10, rng, statement=9)
     crowded = draw_layout([16, 16, 17, 17], 10, rng, statement=16)
     begins = sorted([n for (n,) in crowded.statements] + [n - 3 for n in crowded.answers])
@@ -236,7 +236,7 @@ def test_where_there_is_no_room_that_is_said(nano, tmp_path):
     ]
     book = tmp_path / "short.txt"
     book.write_text("It was a dark night. " * 20)
-    with pytest.raises(WeirError, match="are taken from a text, and this one has"):
+    with pytest.raises(WeirError, match="is needed, but this one has only"):
         Repeated(text=str(book), **FEW).run(reader(nano), silent)
 
 

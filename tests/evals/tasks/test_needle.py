@@ -98,7 +98,7 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
     for options, said in [
         ({"format": "song"}, "format of needle must be exercises or text or none"),
         ({"depths": 1}, "depths of needle must be a whole number of at least 2"),
-        ({"longest": 100, "lengths": 2}, "would be 50 tokens; hay begins at 64"),
+        ({"longest": 100, "lengths": 2}, "would be 50 tokens, but hay must have at least 64"),
     ]:
         with pytest.raises(WeirError, match=said):
             Needle(**options)

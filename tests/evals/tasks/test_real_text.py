@@ -79,7 +79,7 @@ def test_facts_are_scattered_in_order_and_the_question_comes_last(file, monkeypa
         < text.index("\nJohn went to the garden.\n")
     )
     assert subject.tokenizer.decode(asked[0]) == "\n\nWhere is Mary? Mary is in the"
-    with pytest.raises(WeirError, match="line 1, is not bAbI's"):
+    with pytest.raises(WeirError, match="line 1, is not in the format of bAbI"):
         read_stories(__file__, 1)
 
 

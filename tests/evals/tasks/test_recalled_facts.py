@@ -132,7 +132,7 @@ def test_wrong_parameters_are_refused():
         Recalled(forms="once twice")
     with pytest.raises(WeirError, match="ways of recalled has 'maybe'"):
         Recalled(ways="maybe")
-    with pytest.raises(WeirError, match="distances of recalled are numbers"):
+    with pytest.raises(WeirError, match="distances of recalled must be numbers"):
         Recalled(distances="far")
 
 

@@ -287,7 +287,7 @@ CALLED = ["user", "x", None]
 LIES = [
     ("it has the format 1", (("format",), 1)),
     ("turns must be a list", (("turns",), {})),
-    ("it has 2 checkpoints of 0 turns", (("turns",), [])),
+    ("it has 2 checkpoints for 0 turns", (("turns",), [])),
     (r"turns\[1\]: last must be a token id from 0 to 60", ((*TURN, "last"), 61)),
     (r"turns\[1\]: it is the end of another turn", ((*TURN, "last"), 7)),
     (r"turns\[1\]: it does not end where", ((*TURN, "seen"), 7)),
@@ -296,7 +296,7 @@ LIES = [
     (r"turns\[1\].node must be a text", ((*TURN, "node"), 3)),
     (r"turns\[1\]: another turn has the same name", ((*TURN, "node"), "a")),
     (r"turns\[1\].parent must be a text", ((*TURN, "parent"), [])),
-    (r"turns\[1\]: it stands before the turn that it goes on from", ((*TURN, "parent"), "b")),
+    (r"turns\[1\]: it comes before the turn that it continues", ((*TURN, "parent"), "b")),
     (
         r"turns\[1\].messages\[0\] must be a list of 3 or 6 or 7 parts",
         ((*TURN, "messages", 0), ["user"]),
@@ -306,7 +306,7 @@ LIES = [
     (r"messages\[0\].calls\[0\] must", ((*TURN, "messages", 0), [*CALLED, [["x"]], None, 0])),
     (r"messages\[0\].place must", ((*TURN, "messages", 0), [*CALLED, [], "x", -1])),
     (r"usage.bytes must be", ((*TURN, "usage", "bytes"), 1e9)),
-    (r"usage must be fields by name", ((*TURN, "usage"), [1])),
+    (r"usage must be an object", ((*TURN, "usage"), [1])),
     (r"created must be a finite number", ((*TURN, "created"), float("nan"))),
     (r"turns\[1\].created must be", ((*TURN, "created"), 10**400)),
     (r"turns\[1\]: ids must be a token id from 0 to 60", ((*TURN, "ids", 0), 61)),
@@ -413,7 +413,7 @@ TOO_LARGE = {
 
 def test_more_than_a_file_may_say_is_not_exported(tmp_path):
     long = replace(record("a", 0), messages=(Message("user", "x" * export.MAX_FACTS),))
-    with pytest.raises(WeirError, match="export fewer of the newest turns"):
+    with pytest.raises(WeirError, match="Export fewer of the newest turns"):
         export.write_export(tmp_path / "file", [(NODES[0], long)], FORM)
     assert not list(tmp_path.iterdir())
 

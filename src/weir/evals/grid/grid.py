@@ -221,20 +221,20 @@ def make_grid(
     rules = PaperProtocol("", positions=positions) if paper is None else protocol(paper)
     if equal == "slots" and memory:
         raise WeirError(
-            "equal slots are given as budgets, not as memory; give budgets, or compare at equal "
-            "bytes or kv"
+            "equal slots are given as budgets, not as memory. Use budgets, or compare at equal "
+            "bytes or kv."
         )
     if equal is not None and not (memory or budgets or rules.rate):
-        raise WeirError(f"equal {equal} needs sizes: give budgets or memory")
+        raise WeirError(f"equal {equal} needs sizes. Use budgets or memory.")
     if equal is not None and memory and budgets:
         raise WeirError(
-            f"equal {equal} has one kind of sizes: give budgets, for the bytes of {YARDSTICK} with "
-            "each, or memory, but not both"
+            f"equal {equal} takes either budgets (the bytes are then those of {YARDSTICK} with "
+            "each budget) or memory, got both. Leave out one of them."
         )
     if rules.rate is not None and equal is not None:
         raise WeirError(
             f"the protocol {paper} takes its budgets from the prompt, {rules.rate:g} of it, so all "
-            "policies have the same slots; leave out equal or the protocol"
+            "policies have the same slots. Leave out equal or the protocol."
         )
     if rules.rate is not None and (budgets or memory):
         raise WeirError(

@@ -260,7 +260,7 @@ def _check_reachable(address: str) -> None:
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal():
         raise WeirError(
-            f"--cluster takes 'local', 'host:port' or 'ray://host:port', not {address!r}"
+            f"--cluster must be 'local', 'host:port' or 'ray://host:port', got {address!r}"
         )
     try:
         socket.create_connection((host.strip("[]"), int(port)), CLUSTER_PATIENCE).close()

@@ -135,8 +135,8 @@ def section(asked: Inspection) -> Section:
     name = POLICY if asked.policy is None else asked.policy
     if isinstance(parse_policy(name), KVzip):
         raise WeirError(
-            "kvzip reads one text whole and chooses once, and here the text is read part by part; "
-            "name another policy"
+            "kvzip chooses once, after it has read the whole text, but here the text is read part "
+            "by part. Use another policy."
         )
     if isinstance(parse_policy(name), Recompute):
         raise WeirError(

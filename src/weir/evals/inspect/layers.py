@@ -108,8 +108,8 @@ def section(asked: Inspection) -> Section:
     """Perplexity without the sinks of one layer, with those of one alone, and by KV head."""
     if looks_ahead(asked.model):
         raise WeirError(
-            f"{asked.model.config.model_type} sees its whole text at once, so it reads no stream "
-            "that could do without its first tokens"
+            f"{asked.model.config.model_type} sees its whole text at once, so it has no stream "
+            "whose first tokens could be evicted"
         )
     known = describe(asked.model)
     setup = set_up(asked, known)

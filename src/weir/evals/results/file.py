@@ -35,7 +35,7 @@ def check_cell(line: JsonRecord, cells: int) -> None:
     """Check the record of a cell."""
     number = line.count("cell")
     if not 0 <= number < cells:
-        raise line.wrong("cell", f"must be one of the grid's {cells} cells, not {number}")
+        raise line.wrong("cell", f"must be one of the grid's {cells} cells, got {number}")
     for name in ("model", "setting", "policy", "weir"):
         line.text(name)
     line.count("seed")
@@ -93,7 +93,7 @@ def check_cell(line: JsonRecord, cells: int) -> None:
 def _check_word(line: JsonRecord, name: str, words: tuple[str, ...]) -> str:
     value = line.text(name)
     if value not in words:
-        raise line.wrong(name, f"must be {' or '.join(words)}, not {value!r}")
+        raise line.wrong(name, f"must be {' or '.join(words)}, got {value!r}")
     return value
 
 

@@ -52,8 +52,8 @@ class Agreement(Task):
         ids = read_stream(subject.tokenizer, self.text, needed).ids
         if len(ids) < needed:
             raise WeirError(
-                f"{self.passages} passages of {self.tokens:,} tokens take {needed:,}, and the text "
-                f"has {len(ids):,}; take fewer or shorter ones"
+                f"{self.passages} passages of {self.tokens:,} tokens take {needed:,}, but the text "
+                f"has only {len(ids):,}. Use fewer or shorter passages."
             )
         both = wanted = held = every = largest = 0
         for number, passage in enumerate(ids.split(self.tokens)):
@@ -63,8 +63,8 @@ class Agreement(Task):
             slots = stream.capacity
             if slots is None or slots >= self.tokens:
                 raise WeirError(
-                    f"{subject.policy} has room for all {self.tokens:,} tokens of a passage; give "
-                    "it a smaller budget, or take longer passages"
+                    f"{subject.policy} has room for all {self.tokens:,} tokens of a passage. Use a "
+                    "smaller budget or longer passages."
                 )
             reference = Stream(
                 subject.model,

@@ -44,7 +44,7 @@ class AttentionError(Task):
 
     def __post_init__(self) -> None:
         if self.rate is not None and not 0 < self.rate < 1:
-            raise WeirError(f"rate of attention-error is between 0 and 1, not {self.rate:g}")
+            raise WeirError(f"rate of attention-error must be between 0 and 1, got {self.rate:g}")
 
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
         """Compress the keys and values of every layer, and compare the last queries' attention.

@@ -51,7 +51,10 @@ def read_stories(path: str, most: int) -> list[Story]:
         parts = re.split(r"[|\t]", line)
         count, _, text = parts[0].strip().partition(" ")
         if not count.isdecimal() or not text or len(parts) not in (1, 3):
-            raise WeirError(f"{path}, line {number}, is not bAbI's: a number, a text, an answer")
+            raise WeirError(
+                f"{path}, line {number}, is not in the format of bAbI: a number and a sentence, or "
+                "a number, a question and an answer"
+            )
         if count == "1":
             sentences, answered = [], False
         if len(parts) == 1:

@@ -131,5 +131,5 @@ def question_of(record: JsonRecord) -> Question:
     right = record.text("answerKey")
     labels = [label for label, _ in choices]
     if right not in labels:
-        raise record.wrong("answerKey", f"must be one of {', '.join(labels)}, not {right!r}")
+        raise record.wrong("answerKey", f"must be one of {', '.join(labels)}, got {right!r}")
     return Question(stem, choices, right)

@@ -73,7 +73,7 @@ class DocumentQA(Task):
         """The places of `gold`; empty if documents stay in the file's order."""
         words = [] if self.gold is None else str(self.gold).split()
         if not all(word.isdigit() for word in words):
-            raise WeirError(f'gold must be places like 4 or "0 4 9", not {self.gold!r}')
+            raise WeirError(f'gold must be places like 4 or "0 4 9", got {self.gold!r}')
         return [int(word) for word in words]
 
     def settings(self) -> Sequence[Task]:
@@ -115,7 +115,7 @@ class DocumentQA(Task):
         documents = record.records("ctxs", least=1)
         gold = [place for place, document in enumerate(documents) if document.flag("isgold")]
         if len(gold) != 1:
-            raise record.wrong("ctxs", f"must have one document with isgold true, not {len(gold)}")
+            raise record.wrong("ctxs", f"must have one document with isgold true, got {len(gold)}")
         answer = documents.pop(gold[0])
         if self.documents is not None:
             if len(documents) + 1 < self.documents:

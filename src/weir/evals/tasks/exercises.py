@@ -76,7 +76,8 @@ def draw_layout(
     """
     if distances[0] < statement:
         raise WeirError(
-            f"a statement of {statement} tokens cannot be asked for after {distances[0]} tokens"
+            f"the shortest distance must be at least the {statement} tokens of a statement, got "
+            f"{distances[0]}"
         )
     for tries in itertools.count():
         # Long statements at many distances need more room between them.
@@ -140,7 +141,8 @@ def draw_facts(
     words, rng = material.words, material.rng
     if count > len(words.names):
         raise WeirError(
-            f"there are {len(words.names)} names, and {count} are asked for: ask less far back"
+            f"{count} names are needed, but there are only {len(words.names)}. Use smaller "
+            "distances."
         )
     found = []
     for name in rng.choice(words.names, size=count, replace=False):
@@ -156,7 +158,7 @@ def fill_in(material: Material, facts: StreamFacts, layout: StreamLayout) -> np.
     length, front = layout.length, material.words.front
     if len(material.book) <= length:
         raise WeirError(
-            f"stretches of {length:,} tokens are taken from a text, and this one has "
+            f"a text of more than {length:,} tokens is needed, but this one has only "
             f"{len(material.book):,}"
         )
     row = np.concatenate([front, passage(material.book, length - len(front), material.rng)])
@@ -202,7 +204,8 @@ class ExerciseTask(Task):
     def __post_init__(self) -> None:
         if self.farthest < self.nearest:
             raise WeirError(
-                f"the distances of {self.name} begin at {self.nearest}, past {self.farthest}"
+                f"the nearest distance of {self.name} must be at most the farthest, "
+                f"{self.farthest}, got {self.nearest}"
             )
 
     @property

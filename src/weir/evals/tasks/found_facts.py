@@ -60,7 +60,7 @@ class FoundFacts(Task):
         """
         words = str(self.distances).split()
         if not words or not all(word.isdecimal() for word in words):
-            raise WeirError("distances of found are numbers of tokens with spaces between them")
+            raise WeirError("distances of found must be numbers of tokens, separated by spaces")
         told, others = draw_recalled(self.samples, np.random.default_rng(subject.seed))
         by_form: list[dict[str, Any]] = []
         false = Counter[str]()

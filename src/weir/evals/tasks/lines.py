@@ -87,7 +87,7 @@ class Lines(Task):
             match = LINE.match(line)
             if match is None or int(match["number"]) != number:
                 raise record.wrong(
-                    "correct_line", f"must be a line with the number {number}, not {line!r}"
+                    "correct_line", f"must be a line with the number {number}, got {line!r}"
                 )
             found.append(LineQuestion(record.text("prompt"), match["name"], number))
         return found

@@ -47,7 +47,7 @@ class Loop(Task):
 
     def __post_init__(self) -> None:
         if self.tokens % SPAN:
-            raise WeirError(f"loop writes a multiple of {SPAN} tokens, not {self.tokens}")
+            raise WeirError(f"tokens of loop must be a multiple of {SPAN}, got {self.tokens}")
 
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
         """Write the texts; end tokens do not end them.

@@ -188,7 +188,9 @@ class Wording:
         opening = self.ids(self._opening)
         closing = self.ids(f"{self._closing}Thank you. Please go on.")
         if (room := length - len(opening) - len(closing)) < 1:
-            raise WeirError(f"a statement leaves {length} tokens of {BLOCK} for a turn before it")
+            raise WeirError(
+                f"a statement leaves only {length} of {BLOCK} tokens for the turn before it"
+            )
         return np.concatenate([opening, passage(book, room, rng), closing])
 
 
@@ -225,8 +227,8 @@ class Facts(Task):
             n < BLOCK or n % BLOCK for n in (self.every, self.before, *self.tokens_back)
         ):
             raise WeirError(
-                f"distances, every and before of facts are multiples of {BLOCK} tokens, with "
-                "spaces between them: facts(distances='200 800')"
+                f"distances, every and before of facts must be multiples of {BLOCK} tokens. "
+                "Separate distances with spaces, as in facts(distances='200 800')."
             )
 
     @property

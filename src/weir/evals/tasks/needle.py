@@ -65,7 +65,7 @@ class Needle(Task):
         if self.longest // self.lengths < SHORTEST:
             raise WeirError(
                 f"the shortest of {self.lengths} lengths up to {self.longest} would be "
-                f"{self.longest // self.lengths} tokens; hay begins at {SHORTEST}"
+                f"{self.longest // self.lengths} tokens, but hay must have at least {SHORTEST}"
             )
 
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class Needle(Task):
         hay = read_stream(subject.tokenizer, self.text, size).ids
         if len(hay) <= self.longest:
             raise WeirError(
-                f"hay of {self.longest:,} tokens needs a longer text than {len(hay):,} tokens"
+                f"hay of {self.longest:,} tokens needs a longer text, got {len(hay):,} tokens"
             )
         rng = np.random.default_rng(subject.seed)
         cells, largest = [], 0
@@ -107,7 +107,7 @@ class Needle(Task):
         try:
             words = Words.of(subject.tokenizer)
         except WeirError as error:
-            raise WeirError(f"{error}; format=text hides a needle in words") from None
+            raise WeirError(f"{error}. Use format=text, which hides a needle in words.") from None
         rows, numbers = zip(
             *(exercise(words, hay.numpy(), length, depth, rng) for _ in range(self.samples)),
             strict=True,

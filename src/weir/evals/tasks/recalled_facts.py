@@ -163,7 +163,7 @@ class Recalled(Task):
                     "separated by spaces."
                 )
         if not self.tokens_back:
-            raise WeirError("distances of recalled are numbers of tokens with spaces between them")
+            raise WeirError("distances of recalled must be numbers of tokens, separated by spaces")
 
     @property
     def tokens_back(self) -> tuple[int, ...]:

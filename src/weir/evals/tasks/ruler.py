@@ -43,7 +43,7 @@ class RulerCase:
         whole = record.words("input")
         text, line, question = whole.rstrip().rpartition("\n")
         if not text.strip():
-            raise record.wrong("input", "must end in a line of its own with the question")
+            raise record.wrong("input", "must end in a separate line with the question")
         begins = [record.text(n) for n in ("answer_prefix", "gen_prefix") if n in record]
         begun = next((words for words in begins if words.strip()), "")
         # Leading whitespace belongs to the question, not to the answer that the model begins.
@@ -124,7 +124,9 @@ class Ruler(Task):
         shown = render_chat(subject.tokenizer, [message])
         at = shown.rfind(case.question)
         if at < 0:
-            raise WeirError("the chat template rewrites the question, so it cannot be asked apart")
+            raise WeirError(
+                "the chat template rewrites the question, so it cannot be asked separately"
+            )
         # Templates end where the answer begins, mostly in whitespace.
         begun = case.begun.lstrip() if shown[-1:].isspace() else case.begun
         return shown[:at], shown[at:] + begun

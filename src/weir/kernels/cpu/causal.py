@@ -398,15 +398,14 @@ def _compute(
     """Both; the second is empty where that is not asked for."""
     if min(queries.shape[3], values.shape[3]) < LEAST_LANES:
         raise WeirError(
-            f"this kernel takes {LEAST_LANES} queries and values of {LEAST_LANES} numbers at "
-            f"least, not {queries.shape[3]} and {values.shape[3]}"
+            f"this kernel needs at least {LEAST_LANES} queries and values of at least "
+            f"{LEAST_LANES} numbers, got {queries.shape[3]} and {values.shape[3]}"
         )
     count = 0 if coded is None else coded[0][0].shape[2]
     slots, width = count + keys.shape[2], lanes()
     if slots < queries.shape[3]:
         raise WeirError(
-            f"{queries.shape[3]} queries are asked of {slots} slots; those of the last slots are, "
-            "so there is a slot for each"
+            f"queries must be those of the last slots, so at most {slots}, got {queries.shape[3]}"
         )
     out = queries.new_empty((*queries.shape[:4], values.shape[3]))
     parts = queries.shape[3] // width if counted else 0

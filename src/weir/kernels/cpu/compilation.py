@@ -181,7 +181,7 @@ def with_unit_stride(t: torch.Tensor, *, writable: bool = False) -> torch.Tensor
     if t.stride(-1) == 1 or t.shape[-1] == 1:
         return t
     if writable:
-        raise WeirError("a kernel writes lines whose numbers lie side by side, and no others")
+        raise WeirError("a kernel can write only to tensors whose last dimension is contiguous")
     return t.contiguous()
 
 

@@ -291,7 +291,7 @@ def attend_window(
         fits &= c.boundary <= coded[0].shape[2] or c.boundary == c.start
         fits &= c.own + c.queries <= tokens
     if not fits:
-        raise WeirError("chunks that do not lie in the piece, or values of fewer than 16 numbers")
+        raise WeirError("chunks must be within the piece, and values must have at least 16 numbers")
     held = [t.float().contiguous() for t in (queries, *exact, *coded, *front)]
     out = held[0].new_empty((batch, heads, group, length, width))
     table, parts = np.array(chunks, _CHUNK), len(chunks) * batch * heads

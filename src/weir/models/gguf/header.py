@@ -152,15 +152,15 @@ def read_header(path: Path) -> GGUFHeader:
         header = _read_one(path)
         if (count := header.fields.get("split.count", 1)) not in (0, 1):
             raise WeirError(
-                f"{path} is one of the {count} shards of a split file, and its name does not say "
-                f"which; rename the shards {path.stem}-00001-of-{count:05}.gguf and so on"
+                f"{path} is one of the {count} shards of a split file, but its name does not say "
+                f"which. Rename the shards to {path.stem}-00001-of-{count:05}.gguf and so on."
             )
         return header
     paths = shard_paths(path)
     if missing := [shard.name for shard in paths if not shard.is_file()]:
         raise WeirError(
             f"{path} is one of {len(paths)} shards of a split file, and {len(missing)} of them are "
-            f"missing in {path.parent}: {list_some(missing)}; download those too"
+            f"missing in {path.parent}: {list_some(missing)}. Download those too."
         )
     return _merge([_read_one(shard) for shard in paths])
 
@@ -213,8 +213,8 @@ def _merge(shards: Sequence[GGUFHeader]) -> GGUFHeader:
             if given != value and (count > 1 or given is not None):
                 raise WeirError(
                     f"{shard.path} does not belong to the split file that it is named after: its "
-                    f"field {key} is {given}, where {value} is expected; download all {count} "
-                    "shards of one model again"
+                    f"field {key} is {given}, where {value} is expected. Download all {count} "
+                    "shards of one model again."
                 )
     tensors = tuple(tensor for shard in shards for tensor in shard.tensors)
     if total is not None and len(tensors) != total:
@@ -227,7 +227,7 @@ def _merge(shards: Sequence[GGUFHeader]) -> GGUFHeader:
         if (other := holders.setdefault(tensor.name, tensor.path)) != tensor.path:
             raise WeirError(
                 f"{other} and {tensor.path} both hold the tensor {tensor.name}, so they are not "
-                "shards of one file; download all of them again"
+                "shards of one file. Download all of them again."
             )
     return replace(first, paths=tuple(shard.path for shard in shards), tensors=tensors)
 
@@ -244,13 +244,13 @@ class _HeaderReader:
         version = self.number("I")
         if version in (2 << 24, 3 << 24):
             raise WeirError(
-                f"{self.path} is stored in big-endian byte order, and weir reads little-endian "
-                "GGUF files; convert it with the script gguf_convert_endian of the package gguf"
+                f"{self.path} is stored in big-endian byte order, but weir reads little-endian "
+                "GGUF files. Convert it with the script gguf_convert_endian of the package gguf."
             )
         if version not in (2, 3):
             raise WeirError(
-                f"{self.path} has version {version} of the GGUF format, and weir reads 2 and 3. "
-                "Use another file of the model."
+                f"{self.path} has version {version} of the GGUF format, but weir reads versions 2 "
+                "and 3. Use another file of the model."
             )
         n_tensors, n_fields = self.count(MAX_TENSORS, "tensors"), self.count(MAX_FIELDS, "fields")
         fields: dict[str, Any] = {}

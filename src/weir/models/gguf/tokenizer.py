@@ -83,8 +83,8 @@ def tokenizer_of(header: GGUFHeader) -> PreTrainedTokenizerBase:
     if kind not in _KINDS:
         raise WeirError(
             f"{header.path} has a tokenizer of the kind {kind!r}, but weir reads only "
-            f"{' and '.join(map(repr, _KINDS))} from GGUF files; load the model's folder or Hub id "
-            "instead"
+            f"{' and '.join(map(repr, _KINDS))} from GGUF files. Load the model's folder or Hub id "
+            "instead."
         )
     _check_kinds(header)
     _check_keys(header)

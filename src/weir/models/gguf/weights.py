@@ -218,7 +218,7 @@ def check_readable(header: GGUFHeader) -> None:
             called = next((k.name for k in GGMLQuantizationType if k == tensor.type), None)
             raise WeirError(
                 f"{tensor.path} stores {tensor.name} as {called or f'type {tensor.type}'}, which "
-                "the package gguf cannot read; take the model in another quantization, such as "
+                "the package gguf cannot read. Use the model in another quantization, such as "
                 "Q4_K_M, Q8_0 or F16"
             )
         numbers = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.type)][0]
@@ -256,9 +256,9 @@ def plan_fillings(model: PreTrainedModel, header: GGUFHeader) -> dict[str, Filli
     if left:
         raise WeirError(
             f"{header.path} holds {len(left):,} tensor{'s' * (len(left) > 1)} that weir does not "
-            f"know how to use: {list_some(left)}. Without "
-            f"{'them' if len(left) > 1 else 'it'} a model of the type {model.config.model_type!r} "
-            "would answer wrongly; use another file of the model, or its safetensors folder."
+            f"know how to use: {list_some(left)}. Without {'them' if len(left) > 1 else 'it'} a "
+            f"model of the type {model.config.model_type!r} would answer wrongly. Use another file "
+            "of the model, or its safetensors folder."
         )
     return found
 
@@ -307,8 +307,8 @@ class _Plan:
         if missing:
             raise WeirError(
                 f"{self.header.path} lacks {len(missing):,} of the tensors that its model needs: "
-                f"{list_some(list(missing.values()))}; download the file again, or use another "
-                "file of the model"
+                f"{list_some(list(missing.values()))}. Download the file again, or use another "
+                "file of the model."
             )
         return found
 

@@ -90,7 +90,7 @@ def mlp_blocks(
     if not some:
         return None
     if blocks != up[0].shape[1] or not gate[2] == up[2] == inner * BLOCK:
-        raise WeirError("a gate, what it lets through and what takes that differ in size")
+        raise WeirError("the sizes of gate, up and down do not fit together")
     given = x.float().contiguous()
     out = given.new_empty((*x.shape[:-1], outputs))
     sizes = some, rows, blocks, inner, outputs, ACTIVATIONS[activation]

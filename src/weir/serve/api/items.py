@@ -123,8 +123,8 @@ def check_pins(client: EngineClient, body: GenerationBody) -> list[str]:
         if both is not None:
             raise APIError(
                 400,
-                f"the output of the call {quote(body.pins[both])} is pinned and dropped in one "
-                "request; name it in one of the two",
+                f"the output of the call {quote(body.pins[both])} is both pinned and dropped in "
+                "this request. Name it in only one of the two.",
                 param=f"weir.pin[{both}]",
             )
     return body.pins

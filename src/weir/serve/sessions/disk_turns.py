@@ -141,7 +141,9 @@ class DiskTurns(TurnTables):
         try:
             data = self._files.read(row["file"], row["bytes"])
             if hashlib.sha256(data).hexdigest() != row["sha256"]:
-                raise WeirError("its file is damaged: its checksum is not that of what was written")
+                raise WeirError(
+                    "its file is damaged: its checksum does not match the file that was written"
+                )
             pending = tuple(json.loads(row["pending"]))
             return Checkpoint.from_bytes(data, self.store_format.rows, pending).state
         except FileNotFoundError:

@@ -67,8 +67,8 @@ def write_export(path: Path, turns: Sequence[Turn], store_format: StoreFormat) -
     metadata = {KEY: json.dumps(said)}
     if len(metadata[KEY]) > MAX_FACTS:
         raise WeirError(
-            f"what was said takes {len(metadata[KEY]):,} bytes, and a file may have "
-            f"{MAX_FACTS:,}; export fewer of the newest turns"
+            f"the messages take {len(metadata[KEY]):,} bytes, and a file can have at most "
+            f"{MAX_FACTS:,}. Export fewer of the newest turns."
         )
     try:
         with replace_atomically(path) as new:
@@ -122,7 +122,7 @@ def _opened(path: Path, limit: int | None) -> Iterator[tuple[Any, Any]]:
         raise WeirError("the file does not exist")
     size = path.stat().st_size
     if limit is not None and size > limit:
-        raise WeirError(f"the file has {size:,} bytes, and {limit:,} are taken")
+        raise WeirError(f"the file must have at most {limit:,} bytes, got {size:,}")
     try:
         with open(path, "rb") as begun:
             header = int.from_bytes(begun.read(8), "little")
@@ -136,12 +136,14 @@ def _opened(path: Path, limit: int | None) -> Iterator[tuple[Any, Any]]:
             facts = json.loads(text)
             version = facts.get("format") if isinstance(facts, dict) else facts
             if version != FORMAT:
-                raise WeirError(f"it has the format {quote(version)}, and this weir reads {FORMAT}")
+                raise WeirError(
+                    f"it has the format {quote(version)}, but this version of weir reads {FORMAT}"
+                )
             read_facts(_ExportFacts, facts)
             yield facts, file
     except (SafetensorError, OSError, ValueError, LookupError, RecursionError) as error:
         raise WeirError(
-            f"the file is damaged or no session that weir exported ({quote(str(error))})"
+            f"the file is damaged or is not a session that weir exported ({quote(str(error))})"
         ) from None
     except WeirError as error:
         raise WeirError(f"the file cannot be imported: {error}") from None
@@ -153,7 +155,7 @@ def _validated(facts: Any, file: Any, store_format: StoreFormat) -> list[Turn]:
     turns = facts["turns"]
     names = set(file.keys())
     if names != {str(n) for n in range(len(turns))} or not turns:
-        raise WeirError(f"it has {len(names)} checkpoints of {len(turns)} turns")
+        raise WeirError(f"it has {len(names)} checkpoints for {len(turns)} turns")
     found: list[Turn] = []
     known: set[str] = set()
     nodes = {turn["node"] for turn in turns}
@@ -163,7 +165,7 @@ def _validated(facts: Any, file: Any, store_format: StoreFormat) -> list[Turn]:
             if turn["node"] in known:
                 raise WeirError("another turn has the same name")
             if turn["parent"] in nodes - known:
-                raise WeirError("it stands before the turn that it goes on from")
+                raise WeirError("it comes before the turn that it continues")
         known.add(turn["node"])
         made = TurnRecord(
             owner="",
@@ -184,20 +186,22 @@ def _read_checkpoint(
     part = file.get_slice(name)
     size = part.get_shape()
     if part.get_dtype() != "U8" or len(size) != 1:
-        raise WeirError("its checkpoint is not bytes")
+        raise WeirError("its checkpoint must be bytes")
     if size[0] > 2 * store_format.turn_bytes():
-        raise WeirError(f"its checkpoint has {size[0]:,} bytes, more than any here")
+        raise WeirError(
+            f"its checkpoint has {size[0]:,} bytes, more than any checkpoint of this server"
+        )
     data = file.get_tensor(name).numpy().tobytes()
     if hashlib.sha256(data).hexdigest() != turn["sha256"]:
-        raise WeirError("it is damaged: its checksum is not that of its checkpoint")
+        raise WeirError("it is damaged: its checksum does not match its checkpoint")
     for place, ids in (("last", [turn["last"]]), ("ids", turn["ids"])):
         for token in ids:
             check_token(token, store_format.rows.vocabulary, place)
     checkpoint = Checkpoint.from_bytes(data, store_format.rows, (turn["last"],), trusted=False)
     if turn["seen"] != checkpoint.state.facts["seen"] + 1:
-        raise WeirError("it does not end where its checkpoint does")
+        raise WeirError("it does not end where its checkpoint ends")
     if [place[:2] for place in turn["kept"]] != checkpoint.state.facts["marks"].get("kept", []):
-        raise WeirError("it keeps other outputs of tools than its checkpoint")
+        raise WeirError("its outputs of tools differ from those of its checkpoint")
     if len(turn["ids"]) > turn["seen"]:
         raise WeirError("it has more tokens than its stream")
     return checkpoint

@@ -124,7 +124,7 @@ class PrefixFolder:
             raise WeirError("it is not an ordinary file")
         data = self._files.read(name, size)
         if _name_of(data) != name:
-            raise WeirError("its checksum is not that of what was written")
+            raise WeirError("its checksum does not match the file that was written")
         state, notes = RowState.from_bytes(data, self._store_format.rows)
         about = read_facts(_PrefixNotes, notes, "what it says beside the row")
         key = PrefixKey(about.owner, None, about.beginning, about.seed)

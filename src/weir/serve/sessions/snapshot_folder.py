@@ -154,14 +154,14 @@ class SnapshotFolder:
             fd = os.open(name, flags, dir_fd=self._fd)
         except OSError as error:
             if error.errno == errno.ELOOP:
-                raise WeirError("there is a link in its place") from None
+                raise WeirError("a link has replaced it") from None
             raise
         try:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode):
                 raise WeirError("it is not an ordinary file")
             if found.st_size != size:
-                raise WeirError(f"it has {found.st_size:,} bytes, and was written with {size:,}")
+                raise WeirError(f"it has {found.st_size:,} bytes, but {size:,} were written")
             with open(fd, "rb", closefd=False) as file:
                 return file.read(size)
         finally:

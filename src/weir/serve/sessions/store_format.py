@@ -75,7 +75,7 @@ class StoreFormat:
         """Refuse rows of another model or policy, and say in what they differ."""
         mine = self.to_json()
         if not isinstance(stated, dict) or not all(isinstance(stated.get(n), dict) for n in mine):
-            raise WeirError("it does not say which model and policy it is of")
+            raise WeirError("it does not say which model and policy it belongs to")
         if what := compare_fingerprints(self.model, stated["model"]):
             raise WeirError(f"it is of another model ({what})")
         check_kind(self.rows.kind, stated["kind"], "its rows are")

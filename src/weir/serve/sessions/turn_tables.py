@@ -463,8 +463,8 @@ class TurnTables:
                 )
             if db.execute(count, (owner,)).fetchone()[0] >= MAX_DROPPED:
                 raise WeirError(
-                    f"{MAX_DROPPED:,} outputs of this key's sessions are {table}, and there cannot "
-                    "be more; delete sessions that are not needed"
+                    f"{MAX_DROPPED:,} outputs of this key's sessions are {table}, which is the "
+                    "limit. Delete sessions that you no longer need."
                 )
             row = owner, chain
             db.execute(f"INSERT OR IGNORE INTO {table} (owner, chain) VALUES (?, ?)", row)
