@@ -1,6 +1,7 @@
 """A transformers `Cache` of fixed size."""
 
-# First: weir.models, which it imports, refuses releases of transformers that lack what others need.
+# Imported first, because it imports weir.models, which refuses releases of transformers that lack
+# what the other modules need.
 from weir.cache.default_policy import (
     DEFAULT,
     FILE,

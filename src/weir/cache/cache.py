@@ -70,40 +70,42 @@ class StreamingCache(Cache):
     """A KV cache of fixed size for endless streams.
 
     Pass it to `model.generate(..., past_key_values=cache)` or `model(..., past_key_values=cache)`.
-    Several turns may use one cache: pass the whole conversation again, or only what is new together
-    with an attention mask as long as everything so far.
+    One cache can serve several turns: pass the whole conversation again, or pass only the new
+    tokens with an attention mask that also covers everything so far.
 
     Each row of a batch is a separate stream. Rows can be taken out, put in and emptied while the
-    others go on (`take_row`, `put_row`, `reset_row`), and if the keys of one are not finite, or a
-    token of one is out of range, only that row's tokens are undone.
+    others go on (`take_row`, `put_row`, `reset_row`). If a row's keys are not finite, or one of its
+    tokens is out of range, only that row's tokens are undone.
 
     Args:
         model: the causal language model that the cache serves.
-        policy: a pipe, `"sink(4) | recent(252)"`, or a named policy, `"h2o(budget=256)"`; where
-            neither this nor `slots` is given, the `weir.toml` in the model's folder, or else
-            `"weir"`.
-        chunk: tokens that are appended before the pipe folds them, 64 unless a policy file was
-            measured with another number; the slab has `chunk` slots more
-            than the policy. With 1, StreamingLLM exactly.
+        policy: a pipe, `"sink(4) | recent(252)"`, or a named policy, `"h2o(budget=256)"`. If
+            neither this nor `slots` is given, the policy is the `weir.toml` in the model's folder,
+            or else `"weir"`.
+        chunk: number of tokens that are appended before the pipe folds them, 64 unless a policy
+            file was measured with another number. The slab has `chunk` slots more than the policy.
+            With a chunk of 1, `streaming_llm` is exactly the paper's method.
         seed: the seed of the policy's random draws; set that of sampling with `torch.manual_seed`,
             or in a `Stream`.
         positions: `"rolling"`: positions inside the cache (StreamingLLM, section 3.2), for endless
             streams. `"original"`: keys keep their places in the stream, for streams within the
-            model's window; a warning says so once where one goes on past it.
+            model's window. Warns once if a stream goes past it.
         prefill: `"chunked"`: a prompt is fed through the tail like everything else, so it never
-            takes more than the slab. `"full"`: the papers' protocol; the first call attends to all
-            of its tokens exactly and folds them once. That holds the keys and values of the whole
-            prompt in one layer at a time, and time that grows with its square.
-        origin: the place in the stream of the first token. Pools draw, and 8 and 4 bits round, by
-            place: such caches answer otherwise from another origin.
+            takes more than the slab. `"full"`: the papers' protocol, in which the first call
+            attends to all of its tokens exactly and folds them once. This holds the keys and values
+            of the whole prompt in one layer at a time, and takes time that grows with the square of
+            its length.
+        origin: the place in the stream of the first token. Random draws of pools and the rounding
+            to 8 and 4 bits depend on the place, so such caches answer differently from another
+            origin.
         batch: number of rows, empty at first, with their slots allocated at once; None for as many
             as the first call feeds.
         slots: the format of the slots of the policy's middle: `"exact"` as the model computes,
-            `"int8"` or `"fp8"` in 8 bits, `"k8v4"` with values in 4; None as the policy says. The
-            first and the newest tokens stay exact. It is the same as the policy
-            `"quantized(POLICY, slots=int8)"`, which has more options; a policy with an option
-            `slots`, as the default has, gets it there: `"weir(budget=256, slots=exact)"`. A policy
-            that already sets the format takes no other.
+            `"int8"` or `"fp8"` in 8 bits, `"k8v4"` with values in 4, None as the policy says. The
+            first and the newest tokens stay exact. It is the same as the policy `"quantized(POLICY,
+            slots=int8)"`, which has more options. For a policy that has an option `slots`, such as
+            the default, it sets that option: `"weir(budget=256, slots=exact)"`. It cannot be
+            combined with a policy that already sets the format.
         failures: what to do if a row's tokens are refused while the others go on: `"raise"` an
             error at the end of the call, or `"keep"` it in `failed` and let the call return.
 
@@ -167,7 +169,7 @@ class StreamingCache(Cache):
         keep_freed_memory()
         if rolling:
             warn_of_window(served, self.policy, chunk)
-        # None once that was said; rolling positions stay within the cache.
+        # None after the warning has been given; rolling positions never leave the cache.
         self._known_places = None if rolling else known_places(served)
         self._kind = facts.kind
         self._model = weakref.ref(served)
@@ -202,7 +204,7 @@ class StreamingCache(Cache):
         model = self._model()
         if model is None:
             raise WeirError("the model that this cache was made for no longer exists")
-        # If the model is copied along, the new cache serves the copied model.
+        # If the model is copied in the same call, the new cache serves the copied model.
         made = StreamingCache(
             memo.get(id(model), model), self.policy, seed=self.seed, **self.made_with
         )
@@ -252,10 +254,11 @@ class StreamingCache(Cache):
         detach(self)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the columns fed so far, including padding; `generate` feeds those after them.
+        """Return the number of columns fed so far, including padding; `generate` feeds the columns
+        after them.
 
         transformers assumes that embeddings are those of the whole text, and leaves out as many as
-        this returns. If they are those of new tokens only, none must be left out.
+        this returns. If the caller passed embeddings of new tokens only, none may be left out.
         """
         return 0 if self.only_new else self.rows.columns
 
@@ -281,10 +284,10 @@ class StreamingCache(Cache):
 
     @property
     def is_linear(self) -> list[bool]:
-        """False for every layer, since none is a state space.
+        """Return False for every layer, because none is a state space.
 
         From 5.24 on, transformers leaves out tokens that were fed before unless all of these are
-        True, which `all` also says of an empty list.
+        True. An empty list would count as all True.
         """
         return [False] * len(self)
 
@@ -391,9 +394,9 @@ class StreamingCache(Cache):
     def nbytes(self) -> int:
         """Bytes of all slabs; fixed from the first token on.
 
-        Under `dense` and other policies that keep every token, the bytes of keys and values as
-        transformers' own cache would hold them, which grow with the stream. The memory that weir
-        takes is larger there: the slab is enlarged ahead of the tokens.
+        Under `dense` and other policies that keep every token, these are the bytes of keys and
+        values that transformers' own cache would hold, which grow with the stream. There weir takes
+        more memory than that, because it enlarges the slab ahead of the tokens.
         """
         return sum(layer.state.nbytes(self.rows.columns) for layer in self.stack)
 
@@ -404,8 +407,8 @@ class StreamingCache(Cache):
 
     @property
     def slots_by_layer(self) -> list[int | None]:
-        """Slots that the policy has in each layer, in the KV head with most, those of new tokens
-        not among them; None where there is no limit.
+        """Slots that the policy has in each layer, in the KV head with the most, without those of
+        new tokens; None where there is no limit.
         """
         sizes = ([part.spec.pipe.slots for part in layer.parts] for layer in self.stack.by_index)
         return [None if None in each else max(n or 0 for n in each) for each in sizes]
@@ -439,7 +442,7 @@ class StreamingCache(Cache):
     def count_held(self, row: int = 0) -> int:
         """Count the tokens of a row that any layer and KV head still holds in a slot.
 
-        It is `len(holding(row).tokens())` in a fraction of the time.
+        The same as `len(holding(row).tokens())`, in a fraction of the time.
         """
         self._check_row(row)
         return len(self.held_tokens(row))
@@ -447,7 +450,7 @@ class StreamingCache(Cache):
     def held_tokens(self, row: int = 0) -> Tensor:
         """Return the tokens of a row that any layer and KV head still holds [tokens], int64.
 
-        They are counted from 0 on, and come in order.
+        Tokens are counted from 0. They are in ascending order.
         """
         self._check_row(row)
         return held_places(self.stack, row, self.rows.waiting[row]) - self.origin
@@ -456,9 +459,9 @@ class StreamingCache(Cache):
     def steps(self) -> dict[str, str | None]:
         """How decode steps of this cache run now.
 
-        "run" is "native", "compiled" or "eager"; "reason" says why they are not native, and is None
-        if they are; of "compiled" steps, which a GPU has, it is None too. While the kernel is still
-        being compiled, steps are "eager".
+        "run" is "native", "compiled" (on a GPU) or "eager". "reason" says why steps are eager; for
+        native and compiled steps, it is None. While the kernel is still being compiled, steps are
+        "eager".
         """
         return self.attachment.describe_steps(self.stack.slots, len(self.rows.seen))
 
@@ -466,9 +469,9 @@ class StreamingCache(Cache):
         """Report bytes, tokens seen, how steps run, and per layer its bytes and the slots of one
         row.
 
-        "slots" has them by pool, with the tokens that wait for the next fold as "new"; "held" is
-        their sum. A layer whose KV heads have several pipes has the mean over its heads, and under
-        "heads" the same of each pipe with the heads that have it.
+        "slots" has the slots by pool, with the tokens that wait for the next fold as "new"; "held"
+        is their sum. For a layer whose KV heads have several pipes, these are means over the heads,
+        and "heads" has the same figures for each pipe, with the heads that have it.
         """
         self._check_whole()
         waiting = self.rows.waiting[row] if self.rows.waiting else 0
@@ -560,13 +563,13 @@ class StreamingCache(Cache):
             row: the row; in an empty cache, row 0 makes it a cache of one row.
             state: from `take_row` of any cache of the same model, policy, chunk, positions and
                 origin.
-            check: whether to check all numbers, which takes longer than to put the row. It is not
-                needed for a state from `take_row` that has not been changed since; the kind of
-                its cache is always checked.
+            check: whether to check all numbers, which takes longer than putting the row. A state
+                from `take_row` that has not been changed since does not need it. The kind of the
+                row's cache is always checked.
 
         Raises:
             WeirError: there is no such row, or the state is of another model, policy, chunk or
-                dtype, or one that no row can have; the row is as it was.
+                dtype, or one that no row can have. The row then stays as it was.
         """
         self._check_whole()
         new = self.rows.batch is None and fits(row, int) and row == 0
@@ -583,7 +586,7 @@ class StreamingCache(Cache):
         for index, layer in enumerate(self.stack):
             slab = layer.state.slab
             assert slab is not None
-            mine = slab.tensors().items()  # the state may be of another device
+            mine = slab.tensors().items()  # the state may be on another device
             own.append({n: state.tensors[f"{index}.{n}"].to(t.device) for n, t in mine})
         names = ("seen", "waiting", "claimed", "last", "ended")
         parts: list[Any] = [[facts[name]] for name in names]
@@ -608,7 +611,8 @@ class StreamingCache(Cache):
             check: as for `put_row`.
 
         Raises:
-            WeirError: as for `put_row`, or `states` is no list of states; the rows are unchanged.
+            WeirError: as for `put_row`, or `states` is not a list of states; the rows are
+                unchanged.
         """
         given = list(states) if isinstance(states, Iterable) else states
         if not isinstance(given, list):
@@ -648,7 +652,7 @@ class StreamingCache(Cache):
         return None
 
     def drop(self, row: int, ranges: Iterable[tuple[int, int]]) -> None:
-        """Drop tokens of a row: no attention reads them any more, and no pool keeps them.
+        """Drop tokens of a row: attention no longer reads them, and no pool keeps them.
 
         No other token moves. Dropping a token that has left its slots does nothing.
 
@@ -657,8 +661,8 @@ class StreamingCache(Cache):
             ranges: places in the stream, from the first token to the one after the last.
 
         Raises:
-            WeirError: there is no such row, a range is none of tokens that were fed, or a pool of
-                the policy has slots that stand for several tokens.
+            WeirError: there is no such row, a range has tokens that were not fed, or a pool of the
+                policy has slots that stand for several tokens.
         """
         self._check_whole()
         self._check_row(row)
@@ -699,7 +703,7 @@ class StreamingCache(Cache):
         return list(self.rows.marks)
 
     def mark(self, row: int, marks: Marks) -> None:
-        """Set the marks of a row: facts of its stream that pools cannot see in tokens.
+        """Set the marks of a row: facts about its stream that pools cannot read from the tokens.
 
         The pools `beginning`, `header` and `kept` read them from the next fold on; others ignore
         them. Marks stay with the row when it is taken and put. A token is kept only if it is still
@@ -734,8 +738,8 @@ class StreamingCache(Cache):
         self.stack.rows = self.rows.marked(row, marks)
 
     def room_to_keep(self, marks: Marks) -> int | None:
-        """Return for how many tokens there is room in the slots that the beginning of a row leaves
-        free; None if no pool of the policy keeps marked tokens (`kept`).
+        """Return how many tokens fit in the slots that the beginning of a row leaves free; None if
+        no pool of the policy keeps marked tokens (`kept`).
         """
         slots = self.slots_to_keep
         if slots is None:
@@ -745,7 +749,7 @@ class StreamingCache(Cache):
     @property
     def slots_to_keep(self) -> int | None:
         """The number of slots for the beginning of a row and for the tokens that its marks keep;
-        None if no pool keeps marked tokens, or not in all layers.
+        None unless a pool keeps marked tokens in all layers.
         """
         pipes = [plan.spec.pipe for plan in self.plans if plan.spec.pipe.slots is not None]
         found = [[pool.n for pool in pipe.pools if isinstance(pool, Kept)] for pipe in pipes]
@@ -761,7 +765,8 @@ class StreamingCache(Cache):
 
     @contextmanager
     def only(self, start: int, stop: int) -> Iterator[None]:
-        """Narrow the cache to the rows `start` to `stop` within the context, numbered from 0.
+        """Restrict the cache to the rows `start` to `stop` within the context, where they are
+        numbered from 0.
 
             with cache.only(2, 3):  # a prompt for row 2, and nothing is computed for the others
                 model(prompt, past_key_values=cache)
@@ -860,8 +865,8 @@ class StreamingCache(Cache):
         """Run a step of the model without calling it: a token of each row goes in, and logits
         [batch, vocabulary] come out.
 
-        Returns None, and nothing has happened, where the model has to be called: where the engine
-        runs no whole steps, or a token is refused.
+        Returns None and changes nothing if the model has to be called instead: the engine does not
+        run whole steps, or a token is refused.
         """
         model = self._model()
         if model is None:
@@ -891,8 +896,8 @@ class StreamingCache(Cache):
         return self._start(given, begun, without)
 
     def begin_step(self, tokens: list[int]) -> Forward | None:
-        """Begin a forward of one token of each row, by a few calls; None where `begin` has more to
-        look at, as after padding or with a token out of range.
+        """Begin a forward of one token of each row, with few calls. Returns None where `begin` has
+        to check more, for example after padding or with a token out of range.
         """
         self._check_whole()
         if self not in self.attachment.caches:

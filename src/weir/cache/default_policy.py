@@ -46,8 +46,8 @@ BESIDE = (
 def check_origin(policy: Policy, model: PreTrainedModel) -> None:
     """Refuse a policy that was measured on another model (WeirError).
 
-    Only type, shape and vocabulary are compared if weights are quantized, sharded, of another dtype
-    or on `meta`, where their numbers differ or there are none.
+    If weights are quantized, sharded, of another dtype or on `meta`, only type, shape and
+    vocabulary are compared, because the numbers of the weights differ or are missing.
     """
     origin = policy.origin
     if origin is None:
@@ -68,8 +68,8 @@ def check_origin(policy: Policy, model: PreTrainedModel) -> None:
 
 
 def find_model_policy(model: PreTrainedModel | str, revision: str | None = None) -> Policy | None:
-    """Find the policy in the folder of a model, or of a name as `weir.load` takes it; None without
-    one.
+    """Find the policy file in the folder of a model, or of a name that `weir.load` accepts; None if
+    there is none.
 
     A file that is not a policy file, or that was measured on another model, is refused (WeirError):
     if it were ignored, the user who put it there would not notice. The file that comes with weir
@@ -103,8 +103,9 @@ def choose_policy(
 ) -> Policy:
     """Return the given policy, or that in the model's folder, or else `DEFAULT`.
 
-    With `slots`, the format of its slots, and no policy it is `DEFAULT`. A `chunk` has its places
-    in the model's window. Errors are those of `parse_policy`, `with_slots` and `find_model_policy`.
+    If `slots`, the format of its slots, is given without a policy, the policy is `DEFAULT`. The
+    tokens of a `chunk` need places in the model's window. Raises the errors of `parse_policy`,
+    `with_slots` and `find_model_policy`.
     """
     if policy is None and slots is None and (found := find_model_policy(model)) is not None:
         return found
@@ -113,7 +114,7 @@ def choose_policy(
 
 
 def depends_on_weights(policy: Policy) -> bool:
-    """Return whether a model's weights decide on a policy's slots or their format.
+    """Return whether a policy's slots or their format depend on the model's weights.
 
     They do for `weir`, also inside other policies, unless its `slots` and `heads=alike` are given.
     """
@@ -131,9 +132,9 @@ def fit_to_model(
 ) -> Policy:
     """Share out the budget of `weir` over a model's KV heads; other policies stay as they are.
 
-    A model without weights gets the same budget in all heads. What the model's window has places
-    for is bounded by the `chunk`, if not the policy's usual one, and by the slots that a policy
-    around `weir` holds `beside` it.
+    A model without weights gets the same budget in all heads. The places in the model's window are
+    shared with the tokens of a `chunk`, if it is not the policy's usual one, and with the slots
+    that a policy around `weir` holds in addition (`beside`).
     """
     if isinstance(policy, PolicyWrapper):
         inner = policy.policy

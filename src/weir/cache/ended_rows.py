@@ -15,22 +15,23 @@ from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteriaList
 
 Tell = Callable[[list[bool], int | None], None]
-"""Takes in which rows the newest token is padding, and the padding token."""
+"""Function that is told in which rows the newest token is padding, and the padding token."""
 
 
 class WatchedCriteria(StoppingCriteriaList):
     """Stopping criteria of one call of `generate` that tell a cache which rows they have ended.
 
     Args:
-        criteria: all criteria of the call.
+        criteria: all stopping criteria of the call.
         config: the call's configuration, which has the padding token.
-        tell: called after each token with what is known of it.
+        tell: called after each token, as described at `Tell`.
     """
 
     def __init__(self, criteria: Iterable[Any], config: GenerationConfig, tell: Tell) -> None:
         super().__init__(criteria)
         self._tell = tell
-        # Without an end token transformers does not pad: ended rows are fed the tokens they choose.
+        # Without an end token, transformers does not pad. It feeds ended rows the tokens that they
+        # choose.
         ends = any(hasattr(criterion, "eos_token_id") for criterion in self)
         self._pad = _pad_of(config) if ends else None
         self._done: Tensor | None = None
@@ -40,7 +41,7 @@ class WatchedCriteria(StoppingCriteriaList):
         done: Any = super().__call__(input_ids, scores, **kwargs)
         if self._done is None or self._pad is None:
             padded = [False] * len(input_ids)
-        else:  # where a row had ended before, its newest token is padding
+        else:  # if a row had ended before, its newest token is padding
             padded = (self._done & (input_ids[:, -1] == self._pad)).tolist()
         self._done = done.bool() if self._done is None else self._done | done.bool()
         self._tell(padded, self._pad)
@@ -50,7 +51,7 @@ class WatchedCriteria(StoppingCriteriaList):
 def watch(config: GenerationConfig, criteria: StoppingCriteriaList, tell: Tell) -> Any:
     """Return stopping criteria that behave as these and tell which rows have ended.
 
-    Beam search feeds no row after its end, so its criteria are returned as they are.
+    Beam search never feeds a row after its end, so its criteria are returned as they are.
     """
     if config.num_beams not in (None, 1) or isinstance(criteria, WatchedCriteria):
         return criteria

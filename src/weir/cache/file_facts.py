@@ -15,7 +15,8 @@ FARTHEST = 2**53
 T = TypeVar("T")
 Whole = Annotated[int, Field(ge=0, le=FARTHEST)]
 """A whole number from 0 on, such as a count of tokens."""
-# Validation stops at the first wrong entry: an error for each would take seconds and gigabytes.
+# Validation stops at the first wrong entry, because one error for each entry could take seconds and
+# gigabytes.
 ListOf = Annotated[list[T], Field(fail_fast=True)]
 
 
@@ -27,7 +28,7 @@ class FileFacts(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _keep_one_unknown(cls, value: Any) -> Any:
-        """Keep the first of many unknown fields: there would be an error for each."""
+        """Keep only the first of many unknown fields, because each would cause an error."""
         if not isinstance(value, dict):
             return value
         unknown = [name for name in value if name not in cls.model_fields][:1]
@@ -57,10 +58,10 @@ WANTED = {
 
 
 def read_facts(model: type[F], found: Any, whole: str = "the content") -> F:
-    """Validate facts that a file states; the WeirError names the first that is wrong.
+    """Validate the facts in a file; the WeirError names the first that is wrong.
 
     Args:
-        model: the facts that there must be.
+        model: describes the facts that are expected.
         found: the facts in the file, from JSON.
         whole: what to call all the facts together in an error.
     """

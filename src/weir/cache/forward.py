@@ -1,10 +1,10 @@
 """One call of the model through all layers: begun, attended, and finished or undone.
 
-A call takes effect when it has finished; one that fails leaves no trace. If keys of some rows are
-not finite, the call is finished, or repeated, without these rows.
+A call takes effect when it has finished. A call that fails leaves no trace. If keys of some rows
+are not finite, the call is finished, or repeated, without these rows.
 
-Where KV heads of a layer have different pipes, heads with the same one are a `Layer` of their own:
-queries, keys and values are shared out by heads, and the answers are put back in order.
+If KV heads of a layer have different pipes, the heads of each pipe form a separate `Layer`.
+Queries, keys and values are distributed by head, and the answers are put back in order.
 """
 
 from __future__ import annotations
@@ -101,16 +101,17 @@ class Outcome:
 
 
 class LayerStack(list[Layer]):
-    """The layers of a cache, and what calls change beside their slots.
+    """The layers of a cache, and the state that calls change in addition to the slots.
 
-    A layer of the model whose KV heads have several pipes is several layers here.
+    A layer of the model whose KV heads have several pipes counts as several layers here.
 
     Attributes:
         by_index: the layer or layers of each layer of the model.
-        moves_on_axes: whether tokens of a layer move on three axes, so that it keeps their places.
+        moves_on_axes: whether tokens of some layer move on three axes, so that the layer keeps
+            their places.
         rows: the progress of each row.
         outcome: of the last forward.
-        slots: what all decode steps over these layers have in common.
+        slots: the parts of a decode step that are the same for all steps over these layers.
     """
 
     rows: Rows
@@ -132,7 +133,7 @@ class LayerStack(list[Layer]):
         self.rows, self.outcome = Rows(), Outcome()
 
     def step(self, segment: Segment) -> Step | None:
-        """Return a step of one token a row; None where steps cannot be of constant shape."""
+        """Return a step of one token for each row; None if steps cannot have a constant shape."""
         if not self._read_slots():
             return None
         places = np.array(segment.seen) + segment.origin
@@ -169,7 +170,7 @@ class Forward:
     """
 
     _stored = False
-    """Whether a step has stored all there is, and no layer has anything to check or fold."""
+    """Whether a step has stored everything, and no layer has anything to check or fold."""
 
     def __init__(
         self,
@@ -223,7 +224,7 @@ class Forward:
         """Note that an engine has run the step."""
         assert step.largest is not None
         (segment,) = self.plan.segments
-        # One check of all layers; one a layer only if it fails.
+        # All layers are checked at once. Only if that fails is each layer checked separately.
         whole = math.isfinite(step.largest.amax().item() if step.top is None else step.top)
         self._stored = whole and not segment.due and not self.stack.moves_on_axes
         if self._stored:
@@ -278,7 +279,7 @@ class Forward:
         error = self._record_failures(failed)
         if self._with_tokens() <= set(failed):
             raise error from None
-        # Ids out of range are already replaced in `given`: begin would not refuse their rows.
+        # Ids out of range are already replaced in `given`, so `begin` would not refuse their rows.
         refused = self._begun.refused
         self.stack.outcome.failed |= refused
         return self._begin(self.given, (*self._without, *refused, *failed))
@@ -308,7 +309,7 @@ class Forward:
         unchecked = [t for layer in self.stack for t in layer.running.unchecked]
         if not unchecked:
             return {}
-        # One check for all of them, since a check waits for the accelerator.
+        # All are checked at once, because a check waits for the accelerator.
         device = unchecked[0].device
         whole = torch.cat([t.detach().flatten().to(device) for t in unchecked])
         if device.type == "cpu" and whole.is_floating_point():
@@ -329,7 +330,8 @@ class Forward:
         others = bool(self._with_tokens() - set(failed))
         for row, (layer, column) in failed.items():
             self.stack.outcome.failed[row] = self._make_error(row, layer, column, others=others)
-        # A new error: one that the cache holds would, once raised, keep the cache alive.
+        # Make a new error: if the error that the cache holds were raised, it would keep the cache
+        # alive.
         return self._make_error(min(failed), *failed[min(failed)])
 
     def _make_error(
@@ -344,11 +346,11 @@ class Forward:
 
 
 class _NoGradient(torch.autograd.Function):
-    """Refusal of gradients through attention, whose slots are written in place."""
+    """Refuses gradients through attention, because slots are written in place."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, *given: Tensor) -> Tensor:
-        """Return `out` unchanged, so that its gradient would pass through `backward`."""
+        """Return `out` unchanged; its gradient would pass through `backward`."""
         return out.view_as(out)
 
     @staticmethod

@@ -27,7 +27,7 @@ _DECODING = {
 }
 """The method of a model that decodes in each mode, as `model.generate` would choose it."""
 PREPARED = {"logits_processor", "stopping_criteria"}
-"""Arguments that only transformers passes together; without them the call is a direct one."""
+"""Arguments that only transformers passes together. A call without them is a direct call."""
 
 
 def generate(
@@ -53,7 +53,7 @@ def generate(
         input_ids: the prompt [batch, length], one row for each beam or sample, as prepared.
         generation_config: the options of `generate`.
         policy, chunk, seed, positions, prefill: of the cache, as for `StreamingCache`. The seed is
-            for the policy's draws; set that of sampling with `torch.manual_seed`.
+            for the policy's random draws; set the seed of sampling with `torch.manual_seed`.
         prepared: the other arguments of transformers' decoding, passed on. `cache` (before
             transformers 5.24: `past_key_values`) is a `StreamingCache` to continue, or an empty
             cache that transformers made, which is ignored. transformers passes no tokenizer to a
@@ -64,9 +64,9 @@ def generate(
         the name that the installed transformers has for it.
 
     Raises:
-        WeirError: `model` is no model, `input_ids` is no tensor of tokens, the policy or the model
-            cannot be served, a given cache is not weir's or comes with a policy, or the decoding
-            mode is neither sampling (or greedy) nor beam search.
+        WeirError: `model` is not a model, `input_ids` is not a tensor of tokens, the policy or the
+            model is not supported, a given cache is not weir's or comes with a policy, or the
+            decoding mode is not greedy, sampling or beam search.
     """
     asked: dict[str, Any] = {"policy": policy, "chunk": chunk, "seed": seed}
     asked |= {"positions": positions, "prefill": prefill}
@@ -90,7 +90,7 @@ def generate(
             "weir.generate supports greedy search, sampling and beam search, but the options ask "
             f"for {mode.value.replace('_', ' ')}. Leave them out."
         )
-    # Not in the signature: transformers would then pass it twice.
+    # This is not in the signature, because transformers would then pass it twice.
     cache = _cache_of(model, prepared.pop(CACHE, None), given)
     around = _arguments_of_caller()
     if around.get("assistant_model") is not None:
@@ -110,7 +110,7 @@ def generate(
 
 
 def _cache_of(model: PreTrainedModel, there: Any, given: dict[str, Any]) -> StreamingCache:
-    """Return the cache of a call: the one that is there already, or one made as `given` says."""
+    """Return the cache of a call: the existing one, or a new one made from `given`."""
     if isinstance(there, StreamingCache):
         if given:
             raise WeirError(
@@ -129,8 +129,8 @@ def _cache_of(model: PreTrainedModel, there: Any, given: dict[str, Any]) -> Stre
 def _arguments_of_caller() -> Mapping[str, Any]:
     """Return the arguments of the `model.generate` that has called `generate`, by name.
 
-    transformers hands a streamer and an assistant to its own decoding only. Left out, a
-    `TextIteratorStreamer` would wait for its first token for ever.
+    transformers passes a streamer and an assistant only to its own decoding. Without its tokens, a
+    `TextIteratorStreamer` would wait forever.
     """
     frame = sys._getframe(1).f_back
     while frame is not None:

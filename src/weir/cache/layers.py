@@ -33,8 +33,8 @@ class LayerPlan:
 
     Attributes:
         spec: the layer.
-        heads: the sizes of the attention of its heads; if a model is spread over devices by heads,
-            of the device's share of them.
+        heads: the sizes of the attention of its heads. If a model is distributed over devices by
+            heads, they are those of the device's share.
     """
 
     spec: LayerSpec
@@ -52,10 +52,11 @@ class LayerPlan:
 
 
 def _pipes_of(policy: Policy, facts: ModelSpec) -> list[tuple[Pipe, ...]]:
-    """Return the pipes of each layer's KV heads, before layers with windows of their own are
+    """Return the pipes of each layer's KV heads, before layers with their own windows are
     considered.
 
-    In a model with full layers, sliding layers keep their window; the policy covers the full ones.
+    In a model that has full layers, sliding layers keep their own window, and the policy applies to
+    the full layers.
     """
     count = len(facts.layers)
     full = [index for index, layer in enumerate(facts.layers) if layer.positions.window is None]
@@ -84,9 +85,10 @@ def _reach_of(pipes: list[tuple[Pipe, ...]], chunk: int) -> int | None:
 def plan_layers(
     model: PreTrainedModel, policy: Policy, chunk: int, *, seed: int = 0, rolling: bool = True
 ) -> tuple[ModelSpec, list[LayerPlan]]:
-    """Describe a model as far as a policy reaches, and plan every layer of its cache.
+    """Describe the part of a model that a policy applies to, and plan every layer of its cache.
 
-    Heads of a layer with the same pipe are one plan; a layer may have several, one after another.
+    The heads of a layer that have the same pipe are one plan. A layer can have several plans, one
+    after another.
 
     Raises WeirError if every layer slides over fewer tokens than the policy has slots, or the slots
     of a layer cannot have the policy's format.
@@ -124,7 +126,7 @@ def plan_layers(
 
 
 def _of_heads(spec: LayerSpec, heads: tuple[int, ...], count: int) -> LayerSpec:
-    """Cut the description of a layer down to some of its `count` KV heads."""
+    """Restrict the description of a layer to some of its `count` KV heads."""
     if spec.pipe.needs_gates:
         raise WeirError(
             "gated reads all KV heads of a layer, so they must all have the same policy"
@@ -184,12 +186,12 @@ def check_memory(
 
 
 WITHIN = (__name__.partition(".")[0], "torch", "transformers")
-"""Packages whose code no warning points at."""
+"""Packages whose code warnings must not point at."""
 
 
 def describe_window_excess(model: PreTrainedModel, policy: Policy, chunk: int) -> str | None:
-    """Describe by how much a policy's slots and chunk exceed the model's window, or what no limit
-    means for it; None if all is well.
+    """Describe by how much a policy's slots and chunk exceed the model's window, or the consequence
+    of having no limit; None if they fit.
     """
     window = window_of(model.config)
     try:
@@ -219,8 +221,8 @@ def warn_of_window(model: PreTrainedModel, policy: Policy, chunk: int) -> None:
 
 
 def known_places(model: PreTrainedModel) -> int | None:
-    """Return how many places from 0 on a model and weir read alike: up to its window, or to where
-    its rotary frequencies change; None where it does not say.
+    """Return the number of places for which `positions="original"` is meant: up to the model's
+    window, or up to where its rotary frequencies change. None if the model does not say.
     """
     return frequencies_change_at(model.config) or window_of(model.config)
 
@@ -242,8 +244,8 @@ def warn_of_place(model: PreTrainedModel) -> None:
 
 
 def _callers() -> int:
-    """Return the stack level of the first caller outside weir and what it calls and is called by,
-    for `warnings.warn`.
+    """Return the stack level of the first caller outside weir and the packages in `WITHIN`, for
+    `warnings.warn`.
     """
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and _is_within(frame.f_globals.get("__name__")):
@@ -263,7 +265,7 @@ MOST_KEPT = 2**25 - 2**16
 def keep_freed_memory() -> None:
     """Let glibc keep freed blocks of up to `MOST_KEPT` bytes for reuse; acts once in a process.
 
-    glibc raises its threshold when so large a tensor is freed; the tensor is never written, so it
-    takes no memory. Up to twice as much freed memory may stay with the process.
+    glibc raises its threshold when such a large tensor is freed. The tensor is never written, so it
+    takes no memory. The process may keep up to twice as much freed memory.
     """
     torch.empty(MOST_KEPT, dtype=torch.uint8, device="cpu")

@@ -23,7 +23,7 @@ from weir.policies import Policy
 from weir.slab import AttentionParams, LayerPositions, attention_softmax, compute_logits
 
 BLOCK = 64
-"""Queries whose logits are there at one time."""
+"""Number of queries whose logits exist at the same time."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Attention:
         keys: [batch, kv_heads, slots, key_dim].
         first, places: positions of the first query and of the keys [slots], int64.
         positions: the layer's window and linear biases, for models that weir streams.
-        mask: for others, transformers' mask: true where a query attends, broadcasts with
-            [batch, 1, length, slots]; None for everywhere.
+        mask: for other models, transformers' mask: true where a query attends, broadcasts with
+            [batch, 1, length, slots]; None if queries attend everywhere.
     """
 
     layer: int
@@ -66,9 +66,9 @@ class Attention:
     def logits(self, start: int, stop: int) -> Tensor:
         """Logits as they enter the softmax: scaled, capped, with linear biases, before sink logits.
 
-        ALiBi biases are 0 at the query's own position: a constant does not change a softmax. Of the
-        queries `start` to `stop` of this call: [batch, heads, stop - start, slots], float32; -inf
-        where a query does not attend.
+        ALiBi biases are 0 at the query's own position, because a constant does not change a
+        softmax. The logits of queries `start` to `stop` of this call are [batch, heads, stop -
+        start, slots], float32; -inf where a query does not attend.
         """
         queries, bias = self.queries[..., start:stop, :], self._bias(start, stop)
         return compute_logits(queries, self.keys, self.params, bias).flatten(1, 2)
@@ -84,8 +84,8 @@ class Attention:
     def largest_shares(self, start: int, stop: int) -> Tensor:
         """Return the largest weight that each of the keys `start` to `stop` gets from any query.
 
-        Over all queries of the call and all query heads of a KV head, in the first row of the
-        batch [kv_heads, stop - start], float32.
+        The maximum is over all queries of the call and all query heads of a KV head, in the first
+        row of the batch [kv_heads, stop - start], float32.
         """
         heads = self.keys.shape[1]
         most = torch.zeros(heads, stop - start, device=self.keys.device)
@@ -134,8 +134,8 @@ class AttentionCall:
     def attention(self) -> Attention:
         """Return the queries with all keys that the layer holds after the call.
 
-        The cache is `dense`, and all rows have the same tokens in the same places. A layer with a
-        window of its own holds all keys of the call only if the call is no longer than a chunk.
+        The cache is `dense`, and all rows have the same tokens in the same places. A layer with its
+        own window holds all keys of the call only if the call is no longer than a chunk.
         """
         state, positions, queries = self.held.state, self.held.spec.positions, self.queries
         segments = self.forward.plan.on(queries.device).segments
@@ -144,7 +144,7 @@ class AttentionCall:
         if positions.rotary is not None and not positions.placed:
             places = torch.arange(queries.shape[2], device=queries.device) + first
             queries = positions.rotary.rotate(queries, places[None, None])
-        # Tokens are in order, and those of the last segment behind all others.
+        # Tokens are in order, and those of the last segment come last.
         end = state.ends(segments[-1].waiting)[0] + segments[-1].width
         queries = queries.unflatten(1, (self.keys.shape[1], -1))
         keys, places = state.slab.read(0, end)[0], state.slab.position[0, 0, :end]
@@ -185,13 +185,15 @@ class ListeningCache(StreamingCache):
         return forward
 
     def read(self, ids: Tensor) -> None:
-        """Read tokens [length] without the LM head, whose logits would be large."""
+        """Read tokens [length] without running the LM head, whose logits would be large."""
         decoder = self.attachment.facts.decoder
         with torch.no_grad():
             batch = ids[None].to(self.device)
             decoder(input_ids=batch, use_cache=True, **{CACHE: self})
 
     def close(self) -> None:
-        """Free the slots now, as what refers to a cache goes in circles, and leave the model."""
+        """Free the slots now, because a cache is part of reference cycles, and detach from the
+        model.
+        """
         self.reset()
         self.detach()

@@ -1,9 +1,9 @@
-"""Plan of a forward: what each row is fed, checked, and cut into segments between folds.
+"""Plan of a forward: which tokens each row is fed, checked, and cut into segments between folds.
 
-`generate` and other callers feed columns, and say by a mask or by positions which of them are
-tokens. Here each row's tokens are told from padding, a forward that does not continue every row is
-refused, and segments say which slots the tokens go to. Layers of equal lengths share slots and
-masks: in a step of a small model their cost shows.
+`generate` and other callers feed columns, and tell by a mask or by positions which of them are
+tokens. This module separates each row's tokens from padding, refuses a forward that does not
+continue every row, and plans which slots the tokens of each segment go to. Layers of equal lengths
+share slots and masks, because computing them takes a noticeable part of a step of a small model.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ KEEP_COLUMNS = (
     "where a row was padded (it may also be 0 in the padding after an answer that ended before "
     "the others)"
 )
-"""Advice for batches: padding rows again would move tokens that the stream has seen."""
+"""Advice for batches. If rows were padded again, tokens that the stream has seen would move."""
 
 
 def _go_on(batch: int) -> str:
-    """Return how to continue a stream of so many rows."""
+    """Return advice on how to continue a stream of so many rows."""
     return GO_ON if batch == 1 else KEEP_COLUMNS
 
 
@@ -71,12 +71,12 @@ class StepEnds:
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """Compute the bias on logits over the first `stop` slots [batch, 1, 1, 1, stop].
 
-        -inf behind a row's own token and for slots `window` or more tokens before it.
+        It is -inf after a row's own token, and for slots `window` or more tokens before it.
         """
         mask = self._masks.get((window, dtype))
         if mask is None:
-            # NumPy: on a CPU its calls take a third of PyTorch's time, and another device gets one
-            # copy in place of five kernels.
+            # On a CPU, NumPy's calls take a third of the time of PyTorch's, and another device gets
+            # one copy instead of five kernels.
             slots, ends = np.arange(self.stop), np.array(self.slots)[:, None]
             unseen = slots > ends
             if window is not None:
@@ -100,8 +100,8 @@ class Segment:
         origin: the place in the stream of a row's first token.
         device: the device of the tensors.
         marks: the marks of each row.
-        drift: for a model with three axes, each row's next place on them after the segment, minus
-            its place in the stream [batch], int64; None if both are the same.
+        drift: for a model with three axes, each row's next place on the axes after the segment,
+            minus its place in the stream [batch], int64; None if both are the same.
         pictured: the tokens' spans [batch, width, 2], int64, if there are images among them.
     """
 
@@ -153,8 +153,8 @@ class Segment:
 
     @cached_property
     def spans(self) -> Tensor:
-        """Start of each token's word or image on three axes, and its reach [batch, width, 2],
-        int64.
+        """Start of each token's word or image on three axes, and the length of that word or image
+        [batch, width, 2], int64.
         """
         if self.pictured is not None:
             return self.pictured
@@ -229,8 +229,8 @@ class ForwardPlan:
         """Each column's place in the stream [batch or 1, length], int64; undefined where a column
         holds no token.
 
-        For a model with three axes the place on them, with images among the columns one on each
-        axis [batch, length, 3].
+        For a model with three axes, it is the place on the axes. If there are images among the
+        columns, there is one place for each axis [batch, length, 3].
         """
         if isinstance(self.placed, Tensor):
             return self.placed
@@ -287,7 +287,7 @@ def plan_forward(
         columns = torch.arange(length, device=device).expand(batch, length)
         left = [length] * batch
     else:
-        # A stable sort brings each row's tokens to the left and keeps their order.
+        # A stable sort moves each row's tokens to the left and keeps their order.
         columns = (~real).to(torch.uint8).argsort(dim=1, stable=True)
         left = real.sum(dim=1).tolist()
     positions = _positions(real, length, [origin + n for n in seen], device)
@@ -321,7 +321,7 @@ def plan_forward(
 
 @lru_cache(maxsize=64)
 def _first_columns(batch: int, device: torch.device) -> Tensor:
-    """The columns of a step [batch, 1], which nobody writes to."""
+    """Return the columns of a step [batch, 1]; they are shared and must not be written to."""
     with torch.inference_mode(False):
         return torch.zeros(batch, 1, dtype=torch.int64, device=device)
 
@@ -342,8 +342,8 @@ def place_on_axes(
     """Set the places of a plan's tokens on three axes; returns the plan, and each row's drift after
     it.
 
-    `offsets` are of each column [batch, length, 5] (`models.offsets`), None for words; `real` says
-    which columns hold tokens [batch, length], None if all do.
+    `offsets` are those of each column [batch, length, 5] (`models.offsets`), None for words. `real`
+    says which columns hold tokens [batch, length], None if all do.
     """
     if not plan.segments or (offsets is None and not any(drift)):
         return plan, drift
@@ -443,7 +443,7 @@ class Rows:
             changed = list(mine)
             changed[row] = theirs[0]
             parts.append(changed)
-        # `generate` feeds what comes after the columns of the longest row.
+        # `generate` feeds the columns that come after those of the longest row.
         columns = other.columns if len(self.seen) == 1 else max(self.columns, other.columns)
         return Rows(columns, *parts)
 
@@ -483,13 +483,13 @@ class Rows:
         batch, length = tokens.shape[:2]
         self._check_shape(batch, length, fixed)
         if given.get("use_cache") is False:
-            # MPT's configurations set it, so the caller may not have.
+            # MPT's configurations set it, so it may not come from the caller.
             raise WeirError(
                 "use_cache=False would feed the whole text at every step. Pass use_cache=True."
             )
         ids: Tensor | None = given.get("input_ids")
         before = self if self.seen else Rows.empty(batch)
-        counted = list(before.claimed)  # where the caller says that each row is
+        counted = list(before.claimed)  # where each row is according to the caller
         claimed = before._claim(given.get("attention_mask"), batch, length, counted)
         if given.get("position_ids") is not None:
             _refuse_right_padding(claimed)
@@ -545,8 +545,7 @@ class Rows:
     def begin_step(
         self, tokens: list[int], *, vocabulary: int, chunk: int, origin: int, device: torch.device
     ) -> BegunForward | None:
-        """Plan a forward of one token of each row, as `begin` does; None where there is more to
-        check than that.
+        """Plan a forward of one token of each row, as `begin` does; None if there is more to check.
 
         Args:
             tokens: the token of each row.
@@ -609,7 +608,7 @@ class Rows:
     ) -> Tensor | None:
         """Return which new columns are tokens by the mask [batch, length]; None if all are.
 
-        Writes to `counted` how many tokens the mask counts before them in each row.
+        Writes into `counted` how many tokens precede them in each row according to the mask.
         """
         if mask is None:
             return None
@@ -633,8 +632,8 @@ class Rows:
     ) -> Tensor | None:
         """Return which columns are tokens, without padding in rows that have ended.
 
-        Padding can only be in the first column: a step of `generate` has no other, and the next
-        call begins with the last token that `generate` chose, which was not fed before.
+        Padding can be only in the first column: a step of `generate` has no other column, and the
+        next call begins with the last token that `generate` chose, which was not fed before.
         """
         rows = [row for row, ended in enumerate(self.ended) if ended]
         found = is_pad(tokens[rows, 0]).tolist()
@@ -657,7 +656,7 @@ class Rows:
     ) -> None:
         """Refuse tokens that do not continue the stream.
 
-        Writes to `counted` how many tokens the positions count before them in each row.
+        Writes into `counted` how many tokens precede them in each row according to the positions.
         """
         if given is None or given.ndim != 2 or given.device.type == "meta":
             return
@@ -670,7 +669,8 @@ class Rows:
         first = places[:, 0]
         if places.shape[1] > 1:
             real_columns = torch.ones_like(places, dtype=torch.bool) if real is None else real
-            # Equal for all tokens of a row if positions rise by one from token to token.
+            # The difference is equal for all tokens of a row if positions rise by one from token to
+            # token.
             start = places - real_columns.cumsum(dim=1) + 1
             first = start.gather(1, real_columns.int().argmax(dim=1, keepdim=True))[:, 0]
             if bool(((start != first[:, None]) & real_columns).any()):
@@ -715,11 +715,12 @@ def _refuse_right_padding(real: Tensor | None) -> None:
 def _check_ids(
     ids: Tensor, real: Tensor | None, vocabulary: int
 ) -> tuple[dict[int, WeirError], Tensor]:
-    """Return why ids [batch, length] are refused, by row, and ids that the model can look up.
+    """Return why ids [batch, length] are refused, by row, and ids in which those out of range are
+    replaced.
 
     `real` says which are tokens [batch, length], bool; None if all are.
     """
-    if ids.shape[1] == 1:  # a step, where each call of PyTorch's counts
+    if ids.shape[1] == 1:  # a step, where every call of PyTorch takes noticeable time
         found = [token for (token,) in ids.tolist()]
         low, high = min(found), max(found)
     else:

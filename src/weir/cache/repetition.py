@@ -1,8 +1,9 @@
-"""KVzip: scores of a text's tokens by a repetition of the text, and a cache of the best of them.
+"""KVzip: scores the tokens of a text while the model repeats it, and fills a cache with the best
+tokens.
 
-The model repeats the text on a row that is set aside: a copy of the row (`take_row`) is put into a
-cache of its own, the repetition is fed there, the attention that it pays is noted, and the copy is
-dropped. The cache that the row came from is only read.
+The model repeats the text on a copy of the row: the copy (`take_row`) is put into a separate cache,
+the repetition is fed there, its attention is recorded, and the copy is dropped. The cache that the
+row came from is only read.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from weir.pools import Marks, select_highest
 
 @dataclass(frozen=True)
 class Repetition:
-    """A part of a text that the model is asked to repeat, and what it is fed for that.
+    """A part of a text that the model is asked to repeat, and the tokens that it is fed for that.
 
     Attributes:
         start, stop: the first token of the part, counted from 0, and the one after its last.
@@ -38,7 +39,7 @@ class Repetition:
 def repetition_scores(
     model: PreTrainedModel, full: StreamingCache, row: int, repetitions: Sequence[Repetition]
 ) -> dict[int, Tensor]:
-    """Score the tokens of a row by the attention that a repetition of them pays.
+    """Score the tokens of a row by the attention that they receive while they are repeated.
 
     A token's score is the largest share of its attention that any query of its part's repetition
     gives it, over the query heads of a KV head (KVzip, section 3.2).
@@ -50,8 +51,8 @@ def repetition_scores(
         repetitions: the parts of its text.
 
     Returns:
-        By layer [kv_heads, tokens], float32. Layers that slide over a window of their own, whatever
-        the policy, are left out.
+        By layer [kv_heads, tokens], float32. Layers that have their own sliding window under any
+        policy are left out.
     """
     state, found = full.take_row(row), dict[int, Tensor]()
     for layer, held in enumerate(full.stack):
@@ -80,16 +81,17 @@ def repetition_scores(
 def fill(
     cache: StreamingCache, full: StreamingCache, row: int, scores: dict[int, Tensor], n: int
 ) -> None:
-    """Make a cache hold the `n` tokens of the highest score of a row, each KV head its own.
+    """Fill a cache with the `n` tokens of a row that have the highest scores, separately for each
+    KV head.
 
     Args:
-        cache: an empty cache of one row of another policy for the same model, whose first pool
-            takes what comes until it is full.
+        cache: an empty cache of one row, for the same model, with another policy whose first pool
+            takes all tokens until it is full.
         full: a cache under `dense`.
         row: the row of it.
         scores: from `repetition_scores`; layers without any get the newest tokens, as many as
             their window has.
-        n: how many tokens; fewer than the first pool has slots where the text is shorter.
+        n: number of tokens; less than the slots of the first pool if the text is shorter.
     """
     rows = full.rows.select([row])
     (seen,), (waiting,) = rows.seen, rows.waiting
@@ -104,7 +106,7 @@ def fill(
             slots = slots.only(stays)
         else:
             slots = slots.part(max(0, len(slots) - (layer.spec.pipe.slots or 0)), len(slots))
-        if slab.span is not None:  # words alone: each stands at its own place on all three axes
+        if slab.span is not None:  # only words: each has the same place on all axes
             place = slots.position
             slots = replace(slots, span=torch.stack([place, torch.ones_like(place)], dim=-1))
         layer.params = whole.params

@@ -1,8 +1,8 @@
 """Complete state of a row, to continue in any cache of the same kind: its bytes, and its checks.
 
-Sessions of a stream, the turns of a server and exported sessions all keep `RowState.to_bytes`.
-`RowState.from_bytes` checks the sizes of all tensors before it copies one, and unless the
-bytes are known to be weir's own, every number.
+Sessions of a stream, the turns of a server and exported sessions all store `RowState.to_bytes`.
+`RowState.from_bytes` checks the sizes of all tensors before it copies one. It also checks every
+number, unless the bytes are known to be weir's own.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ V = TypeVar("V")
 
 @dataclass(frozen=True)
 class RowFormat:
-    """What a row must be like to continue in a cache.
+    """The properties that a row must have to continue in a cache.
 
     Attributes:
         kind: of the cache (`RowState.kind`).
@@ -84,7 +84,7 @@ class RowState:
         return sum(t.nbytes for t in self.tensors.values())
 
     def to_bytes(self, **notes: Any) -> bytes:
-        """Write the state as a safetensors file, with notes about it, which are JSON."""
+        """Write the state as a safetensors file, with notes about it as JSON."""
         facts = {"format": FORMAT, "kind": self.kind, "row": self.facts, "notes": notes}
         return write_tensors(self.tensors, KEY, json.dumps(facts))
 
@@ -100,7 +100,7 @@ class RowState:
         """Read what `to_bytes` wrote: the state and the notes.
 
         Args:
-            data: the bytes; where they are a tensor [bytes], uint8, those of the state share its
+            data: the bytes. If they are a tensor [bytes], uint8, the tensors of the state share its
                 memory.
             row_format: what the row must be like.
             trusted: whether the bytes are known to be as they were written, so that the numbers in
@@ -109,7 +109,7 @@ class RowState:
 
         Raises:
             WeirError: the bytes are damaged or not those of a row, the row is of another kind, or
-                it is one that no stream through such a cache can have.
+                no stream through such a cache could have produced it.
         """
         try:
             found = TensorBytes.read(data)
@@ -168,7 +168,7 @@ class _RowFacts(FileFacts):
 
 @contextmanager
 def located(place: str) -> Iterator[None]:
-    """Begin errors with a place."""
+    """Prefix errors with a place."""
     try:
         yield
     except WeirError as error:
@@ -176,7 +176,9 @@ def located(place: str) -> Iterator[None]:
 
 
 def check_state(row_format: RowFormat, state: RowState) -> None:
-    """Refuse a state of a checked kind that no row of such a cache can have (WeirError)."""
+    """Refuse a state that no row of such a cache can have (WeirError); its kind has been
+    checked.
+    """
     with located("no row of this cache can have this state"):
         # The row may come from a cache that folds whole prompts.
         _check_facts(row_format, state.facts, whole_prompt=True)
@@ -189,7 +191,7 @@ def check_state(row_format: RowFormat, state: RowState) -> None:
 
 
 def _by_layer(named: Mapping[str, V], layers: int) -> list[dict[str, V]]:
-    """Group what is of a tensor by layer, under the tensors' own names."""
+    """Group values that are named after tensors by layer, under the tensors' own names."""
     found: list[dict[str, V]] = [{} for _ in range(layers)]
     for name, one in named.items():
         layer, _, own = str(name).partition(".")
@@ -242,7 +244,7 @@ def check_token(token: int | None, vocabulary: int, place: str) -> None:
 
 
 def _check_lengths(plans: Sequence[LayerPlan], lengths: list[list[int]]) -> None:
-    """Refuse slots in use that are more than the pools have."""
+    """Refuse more slots in use than the pools have."""
     if len(lengths) != len(plans):
         raise WeirError(f"lengths must have {len(plans)} entries, got {len(lengths)}")
     for layer, (plan, own) in enumerate(zip(plans, lengths, strict=True)):
@@ -378,9 +380,9 @@ def _check_positions(position: Tensor, lies: Layout, ahead: int, chunk: int, ori
 def _check_weights(
     name: str, weights: Tensor, empty: Tensor, used: int, chunk: int, waiting: int
 ) -> None:
-    """Check log-weights: valid in slots in use, 0 in waiting slots, -inf in all others.
+    """Check that log-weights are valid in slots in use, 0 in waiting slots, and -inf in all others.
 
-    Of the `waiting` tokens in the tail, those that were dropped have -inf. `empty` says which slots
+    Dropped tokens among the `waiting` ones in the tail also have -inf. `empty` says which slots
     before the tail hold no token [1, kv_heads, used].
     """
     kept = weights[:, :, :used]
@@ -398,8 +400,8 @@ def _check_weights(
 
 
 def _check_spans(spans: Tensor, origin: int, facts: Mapping[str, Any]) -> None:
-    """Check that words and images [tokens, 2] begin within the stream on three axes, with a valid
-    reach.
+    """Check that words and images [tokens, 2] begin within the stream on three axes, and have a
+    valid length.
     """
     clock = origin + facts["seen"] + facts["drift"]
     begins, reach = spans[:, 0], spans[:, 1]
@@ -425,7 +427,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 FACTS = ("policy", "chunk", "positions", "origin", "model", "weights")
-"""Properties that must be equal in two caches for a row of one to continue in the other."""
+"""Properties that must be equal in two caches, so that a row of one can continue in the other."""
 
 
 def check_kind(mine: dict[str, Any], theirs: dict[str, Any], subject: str = "this row is") -> None:
@@ -433,7 +435,7 @@ def check_kind(mine: dict[str, Any], theirs: dict[str, Any], subject: str = "thi
     `mine`.
 
     Args:
-        subject: how errors begin.
+        subject: the beginning of errors.
     """
     for name in FACTS:
         if name == "policy":
@@ -466,7 +468,7 @@ def unlike_policies(mine: dict[str, Any], theirs: dict[str, Any]) -> tuple[Any, 
         if isinstance(pools[1], str) and saved_policy(pools[0]) == saved_policy(pools[1]):
             return None
     except WeirError:
-        pass  # a policy that cannot be read is a different one
+        pass  # a policy that cannot be parsed counts as a different one
     names = mine["policy"], theirs.get("policy")
     return pools if names[0] == names[1] else names
 

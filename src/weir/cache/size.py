@@ -1,4 +1,4 @@
-"""Memory estimate of a cache, before a weight is loaded or a slot is allocated."""
+"""Estimates the memory of a cache before weights are loaded or slots are allocated."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Size:
         dtype: the dtype of weights, keys and values.
         slots: slots of each layer, in a KV head on average, without those of new tokens.
         weights: bytes of the model's parameters and buffers.
-        stream: bytes of one stream, with everything that is kept of it.
+        stream: bytes of one stream, including everything that is kept for it.
         step_weights: bytes of weights that a decode step reads.
         step_stream: bytes of keys and values that a decode step of one stream with a full tail
             reads.
@@ -38,14 +38,17 @@ class Size:
     step_stream: int
 
     def streams_in(self, memory: int) -> int:
-        """Return how many streams fit into `memory` bytes beside the weights; 0 if none does."""
+        """Return how many streams fit into `memory` bytes in addition to the weights; 0 if none
+        does.
+        """
         return max(0, (memory - self.weights) // self.stream)
 
     def tokens_per_second(self, bandwidth: float, streams: int = 1) -> float:
-        """Estimate tokens a second of all streams together, if decoding is bound by memory reads.
+        """Estimate the tokens per second of all streams together, if decoding is bound by memory
+        reads.
 
         Args:
-            bandwidth: bytes a second.
+            bandwidth: bytes per second.
             streams: streams that take each step together.
         """
         return streams * bandwidth / (self.step_weights + streams * self.step_stream)
@@ -63,9 +66,9 @@ def size_of(
     """Compute the bytes of a model and of its streams.
 
     Args:
-        model: the model; one on the device `meta`, without weights, will do (`models.skeleton`),
-            unless the policy `depends_on_weights`: then slots of 4 bits and the same budget in all
-            heads are assumed.
+        model: the model. A model without weights on the device `meta` is enough
+            (`models.skeleton`). If the policy `depends_on_weights`, slots of 4 bits and the same
+            budget in all heads are then assumed.
         policy, chunk, slots, positions: as for `StreamingCache`.
         tokens: the length of a stream, for `dense` and other policies that keep every token; bytes
             are those of transformers' own cache, as in the reports of caches.
@@ -103,7 +106,7 @@ def size_of(
 def _size_of_all(
     model: PreTrainedModel, policy: Policy, facts: ModelSpec, plans: list[LayerPlan], tokens: int
 ) -> Size:
-    """Compute the bytes where every token is kept, of a stream of so many."""
+    """Compute the bytes of a stream of so many tokens if every token is kept."""
     weights, step_weights = _weights_of(model)
     held = [plan.spec.dense_bytes(plan.heads, tokens) or 0 for plan in plans]
     return Size(

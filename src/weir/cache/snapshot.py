@@ -26,7 +26,7 @@ class Contents:
         keys: as attention reads them [batch, kv_heads, slots, key_dim].
         values: [batch, kv_heads, slots, value_dim].
         pool: which of `pools` holds each slot [batch, kv_heads, slots], int64; -1 for none.
-        pools: the pools' names in the order of the pipe, and last "new" for tokens that wait for
+        pools: the pools' names in the order of the pipe, followed by "new" for tokens that wait for
             the next fold.
         mass: attention received up to the last fold [batch, kv_heads, slots], float32, where a
             pool asks for it.
@@ -42,7 +42,9 @@ class Contents:
     mass: Tensor | None = None
 
     def __repr__(self) -> str:
-        """Sizes, and slots by pool over all rows and KV heads; printed tensors would be long."""
+        """Return sizes, and slots by pool over all rows and KV heads, because printed tensors would
+        be long.
+        """
         rows, heads, slots = self.position.shape
         counts = (f"{name} {int((self.pool == n).sum())}" for n, name in enumerate(self.pools))
         return f"<weir.cache.Contents of {rows} x {heads} x {slots} slots: {', '.join(counts)}>"
@@ -50,9 +52,9 @@ class Contents:
 
 def contents_of(parts: Sequence[Layer], waiting: list[int]) -> Contents:
     """Copy the slots of a layer, with `waiting` tokens in each row's tail; WeirError before the
-    first.
+    first token.
 
-    In a layer of several parts, heads with fewer slots than others end with empty ones.
+    If a layer has several parts, heads with fewer slots than others are padded with empty ones.
     """
     each = [_contents_of(part, waiting) for part in parts]
     if len(each) == 1:
@@ -62,7 +64,7 @@ def contents_of(parts: Sequence[Layer], waiting: list[int]) -> Contents:
         known = dict.fromkeys(name for one in each for name in one.pools if name != WAITING)
         pools = (*known, WAITING)
         for place, one in enumerate(each):
-            number = torch.tensor([*map(pools.index, one.pools), -1])  # the last for no pool, -1
+            number = torch.tensor([*map(pools.index, one.pools), -1])  # the last is "no pool"
             each[place] = replace(one, pool=number.to(one.pool.device)[one.pool])
     order = torch.tensor([head for part in parts for head in part.spec.heads or ()]).argsort()
     slots = max(one.position.shape[2] for one in each)
@@ -183,7 +185,7 @@ class Held:
     Attributes:
         token: which token of the row, from 0 on, counting all that were fed.
         pairs: number of pairs of a layer and a KV head in which it holds a slot.
-        pools: number of those pairs by pool; pools that do not hold it are left out.
+        pools: number of those pairs by pool; pools that do not hold the token are left out.
         above, below: how many tokens its slots stand for in the numerator and in the denominator
             of attention, the mean over those pairs: 1 where no pool weighs.
     """
@@ -206,8 +208,8 @@ class Holding:
     Attributes:
         seen: tokens of the row so far.
         pairs: number of pairs of a layer and a KV head.
-        pools: their names in the order of the pipe, and last "new" for tokens that wait for the
-            next fold; pools of one name are one.
+        pools: the pools' names in the order of the pipe, followed by "new" for tokens that wait for
+            the next fold. Pools of the same name count as one.
         layer, head: the layer and the KV head of the slot, int64.
         token: the token in the slot, from 0 on, counting all that were fed, int64.
         pool: index in `pools`, int64.
@@ -295,14 +297,14 @@ def held_places(layers: Iterable[Layer], row: int, waiting: int) -> Tensor:
 
 
 def _counts(position: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Which slots hold a token; one of the newest tokens that was dropped has a slot, but neither
-    weight (`StreamingCache.drop`).
+    """Return which slots hold a token. If one of the newest tokens was dropped, it has a slot, but
+    no weights (`StreamingCache.drop`).
     """
     return (position >= 0) & ~(a.isneginf() & b.isneginf())
 
 
 def holding_in(plans: Sequence[LayerPlan], state: RowState) -> Holding:
-    """Take a snapshot of a row that was taken from a cache, given the plans of one that could take
+    """Take a snapshot of a row that was taken from a cache, given the plans of a cache that accepts
     it.
     """
     facts = state.facts

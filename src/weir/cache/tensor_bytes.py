@@ -1,4 +1,4 @@
-"""Named tensors and a text as bytes, in the safetensors format, which are read without a copy."""
+"""Named tensors and a text as bytes in the safetensors format; they are read without a copy."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def write_tensors(tensors: Mapping[str, Tensor], key: str, text: str) -> bytes:
 
 @dataclass(frozen=True)
 class TensorBytes:
-    """Tensors in a buffer: their sizes are known, and none is copied before it is asked for.
+    """Tensors in a buffer. Their sizes are known, and none is copied before it is requested.
 
     Attributes:
         metadata: texts by name.

@@ -1,11 +1,11 @@
-"""Attention of a layer: rotated queries and keys, masks, whole prompts, pieces over a window.
+"""Attention of a layer: rotated queries and keys, masks, whole prompts, and pieces over a window.
 
-Pools read the last queries, or the attention received, only when they fold, and until then no slot
-moves. So queries wait in the slab, and the fold computes one matrix product in place of one in
-every step.
+Pools read the last queries, or the attention that slots received, only when they fold, and until
+then no slot moves. So queries wait in the slab, and the fold computes one matrix product instead of
+one in every step.
 
-Where pools keep the first tokens and the newest, what each chunk of a long piece sees is known
-before the first is read, and one fold of all chunks keeps what a fold behind each would have kept:
+If pools keep only the first and the newest tokens, it is known in advance what each chunk of a long
+piece sees. Then one fold after all chunks keeps the same tokens as one fold after each, because
 each token is quantized once, and keys of the front are rotated from their masters.
 """
 
@@ -37,7 +37,7 @@ from weir.slab import (
 )
 
 QUERY_BLOCK = 256
-"""Queries computed at once, so that no mask is as large as the prompt squared."""
+"""Number of queries computed at once, so that no mask has the size of the prompt squared."""
 
 
 class NewTokens(NamedTuple):
@@ -91,7 +91,9 @@ def _rotate(
 
 
 def _scale_by_log_n(slab: Slab, queries: Tensor, segment: Segment) -> Tensor:
-    """Multiply each query by log_512(n), n being the tokens it sees (BUZZ, section 3.5)."""
+    """Multiply each query by log_512(n), where n is the number of tokens that it sees (BUZZ,
+    section 3.5).
+    """
     position, start = slab.position, segment.start[:, None, None]
     before = ((position >= 0) & (position < start)).sum(dim=2, keepdim=True)
     n = before + torch.arange(1, segment.width + 1, device=position.device)
@@ -110,7 +112,7 @@ def mask_of_piece(
 ) -> Tensor | None:
     """Compute the bias on the logits of a segment's queries over the first `stop` slots.
 
-    With `in_step` all rows have one layout, and the segment's tokens are the last of the slots.
+    With `in_step`, all rows have the same layout, and the segment's tokens are in the last slots.
     Returns -inf for slots that a query must not see, broadcasting with [batch, kv_heads, group,
     width, slots]; None if every query sees every slot.
     """
@@ -131,7 +133,7 @@ def mask_of_piece(
 def mask_of_step(
     positions: LayerPositions, slab: Slab, segment: Segment, ends: StepEnds, dtype: torch.dtype
 ) -> Tensor | None:
-    """Compute the bias on the logits of one query a row, if rows end in different slots."""
+    """Compute the bias on the logits of one query for each row, if rows end in different slots."""
     return _add_alibi(ends.mask(positions.window, dtype), positions, slab, segment, ends.stop)
 
 
@@ -153,7 +155,7 @@ _cached_band = lru_cache(maxsize=8)(band)
 def _add_alibi(
     bias: Tensor | None, positions: LayerPositions, slab: Slab, segment: Segment, stop: int
 ) -> Tensor | None:
-    """Add the layer's linear biases to a mask, if it has any: slots are at places in the frame."""
+    """Add the layer's linear biases, if it has any, to a mask; slots are at places in the frame."""
     alibi = positions.alibi
     if alibi is None or slab.frame is None:
         return bias
@@ -170,7 +172,7 @@ def _add_alibi(
 def attend_prompt(
     spec: LayerSpec, new: NewTokens, segment: Segment, answers: bool = True
 ) -> tuple[Tensor, Slots]:
-    """Answer every query of a prompt from all tokens before it; without `answers` they are zeros.
+    """Answer every query of a prompt from all tokens before it; without `answers`, return zeros.
 
     Takes rotated tokens; rows may have fewer. Returns answers [batch, kv_heads, group, width,
     value_dim], and the tokens.
@@ -206,10 +208,12 @@ def attend_prompt(
 
 
 def store_queries(slab: Slab, spec: LayerSpec, queries: Tensor, segment: Segment) -> None:
-    """Store queries [batch, kv_heads, group, width, key_dim] of a segment behind the tail's."""
+    """Store queries [batch, kv_heads, group, width, key_dim] of a segment after those of the
+    tail.
+    """
     if slab.queries is None:
         return
-    unasked = spec.chunk - spec.keeps_queries  # first queries of a tail, which no fold reads
+    unasked = spec.chunk - spec.keeps_queries  # queries of a tail that no fold reads
     if segment.in_step:
         first = max(0, unasked - segment.waiting[0])
         if first < segment.width:
@@ -235,9 +239,9 @@ def store_last_queries(slab: Slab, spec: LayerSpec, queries: Tensor, segment: Se
 
 
 class WindowPiece:
-    """New tokens of all rows, in segments that each but the first follow a fold.
+    """New tokens of all rows, in segments; there is a fold before each segment except the first.
 
-    Tokens are counted from the oldest of the run, or of what comes where there is none.
+    Tokens are counted from the oldest of the run, or from the first new one if there is no run.
 
     Args:
         state: the slots, which are not changed.
@@ -266,7 +270,7 @@ class WindowPiece:
     def of(
         cls, state: LayerState, keys: Tensor, values: Tensor, segments: Sequence[Segment]
     ) -> WindowPiece | None:
-        """Describe a piece; None where the layer keeps no window."""
+        """Describe a piece; None if the layer does not keep a window."""
         spec = state.spec
         if len(segments) == 1 or not spec.keeps_window:
             return None
@@ -309,7 +313,7 @@ class WindowPiece:
         return segment, Slots(keys, values, weights, weights.clone(), position)
 
     def rest(self) -> tuple[Tensor, Tensor] | None:
-        """Return keys and values that fill the tail after the fold; None where there are none."""
+        """Return the keys and values that fill the tail after the fold; None if there are none."""
         last = self._segments[-1]
         if last.due:
             return None
@@ -322,8 +326,8 @@ class WindowPiece:
         return self._segments[0].start - self._waiting
 
     def _tokens(self, boundary: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Keys and values of all tokens of run, tail and piece; and of those before `boundary`, as
-        they are read once they are quantized.
+        """Return keys and values of all tokens of run, tail and piece, and those of the tokens
+        before `boundary` as they are read after they have been quantized.
         """
         slab, first = self._slab, self._lies[0]
         run = slice(first.front - first.first, first.used - first.first)
@@ -345,8 +349,8 @@ class WindowPiece:
         return (keys, values), (coded_keys, coded_values)
 
     def _front(self) -> tuple[Tensor, Tensor]:
-        """Keys of the front as each segment sees them [batch, kv_heads, segments, front, dim], and
-        its values.
+        """Return keys of the front as each segment sees them [batch, kv_heads, segments, front,
+        dim], and the values of the front.
         """
         slab, lies = self._slab, self._lies
         held, count = lies[0].front - lies[0].first, lies[-1].front - lies[-1].first
@@ -370,14 +374,16 @@ class WindowPiece:
         first = self._place[:, None] + torch.tensor(folds, device=keys.device)
         frames = first[:, None, :, None] + torch.arange(count, device=keys.device)
         by = (frames - position[:, :, None]).flatten(2)
-        # One call for all frames: there are many, of few keys each.
+        # All frames are computed in one call, because there are many with few keys each.
         copies = masters[:, :, None].expand(-1, -1, len(folds), -1, -1).flatten(2, 3)
         moved = rotary.move(copies, by).unflatten(2, (len(folds), count))
         return torch.cat([keys[:, :, None], moved], dim=2), values
 
 
 def _layout_after(spec: LayerSpec, tokens: int) -> Layout:
-    """The layout of a row after so many tokens, each of which went to the first pool with room."""
+    """Return the layout of a row after `tokens` tokens, each of which went to the first pool with
+    room.
+    """
     lengths = []
     for pool in spec.pipe.pools:
         lengths.append(0 if pool.shares_slots else min(tokens, pool.slots() or 0))

@@ -34,7 +34,7 @@ class Pending:
 
     Attributes:
         segment, params: the segment, and how the layer attends.
-        arrivals: a whole prompt [batch, ...] to fold in place of the tail.
+        arrivals: a whole prompt [batch, ...] to fold instead of the tail.
         mass: the attention each slot received from the segment [batch, kv_heads, slots], if it is
             the whole tail and the mass is known; otherwise the fold computes it if a pool asks.
         observed: the attention of such a segment's queries, if pools ask for it.
@@ -47,7 +47,7 @@ class Pending:
     observed: AttentionResult | None = None
 
 
-# A fold makes hundreds of small tensors, and each costs less without gradients.
+# A fold makes hundreds of small tensors, and each is cheaper to make without gradients.
 @torch.inference_mode()
 def fold_rows(state: LayerState, pending: Pending) -> None:
     """Fold the rows that are due; rows of the same layout fold together."""
@@ -129,7 +129,9 @@ def last_queries(slab: Slab, wanted: int) -> Tensor | None:
 
 
 def keep_older_queries(slab: Slab, chunk: int) -> None:
-    """Make room for the queries of the next `chunk` tokens after a fold; older ones move up."""
+    """Make room for the queries of the next `chunk` tokens after a fold by moving older queries
+    up.
+    """
     if slab.queries is not None and slab.queries.shape[2] > chunk:
         older = slab.queries[:, :, chunk:].clone()
         slab.queries[:, :, : older.shape[2]] = older
@@ -213,7 +215,9 @@ def _reading(
     params: AttentionParams,
     observed: AttentionResult | None,
 ) -> ObservedAttention:
-    """The attention of the last queries over a slab of one layout, computed if a pool asks."""
+    """Attention of the last queries over a slab of one layout, computed only if a pool asks for
+    it.
+    """
     return ObservedAttention(
         partial(_join_all, slab, lies, new),
         lambda: _frame(spec, slab, lies, ahead - len(new)),
@@ -239,7 +243,8 @@ def _fold_slab(
 ) -> list[int]:
     """Fold a slab whose rows have one layout; returns the new lengths.
 
-    `ahead` [batch] is each row's next place in the stream, `clock` [batch] that on three axes.
+    `ahead` [batch] is each row's next place in the stream, and `clock` [batch] its next place on
+    three axes.
     """
     pipe, chunk = spec.pipe, spec.chunk
     held: list[Slots] = [new] * len(before.order)
@@ -286,7 +291,7 @@ def _remember_states(slab: Slab, states: list[dict[str, Tensor]]) -> None:
     for name, t in slab.state.items():
         index, _, own = name.partition(".")
         after = states[int(index)][own]
-        if after.shape != t.shape:  # of a pool without a limit, which may lengthen it
+        if after.shape != t.shape:  # a pool without a limit can lengthen its state
             with torch.inference_mode(False):
                 slab.state[name] = after.clone()
         elif after is not t:
@@ -298,8 +303,8 @@ def roll(
 ) -> None:
     """Move the front of rows of one layout up to the run, in the rolling frame.
 
-    `ahead` is each row's next place in the stream [batch], int64; `clock` that on three axes,
-    read if slots have spans.
+    `ahead` is each row's next place in the stream [batch], int64. `clock` is its next place on
+    three axes, and is read only if slots have spans.
     """
     exact, quantized = slice(lies.first, lies.front), slice(0, lies.quantized_front)
     position = _in_front(slab.position, lies)
@@ -331,7 +336,7 @@ def _frame(
     position = _in_front(slab.position, lies)
     if slab.span is not None and position.shape[2]:
         if lies.run or clock is None:
-            # of the first of the run, or of what arrived
+            # the first token of the run, or the first that arrived
             newest = lies.quantized_front if lies.quantized > lies.quantized_front else lies.front
             clock = slab.span[:, 0, newest, 0]
         return position + shift_spans(position, _in_front(slab.span, lies), clock)

@@ -1,6 +1,7 @@
 """One layer's stream: append, attend, and commit when a forward has succeeded.
 
-What a forward has done so far is in the layer's `Transaction`, which ends by `commit` or `abandon`.
+The changes of the current forward are in the layer's `Transaction`, which ends with `commit` or
+`abandon`.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ from weir.slab import (
 
 
 class Layer:
-    """The stream of one layer, or of some of its KV heads: its slots, and the forward under way.
+    """The stream of one layer, or of some of its KV heads: its slots, and the forward in progress.
 
     Attributes:
         spec: the layer's fixed facts.
         state: the slots, and how each row of the batch uses them.
-        params: the parameters of the last attention call; None before the first token. An engine
-            has read them before its steps, and the fold reads them here.
-        running: what the forward under way has done here; empty between forwards.
+        params: the parameters of the last attention call; None before the first token. Engines read
+            them before their steps, and the fold reads them here.
+        running: the changes of the forward in progress; empty between forwards.
     """
 
     def __init__(self, spec: LayerSpec) -> None:
@@ -72,10 +73,10 @@ class Layer:
         prefill: bool = False,
         answers: bool = True,
     ) -> Tensor:
-        """Call `attend` and `commit` for tokens of rows that are in step; see there.
+        """Call `attend` and then `commit`, for tokens of rows that are in step.
 
-        `seen` tokens came before, `waiting` of them in the tail. `prefill` attends to all tokens
-        exactly and folds them once, without `answers` only storing them.
+        `seen` tokens came before, and `waiting` of them are in the tail. `prefill` attends to all
+        tokens exactly and folds them once; without `answers`, it only stores them.
         """
         batch, length = keys.shape[0], keys.shape[2]
         plan = plan_forward(
@@ -101,17 +102,18 @@ class Layer:
         plan: ForwardPlan,
         answers: bool = True,
     ) -> Tensor:
-        """Append new tokens and answer their queries; call `commit` or `abandon` next.
+        """Append new tokens and answer their queries. Call `commit` or `abandon` afterwards.
 
         Args:
             queries: [batch, heads, length, key_dim], unrotated unless `spec.positions.placed`.
             keys, values: [batch, kv_heads, length, dim], keys rotated as the queries are.
-            answers: whether to answer the queries of a whole prompt; others always are.
+            answers: whether to answer the queries of a whole prompt; other queries are always
+                answered.
 
         Raises:
-            RowsNotFinite: keys or values are infinite or NaN; in a step the check is at its end
+            RowsNotFinite: keys or values are infinite or NaN. In a step, this is checked at the end
                 (`Transaction.unfinite`).
-            WeirError: keys differ in dtype, device or shape from those before.
+            WeirError: keys differ in dtype, device or shape from earlier keys.
         """
         self.params = params
         batch, heads, length, _ = queries.shape
@@ -172,7 +174,9 @@ class Layer:
     # --- a step that an engine runs
 
     def held(self) -> HeldPart:
-        """Return what a step of constant shape reads and writes; the layer holds tokens already."""
+        """Return what a step of constant shape reads and writes; the layer must already hold
+        tokens.
+        """
         assert self.state.slab is not None
         assert self.params is not None
         pipe, positions = self.spec.pipe, self.spec.positions
@@ -219,7 +223,7 @@ class Layer:
     def _attend_step(self, new: NewTokens, segment: Segment) -> Tensor:
         """Store one token of each row in the slot that waits for it, and attend.
 
-        A row without a token writes too; its next token overwrites what was written.
+        A row without a token also writes; its next token overwrites that.
         """
         slab, spec = self.state.slab, self.spec
         assert slab is not None
@@ -265,8 +269,9 @@ class Layer:
         bias = mask_of_piece(spec.positions, slab, segment, stop, queries.dtype, in_step=in_step)
         store_queries(slab, spec, queries, segment)
         self._note_spans(segment)
-        # The last segment folds after all layers have answered. Until then no layer keeps its
-        # shares, queries times slots in number. Pools read quantized slots in another order.
+        # The last segment folds after all layers have answered. Until then, no layer keeps its
+        # shares, which are as many as queries times slots. Pools read quantized slots in another
+        # order.
         observes = 0 < spec.pipe.needs_queries <= segment.width and slab.quantized is None
         observes = observes and not (segment is last and spec.pipe.needs_shares)
         observe: Observe = ""
@@ -284,7 +289,9 @@ class Layer:
         return result.answers
 
     def _attend_together(self, new: NewTokens, plan: ForwardPlan) -> Tensor | None:
-        """Attend all segments of a forward in one call, and fold once; None if that cannot be."""
+        """Attend all segments of a forward in one call, and fold once; None if that is not
+        possible.
+        """
         queries, keys, values, params = new
         kernel = kernels.attend_window(queries, values)
         plain = params.softcap is None and params.sinks is None
@@ -318,8 +325,8 @@ class Layer:
         slab.span[rows, :, slots] = segment.spans[rows, places][:, None]
 
     def _attend_exactly(self, new: NewTokens, segment: Segment, answers: bool) -> Tensor:
-        """Attend causally over a whole prompt, then fold at once: only one layer at a time holds
-        the prompt.
+        """Attend causally over a whole prompt, and fold immediately, so that only one layer at a
+        time holds the prompt.
         """
         assert self.state.slab is not None
         new = new.rotated(self.spec, self.state.slab, segment)

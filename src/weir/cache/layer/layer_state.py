@@ -1,4 +1,5 @@
-"""State of a batch's rows in one layer: where slots lie in the slab, and how rows come and go.
+"""State of a batch's rows in one layer: where slots are in the slab, and how rows are added and
+removed.
 
 Quantized slots come first, in a region of fixed size: those of the front, those of the run, then
 empty ones. The exact slots follow without a gap: front, run and tail.
@@ -39,7 +40,7 @@ class Layout:
         lengths: slots in use, by pool.
         order: the pools in the order of their slots.
         starts: the first slot of each pool, by its place in the pipe.
-        quantized_front, quantized: quantized slots in use, those of the front and all.
+        quantized_front, quantized: quantized slots in use in the front, and in all.
         first: the first exact slot.
         front: the end of the exact slots of the front.
         used: the end of the run, where the tail begins.
@@ -122,10 +123,11 @@ class LayerSpec:
         chunk: tokens between two folds.
         draws: the layer's random numbers; each row sets its own seed.
         index, layers: the number of the layer, and how many there are.
-        heads: the layer's KV heads that are meant, in ascending order; None for all.
+        heads: which of the layer's KV heads these facts are about, in ascending order; None for
+            all.
         output: the projection of the layer's output; None if not known.
         gate: the layer's gate; None if no pool reads it.
-        dense: whether the cache keeps every token that layers see, as the model computes it.
+        dense: whether the cache keeps every token that layers see, unquantized.
     """
 
     pipe: Pipe
@@ -152,7 +154,7 @@ class LayerSpec:
         return held * heads.token_bytes
 
     def why_not_constant(self) -> str | None:
-        """Return why steps of this layer cannot be of constant shape; None if they can."""
+        """Return why steps of this layer cannot have a constant shape; None if they can."""
         if self.pipe.slots is None:
             return "its policy has no fixed number of slots"
         if self.pipe.log_n:
@@ -175,12 +177,14 @@ class LayerSpec:
 
     @property
     def moves_on_axes(self) -> bool:
-        """Whether tokens of the front move and have places on three axes."""
+        """Whether tokens of the front move, and have places on three axes."""
         return self.front_moves and self.three_axes
 
     @cached_property
     def keeps_window(self) -> bool:
-        """Whether it keeps the first tokens and the newest, which depends on their number alone."""
+        """Whether the layer keeps only the first and the newest tokens, so that what it keeps
+        depends only on how many have come.
+        """
         pipe, positions = self.pipe, self.positions
         return (
             all(type(pool) in (Sink, Recent) for pool in pipe.pools)
@@ -194,23 +198,24 @@ class LayerSpec:
 
     @property
     def keeps_queries(self) -> int:
-        """Number of queries that wait in the slab: the last ones, or those of the whole tail if the
-        attention received is summed, whichever is more.
+        """Number of queries that wait in the slab: the last ones, or those of the whole tail if
+        received attention is summed, whichever is more.
         """
         return max(self.pipe.needs_queries, self.chunk if self.pipe.needs_mass else 0)
 
     def query_place(self, waiting: int) -> int:
-        """Return the place of a token's query, `waiting` tokens being before it in the tail.
+        """Return the place of the query of a token that has `waiting` tokens before it in the tail.
 
-        The last query of a full tail takes the last place; queries that no fold reads share the
-        first.
+        The last query of a full tail takes the last place. Queries that no fold reads share the
+        first place.
         """
         return max(0, waiting + self.keeps_queries - self.chunk)
 
     def held(self, lengths: Sequence[int]) -> dict[str, tuple[slice, ...]]:
-        """The slots in use of a row and its whole tail, by the names of buffers (`Slab.tensors`).
+        """Return the slots in use of a row and its whole tail, by the names of buffers
+        (`Slab.tensors`).
 
-        Buffers that are not named are no longer for more slots.
+        Buffers that are not listed have a size that does not depend on the number of slots.
         """
         lies = lay_out(self.pipe, lengths)
         end = lies.used + self.chunk
@@ -253,7 +258,9 @@ class LayerSpec:
         )
 
     def _state(self, heads: Heads) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shapes and dtypes of what pools remember beside their slots, by the slab's names."""
+        """Shapes and dtypes of the state that pools have in addition to their slots, by the slab's
+        names.
+        """
         shape = (1, heads.kv_heads, 0)
         with torch.device("meta"):
             keys = torch.empty(*shape, heads.key_dim, dtype=heads.dtype)
@@ -273,7 +280,7 @@ _VERSIONS = count(1)
 
 
 class LayerState:
-    """The slots of one layer, and their use by each row of the batch.
+    """The slots of one layer, and how each row of the batch uses them.
 
     Attributes:
         spec: the layer's fixed facts.
@@ -283,8 +290,8 @@ class LayerState:
         plain: whether every slot in use holds one token of weight 1, so that attention can skip the
             weights.
         first: the first slot that attention reads: an exact one while no row has quantized ones.
-        version: number of the last change of any layer's slots or lengths in this process, of those
-            that had slots; a step changes neither.
+        version: number of the last change of any layer's slots or lengths in this process, among
+            layers that had slots. A step changes neither.
     """
 
     version = 0
@@ -297,8 +304,8 @@ class LayerState:
         """Return the bytes of the slots of all rows; 0 before the first token.
 
         For a cache of fixed size, these are the bytes of the slab. For a cache that keeps every
-        token, they are what transformers' cache would hold of `columns` tokens and padding: there
-        the slab grows in leaps, and has positions and weights that plain attention does not need.
+        token, they are what transformers' cache would hold of `columns` tokens and padding, because
+        the slab grows in steps, and has positions and weights that plain attention does not need.
         """
         if self.slab is None:
             return 0
@@ -313,7 +320,8 @@ class LayerState:
         self.seeds: list[int] = []
         self.plain = True
         self.first = self.spec.pipe.quantized_slots
-        # While narrowed: the state of all rows, the view of some of them, and which those are.
+        # While the layer is narrowed: the state of all rows, the view of some of them, and which
+        # rows those are.
         self._whole: tuple[LayerState, Slab, slice] | None = None
 
     def allocate(
@@ -324,10 +332,10 @@ class LayerState:
         device: torch.device,
         seeds: list[int] | None = None,
     ) -> None:
-        """Allocate the slots of rows that begin at `start` [batch], int64; WeirError without the
-        memory.
+        """Allocate the slots of rows that begin at `start` [batch], int64; WeirError if there is
+        not enough memory.
 
-        `seeds` are those of each row's draws; None for the layer's.
+        `seeds` are the seeds of each row's draws; None uses the layer's seed.
         """
         spec = self.spec.slab(heads)
         try:
@@ -346,7 +354,7 @@ class LayerState:
         self.plain, self.first = True, self.spec.pipe.quantized_slots
 
     def ends(self, waiting: list[int]) -> list[int]:
-        """Return the end of each row's slots in use, including its tail of `waiting` tokens."""
+        """Return where each row's slots in use end, including its tail of `waiting` tokens."""
         return [used + w for used, w in zip(self.used, waiting, strict=True)]
 
     @property
@@ -380,7 +388,7 @@ class LayerState:
         assert self._whole is not None
         assert self.slab is not None
         (whole, view, rows), self._whole = self._whole, None
-        if self.slab is not view:  # a forward was undone: this is its backup
+        if self.slab is not view:  # a forward was undone, and this is its backup
             for name, t in view.tensors().items():
                 t.copy_(self.slab.tensors()[name])
         lengths, seeds = list(whole.lengths), list(whole.seeds)
@@ -427,8 +435,8 @@ class LayerState:
         """Drop the tokens of a row at places in the stream; `waiting` tokens are in its tail.
 
         Slots of the front become empty, and the next fold fills them. The run and the tail have no
-        gaps, so there a token keeps its place and its slot until it leaves the run, with a weight
-        of zero and without its key and value.
+        gaps. There, a dropped token keeps its place and slot until it leaves the run, but its
+        weight is zero, and its key and value are erased.
         """
         slab = self.slab
         assert slab is not None
@@ -454,7 +462,7 @@ class LayerState:
         part = slab.view(row, row + 1)
         self._init_pool_state(part)
         for name, t in slab.state.items():
-            put_first(t[row : row + 1], part.state[name])  # it may have grown since
+            put_first(t[row : row + 1], part.state[name])  # it may have grown in the meantime
         place = torch.tensor([start], device=slab.keys.device)
         part.open_tail(slab.first, place, self.spec.chunk)
         self.lengths[row] = [0] * len(self.spec.pipe.pools)

@@ -1,9 +1,9 @@
 """The changes that a running forward makes to one layer, until they are committed or abandoned.
 
-A forward that fails in a later layer, or makes keys that are not finite, must leave no trace. It
-writes only into tail slots that wait for a token anyway; the fold and the attention received wait
-here until it has succeeded. A forward that is longer than the free part of the tail folds all but
-its last segment on the way, and the transaction keeps a copy of the slots from before.
+A forward that fails in a later layer, or makes keys that are not finite, must leave no trace. So it
+writes only into tail slots that are waiting for a token. The fold and the received attention wait
+here until the forward has succeeded. A forward that is longer than the free part of the tail folds
+all segments except the last on the way, and the transaction keeps a copy of the earlier slots.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Backup:
 
 
 class Transaction:
-    """One layer's part of a running forward; a new one begins where it ends.
+    """One layer's part of a running forward. When it ends, a new one begins.
 
     Attributes:
         pending: the last segment that was answered, which `commit` folds where a tail is full.
         unchecked: tensors [batch, ...] whose numbers must be finite (or true). One check of all
-            layers at the end of a step is cheaper than one a layer.
+            layers at the end of a step is cheaper than one for each layer.
         fold_seconds: time spent folding.
     """
 
@@ -63,7 +63,7 @@ class Transaction:
         self.fold_seconds += time.perf_counter() - start
 
     def fold_early(self) -> None:
-        """Fold a segment before the forward has ended, and keep a copy of what was before."""
+        """Fold a segment before the forward has ended, and keep a copy of the earlier state."""
         state = self._state
         if self._backup is None and state.slab is not None:
             self._backup = Backup(state.slab.copy(), [list(row) for row in state.lengths])
@@ -77,7 +77,7 @@ class Transaction:
             if state.slab is not None:
                 state.refresh()
         if state.slab is not None:
-            # A step that reads the whole slab would spread a NaN even from a slot of weight zero.
+            # A step reads the whole slab, so a NaN would spread even from a slot of weight zero.
             for row, used in enumerate(state.used):
                 state.slab.scrub(row, used, used + state.spec.chunk)
 
@@ -96,7 +96,8 @@ class Transaction:
     def check_finite(self, keys: Tensor, values: Tensor, plan: ForwardPlan) -> None:
         """Refuse new keys and values that are not finite (RowsNotFinite).
 
-        In a step, and on an accelerator, they are only noted for a check at the forward's end.
+        In a step, and on an accelerator, they are only noted, and checked at the end of the
+        forward.
         """
         if plan.step:
             self.unchecked = [keys, values]
