@@ -1,4 +1,4 @@
-"""Endless streams: tokens in, logits out, on disk, as a conversation."""
+"""Endless streams: feed tokens, get logits or text, save to disk, and hold conversations."""
 
 from weir.stream.archive import Archive, ArchiveProblem
 from weir.stream.chat_template import (

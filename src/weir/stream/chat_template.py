@@ -1,11 +1,12 @@
-"""Chat templates: the ids of a whole conversation, or of the messages after an answer.
+"""Chat templates: make the ids of a whole conversation, or of the messages after an answer.
 
 Templates rewrite earlier messages, and a tokenizer may split a text into other tokens than the
-model generated. So only new messages are rendered, never tokens that were fed.
+model generated. So only new messages are rendered, and tokens that were fed are never rendered
+again.
 
-A tokenizer takes `<|im_end|>` for the control token also in what a user says, who could end the
-turn with it and speak as the system. So such texts are marked before the template is rendered, and
-the text is cut at the marks before it is tokenized.
+A tokenizer converts `<|im_end|>` to the control token even in the words of a user, who could use it
+to end the turn and speak as the system. So weir marks such text before it renders the template, and
+cuts the text at the marks before it tokenizes it.
 """
 
 from __future__ import annotations
@@ -30,28 +31,31 @@ from weir.errors import WeirError, shorten
 from weir.stream.template_bounds import OutOfBounds, bounded
 
 MARK = "\ufdd0"
-"""Put into control tokens that stand in a message; Unicode keeps this character for such uses."""
+"""The character that is inserted into control tokens in a message; Unicode reserves it for such
+uses.
+"""
 PIECE = 16_384
-"""Characters that are tokenized at once. Longer texts would take memory, and hold up threads."""
+"""Characters that are tokenized at once. Longer texts would take memory, and block threads."""
 KNOWN = 32
-"""Pieces whose tokens are remembered: a text that repeats itself is tokenized once."""
+"""Number of pieces whose tokens are cached, so that repeated text is tokenized once."""
 SLACK = 64
-"""Tokens by which cutting a text in two may change their number."""
+"""Number of tokens by which the total can change if a text is cut in two."""
 SEVERAL = 256
 """Short texts between marks that are tokenized together."""
 LONGEST = 512
-"""Characters of a control token; the longest that is known has some thirty."""
+"""Largest number of characters of a control token; the longest known one has about thirty."""
 WINDOW = 65_536
-"""Characters that are searched at once: no other thread runs meanwhile."""
+"""Characters that are searched at once. No other thread runs during a search."""
 MOST_TEMPLATE, MOST_WORDS = 65_536, 8192
-"""Characters of a chat template, and words of its program. The longest that are known have some
-twenty thousand characters."""
+"""Largest number of characters of a chat template, and of words of its program. The longest known
+templates have about twenty thousand characters.
+"""
 _BREAK = re.compile(r"(?<=[^\W\d_]) (?=[^\W\d_])")
-"""A space between two letters: tokens of usual tokenizers begin there."""
+"""A space between two letters, where tokens of most tokenizers begin."""
 
 
 class PromptTooLong(WeirError):
-    """A prompt has more tokens than one may have."""
+    """A prompt has more tokens than are allowed."""
 
     def __init__(self, most: int) -> None:
         super().__init__(
@@ -77,7 +81,8 @@ _MARKED = re.compile(f"{_BEGIN}([0-9]+)\ufdd3|{_END}")
 def mark_text(text: str, name: int) -> str:
     """Mark a text, so that `ChatTemplate` finds its tokens; white space around it is outside.
 
-    The marks are not rendered. No client can write them, since they have a random part.
+    The marks are not part of the rendered text. No client can write them, because they have a
+    random part.
     """
     core = text.strip()
     before, after = text[: len(text) - len(text.lstrip())], text[len(text.rstrip()) :]
@@ -85,7 +90,7 @@ def mark_text(text: str, name: int) -> str:
 
 
 def take_marks(text: str) -> tuple[str, list[TextPlace]]:
-    """Take the marks out of a text; returns where the texts between them are, in characters."""
+    """Remove the marks from a text. Returns where the marked texts are, in characters."""
     if _NONCE not in text:
         return text, []
     parts: list[str] = []
@@ -105,18 +110,20 @@ def take_marks(text: str) -> tuple[str, list[TextPlace]]:
 
 
 def _has_parts_of_marks(text: str) -> bool:
-    """Whether there are marks, or parts of them, that `take_marks` did not take out."""
+    """Whether there are marks, or parts of them, that `take_marks` did not remove."""
     return _NONCE in text.lower() or any(mark in text for mark in "\ufdd1\ufdd2\ufdd3")
 
 
 class PromptEncoder:
-    """Tokenizes prompts for one model, of `most` tokens if not None. Called from any thread."""
+    """Tokenizes prompts for one model, with at most `most` tokens unless None. Can be called from
+    any thread.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, most: int | None = None) -> None:
         self._tokenizer = tokenizer
         self._most = most
-        self._one_piece = threading.Lock()  # long texts take turns, short ones do not wait
-        # Only tokenizers in Python need one thread at a time.
+        self._one_piece = threading.Lock()  # long texts take turns, and short ones do not wait
+        # Only tokenizers in Python must be called from one thread at a time.
         self._lock = None if getattr(tokenizer, "is_fast", False) else threading.Lock()
         known = tokenizer.added_tokens_decoder.values()
         special = {token.content for token in known if token.special}
@@ -129,7 +136,7 @@ class PromptEncoder:
     def mark(self, value: Any, *, trusted: bool = False) -> Any:
         """Mark the control tokens in all texts of a value of JSON.
 
-        `trusted` texts may have tokens that only the template makes control tokens, such as
+        `trusted` texts can contain tokens that are control tokens only for the template, such as
         `<think>`.
         """
         if isinstance(value, str):
@@ -143,8 +150,7 @@ class PromptEncoder:
         return [mark(each) for each in value] if isinstance(value, list) else value
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Tokenize a text, apart where there are marks; PromptTooLong if it has more tokens than it
-        may.
+        """Tokenize a text, cutting it at marks. Raises PromptTooLong if it has too many tokens.
 
         `special` adds the tokens that the tokenizer puts around a text, such as a start token.
         """
@@ -167,14 +173,14 @@ class PromptEncoder:
     def find_places(
         self, text: str, places: Sequence[TextPlace], ids: Sequence[int]
     ) -> list[TextPlace]:
-        """Find the tokens that lie within parts of a text, which are given by characters.
+        """Find the tokens in parts of a text that are given by characters.
 
-        `ids` are what `encode` made of the text. Returns nothing if the tokenizer does not tell
-        which characters a token stands for.
+        `ids` are the result of `encode` for the text. Returns nothing if the tokenizer does not
+        tell which characters a token stands for.
         """
         if not places or self._lock is not None:
             return []
-        pieces: list[tuple[int, str]] = []  # the texts that are tokenized apart
+        pieces: list[tuple[int, str]] = []  # the texts that are tokenized separately
         at = 0
         for part in text.split(MARK):
             start = at
@@ -208,7 +214,7 @@ class PromptEncoder:
         ]
 
     def _encode_long(self, text: str, before: int) -> list[int]:
-        """Tokenize a long text in pieces, after so many tokens of the same prompt."""
+        """Tokenize a long text in pieces, after `before` tokens of the same prompt."""
         if len(text) <= PIECE:
             return self._encode(text)
         ids: list[int] = []
@@ -231,12 +237,12 @@ class PromptEncoder:
 
     @cached_property
     def _may_cut(self) -> bool:
-        """Whether the tokens of a text are those of its parts, cut in front of a word."""
+        """Whether a text that is cut in front of a word has the same tokens as its parts."""
         return self._encode("one word") == [*self._encode("one"), *self._encode(" word")]
 
     @cached_property
     def _around(self) -> tuple[list[int], list[int]]:
-        """The tokens that the tokenizer puts before and after a text."""
+        """Return the tokens that the tokenizer puts before and after a text."""
         plain, whole = self._encode("x"), self._encode("x", special=True)
         starts = range(len(whole) - len(plain) + 1)
         at = next((n for n in starts if whole[n : n + len(plain)] == plain), len(whole))
@@ -253,10 +259,10 @@ class PromptEncoder:
 
 
 def _mark(pattern: re.Pattern[str], text: str) -> str | None:
-    """A text with marks in all matches of a pattern; None if there are none.
+    """Return a text with marks in all matches of a pattern; None if there are no matches.
 
-    Parts are joined a window at a time: a text can have a control token in every ten characters,
-    and all parts together take much more memory than the text.
+    Parts are joined one window at a time, because a text can have a control token in every ten
+    characters, and all parts together would take much more memory than the text.
     """
     marked, start = StringIO(), 0
     for cuts in _find_cuts(pattern, text):
@@ -270,8 +276,8 @@ def _mark(pattern: re.Pattern[str], text: str) -> str | None:
 
 
 def _find_cuts(pattern: re.Pattern[str], text: str) -> Iterator[list[int]]:
-    """Find where to cut a text so that no pattern matches: after the first letter of a match. A
-    list for each window that has any.
+    """Find where to cut a text so that no pattern matches: after the first letter of each match.
+    Yields a list for each window that has matches.
     """
     after = 0
     for start in range(0, len(text), WINDOW):
@@ -286,7 +292,7 @@ def _find_cuts(pattern: re.Pattern[str], text: str) -> Iterator[list[int]]:
 
 
 def _split(text: str) -> Iterator[str]:
-    """The parts of a text between marks, without empty ones, as they are asked for."""
+    """Yield the parts of a text between marks, without empty ones."""
     start = 0
     while (end := text.find(MARK, start)) >= 0:
         if end > start:
@@ -297,7 +303,7 @@ def _split(text: str) -> Iterator[str]:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Cut a text, in front of words where there are any near."""
+    """Cut a text into pieces, in front of words if possible."""
     at = 0
     while len(text) - at > PIECE:
         near = at + PIECE - 1024
@@ -309,8 +315,8 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def _pattern(texts: Collection[str]) -> re.Pattern[str] | None:
-    """A pattern of any of some texts; those with the same beginning share it. One letter cannot be
-    cut.
+    """Make a pattern that matches any of some texts; texts with the same beginning share it. Texts
+    of one letter cannot be cut and are left out.
     """
     tree: dict[str, Any] = {}
     for text in (text for text in texts if len(text) > 1):
@@ -335,17 +341,17 @@ ANSWER = "an-answer-that-stands-for-all"
 SYSTEM = ("system", "developer")
 """Roles of instructions, which come before the conversation."""
 TRUSTED = (*SYSTEM, "assistant")
-"""Roles whose texts may have tokens such as `<think>`, but no control tokens."""
+"""Roles whose texts can contain tokens such as `<think>`, but no control tokens."""
 
 
 class BrokenTemplate(WeirError):
-    """A chat template fails, takes too much memory or does not come to an end."""
+    """A chat template fails, takes too much memory or does not end."""
 
 
 class ChatTemplate:
-    """Renders messages of a conversation as ids for one model.
+    """Renders messages of a conversation as token ids for one model.
 
-    A model without a chat template continues the text of all messages, each on a line of its own.
+    A model without a chat template continues the text of all messages, each on a separate line.
 
     Args:
         ends: the tokens that end an answer.
@@ -370,7 +376,7 @@ class ChatTemplate:
     def with_tools(
         self, tools: Sequence[dict[str, Any]], variables: Mapping[str, Any] = MappingProxyType({})
     ) -> ChatTemplate:
-        """Return the same template for a conversation with tools, and with further variables."""
+        """Return the same template for a conversation with tools and additional variables."""
         return ChatTemplate(self._tokenizer, self._ends, tools, self._encoder, variables)
 
     @property
@@ -418,7 +424,7 @@ class ChatTemplate:
                 found += self._encoder.find_places(text, places, ids)
             return ids
         # What comes after an answer does not depend on the turns before it, so a short made-up
-        # history takes the place of the real one.
+        # history replaces the real one.
         history = [{"role": "user", "content": "x"}, {"role": "assistant", "content": ANSWER}]
         _, divided, after = self._render([*history, *messages]).partition(ANSWER)
         if not divided:
@@ -433,19 +439,19 @@ class ChatTemplate:
         return kept
 
     def beginning(self, messages: Sequence[dict[str, Any]], ids: Sequence[int]) -> int:
-        """Count the ids of a conversation (`whole`) before the first words that are not
-        instructions: the start token, the system turn, the tools, and the template's tokens in
-        front of a user's words.
+        """Count the ids of a conversation (`whole`) before the first message that is not an
+        instruction: the start token, the system turn, the tools, and the template's tokens in front
+        of a user's words.
         """
         roles = [message["role"] for message in messages]
         first = next((i for i, role in enumerate(roles) if role not in SYSTEM), None)
         words = "" if first is None else messages[first]["content"] or ""
-        # The ids that it shares with the same conversation in other words are not of the words.
+        # Ids that stay the same if the words are replaced do not belong to the words.
         other = {"role": "user", "content": "x" if words.lstrip().startswith("0") else "0"}
         try:
             return _count_common(ids, self.whole([*messages[:first], other]))
         except WeirError:
-            return 0  # not known: the template does not take a system turn and a user's
+            return 0  # not known: the template does not accept a system turn followed by a user's
 
     def header(self, ids: Sequence[int]) -> int:
         """Count the last ids that the template puts between the last words and an answer."""
@@ -481,7 +487,7 @@ class ChatTemplate:
         text = render_chat(self._tokenizer, marked, tools=tools, variables=variables)
         if _NONCE not in text or not _has_parts_of_marks(take_marks(text)[0]):
             return text
-        # A template that cuts or rewrites texts: their places are not known.
+        # The template cuts or rewrites texts, so their places are not known.
         plain = [
             {**one, "content": take_marks(one["content"])[0]}
             if isinstance(one.get("content"), str)
@@ -495,22 +501,23 @@ class ChatTemplate:
 
 
 def _count_common(ids: Sequence[int], others: Sequence[int]) -> int:
-    """Count the ids that two lists have in common at their beginning."""
+    """Count the ids that two lists share at the beginning."""
     pairs = enumerate(zip(ids, others, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(ids), len(others)))
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Try a model's chat template, if it has one; BrokenTemplate if it cannot render any turn.
+    """Try a model's chat template, if it has one. Raises BrokenTemplate if it cannot render any
+    turn.
 
-    Found before the first message, an error costs the user nothing. A template that only refuses
-    this turn is not broken.
+    Before the first message, an error costs the user nothing. A template that only refuses this
+    turn is not broken.
     """
     ChatTemplate(tokenizer, ()).header([])
 
 
 def _check_length(name: str, template: Any) -> None:
-    """Refuse a template that would take long to compile, which nothing else bounds."""
+    """Refuse a template that would take long to compile. Nothing else limits that time."""
     for text in template.values() if isinstance(template, Mapping) else [template]:
         if isinstance(text, str) and (found := _too_long(text)):
             raise BrokenTemplate(
@@ -520,11 +527,11 @@ def _check_length(name: str, template: Any) -> None:
 
 @lru_cache(maxsize=16)
 def _too_long(template: str) -> str:
-    """What a template has too much of, and how much it may have; "" if it is short enough."""
+    """Say what a template has too much of, and how much is allowed; "" if it is short enough."""
     if len(template) > MOST_TEMPLATE:
         return f"{len(template):,} characters, and may have {MOST_TEMPLATE:,}"
     words = 0
-    with suppress(TemplateSyntaxError):  # rendering it says what is wrong
+    with suppress(TemplateSyntaxError):  # rendering it reports the error
         for _, kind, _ in Environment().lex(template):
             words += kind not in ("whitespace", "data")
     return f"{words:,} words, and may have {MOST_WORDS:,}" if words > MOST_WORDS else ""
@@ -540,11 +547,11 @@ def render_chat(
 ) -> str:
     """Render a conversation as text with a model's chat template.
 
-    Without `add_generation_prompt` the last turn is left open, to be continued.
+    Without `add_generation_prompt`, the last turn is left open, so that the model continues it.
 
     Raises:
-        WeirError: the template refuses the turns, as those do that want roles to alternate.
-        BrokenTemplate: the template fails, takes too much memory, or does not come to an end.
+        WeirError: the template refuses the turns, for example because roles must alternate.
+        BrokenTemplate: the template fails, takes too much memory, or does not end.
     """
     name = tokenizer.name_or_path or "this model"
     _check_length(name, tokenizer.chat_template)

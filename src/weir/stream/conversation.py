@@ -1,4 +1,4 @@
-"""A conversation over one `Stream`: only new tokens are ever fed."""
+"""A conversation over one `Stream`, in which only new tokens are fed."""
 
 from __future__ import annotations
 
@@ -21,15 +21,19 @@ from weir.stream.stream import Stream
 from weir.stream.transcript import Transcript, Turn, repeats
 
 UNTIMED = 2
-"""Tokens of an answer that its rate leaves out where it has more: the first comes from the prompt's
-logits, the second from the first step, which may be compiled."""
+"""Tokens at the start of an answer that its rate leaves out if there are more: the first comes from
+the prompt's logits, and the second from the first step, which may include compilation.
+"""
 RECALL = 256
-"""Tokens of recalled text that are put into a turn at most."""
+"""Largest number of tokens of recalled text in a turn."""
 JOINT = 2
-"""Tokens by which a quotation and the words after it may take more together than apart."""
+"""Number of tokens that a quotation and the words after it may take more together than
+separately.
+"""
 RECALL_SHARE = 4
-"""They are also at most one part in this many of the cache's slots: what is brought back must not
-push out all the rest."""
+"""Recalled text also takes at most one part in this many of the cache's slots, so that it does not
+push everything else out.
+"""
 
 
 def _warn(text: str) -> None:
@@ -37,29 +41,34 @@ def _warn(text: str) -> None:
 
 
 class Conversation:
-    """Turns of a user and a model.
+    """A conversation of a user and a model, turn by turn.
 
-    With a chat template, each turn is the text the template adds for it; a model without one
-    continues the text, up to the end of a paragraph. The tokens of a learnable sink come before the
-    first turn. A policy that keeps a stream's beginning (`pinned`) is given its end: before the
-    user's first words.
+    With a chat template, each turn is the text that the template adds for it. A model without a
+    template continues the text up to the end of a paragraph. The tokens of a learnable sink come
+    before the first turn. For a policy that keeps a stream's beginning (`pinned`), the beginning
+    ends before the user's first words.
 
     Args:
-        stream: the stream; a restored one continues its conversation.
-        system: the system message; it stays for good only under a policy that keeps the beginning.
-        transcript: takes every turn as it is said; None for none.
-        archive: keeps what is said, and is searched for what a turn asks. Found text that has left
-            the cache is put in front of the user's words, as a quotation; None for no recall.
-        recall: tokens of recalled text in a turn at most; 0 only fills the archive.
-        warn: called with a text, once, if the archive cannot be used any more; by default it is a
+        stream: the stream; a restored stream continues its conversation.
+        system: the system message. It is never forgotten only under a policy that keeps the
+            beginning.
+        transcript: records every turn; None for no transcript.
+        archive: stores the text of all turns, and is searched for answers to each turn's questions.
+            Text that it finds and that has left the cache is quoted in front of the user's words.
+            None for no recall.
+        recall: largest number of tokens of recalled text in a turn; with 0, the archive is only
+            filled.
+        warn: called once with a text if the archive can no longer be used; by default, raises a
             Python warning. The conversation goes on without the archive.
 
     Attributes:
-        recalled: what was brought back for the last turn, the best first.
-        recalled_tokens: how many tokens that took.
-        held: tells which places of the archive's stream are held; None asks the stream's cache.
-        repeats: the tokens that the last answer repeated over and over at its end; 0 for none.
-        rate: tokens per second of the last answer, after its first step, which may be compiled.
+        recalled: excerpts that were quoted in the last turn, the best first.
+        recalled_tokens: the number of tokens of that quotation.
+        held: tells which places of the archive's stream are held; if None, the stream's cache is
+            asked.
+        repeats: length in tokens of the loop in which the last answer ended; 0 for none.
+        rate: tokens per second of the last answer, without its first step, which may include
+            compilation.
     """
 
     def __init__(
@@ -87,11 +96,11 @@ class Conversation:
     def say(
         self, text: str, *, max_new_tokens: int = 256, **sampling: Any
     ) -> Generator[str, None, None]:
-        """Feed the user's words and yield the answer piece by piece; closing it leaves the stream
-        whole.
+        """Feed the user's words and yield the answer piece by piece. Closing the generator leaves
+        the stream in a valid state.
 
-        Sampling is as for `Stream.generate`. Raises WeirError if the text makes no tokens, or
-        cannot be written in UTF-8.
+        Sampling is as for `Stream.generate`. Raises WeirError if the text has no tokens, or cannot
+        be encoded in UTF-8.
         """
         plain = self.turn(text)
         if not plain:
@@ -116,18 +125,18 @@ class Conversation:
     # --- the archive
 
     def use_archive(self, archive: Archive | None) -> None:
-        """Go on with another archive, that of another stream; None for none."""
+        """Use another archive from now on, which belongs to another stream; None for no archive."""
         self.archive, self._resumed = archive, False
 
     @property
     def most_recalled(self) -> int:
-        """Tokens of recalled text that a turn may have."""
+        """Largest number of tokens of recalled text that a turn can have."""
         slots = self.stream.capacity
         return self.recall if slots is None else min(self.recall, slots // RECALL_SHARE)
 
     def _recall(self, text: str) -> str:
-        """Find what a turn asks in text that has left the cache, and write it as a quotation; empty
-        if there is nothing.
+        """Find answers to a turn's questions in text that has left the cache, and write them as a
+        quotation; empty if there are none.
         """
         self.recalled = []
         if self.archive is None:
@@ -149,7 +158,7 @@ class Conversation:
         return quoted
 
     def _resume(self) -> None:
-        """Tell the archive, before the first turn, where the stream goes on."""
+        """Tell the archive, before the first turn, where the stream continues."""
         if self.archive is None or self._resumed:
             return
         try:
@@ -159,7 +168,7 @@ class Conversation:
             self._lose_archive(error)
 
     def _keep(self, role: str, text: str, start: int) -> None:
-        """Add what was just said to the archive; it ends where the stream does."""
+        """Add what was just said to the archive; its text ends where the stream ends."""
         if self.archive is None:
             return
         try:
@@ -173,8 +182,7 @@ class Conversation:
         self._warn(f"{error} The conversation goes on, but recalls nothing from now on.")
 
     def take_in(self, text: str, answer: str) -> None:
-        """Feed a turn of the user and the model's answer, which is known, as if it had been
-        generated.
+        """Feed a turn of the user and a given answer, as if the model had generated it.
 
         Nothing is recalled. WeirError as for `say`.
         """
@@ -196,7 +204,7 @@ class Conversation:
     def _answer(self, answer: Turn, limit: int, **sampling: Any) -> Generator[str, None, None]:
         """Generate an answer into its turn, and yield it piece by piece."""
         self.rate = 0.0
-        # Without a template the model does not end its turn: the paragraph is the answer.
+        # Without a template, the model does not end its turn, so the first paragraph is the answer.
         stops = ["\n"] if self.tokenizer.chat_template is None else []
         text, ends = Detokenizer(self.tokenizer, stops), self.stream.ends
         began = stepped = time.perf_counter()
@@ -220,7 +228,7 @@ class Conversation:
             self.transcript.add(turn)
 
     def read_again(self, turns: Iterable[Turn]) -> None:
-        """Feed turns of the transcript that the stream has not seen."""
+        """Feed the turns of the transcript that the stream has not seen."""
         for turn in turns:
             if turn.by_user:
                 self._feed(turn.text, turn.ids.tolist())
@@ -286,5 +294,5 @@ def _opening(system: str | None, text: str) -> list[dict[str, str]]:
 
 
 def _opened(model: PreTrainedModel, ids: list[int]) -> list[int]:
-    """Return the ids of a whole conversation, behind those of a learnable sink."""
+    """Return the ids of a whole conversation, after those of a learnable sink."""
     return sink_of(transformers_model(model).config).first(ids)

@@ -1,4 +1,4 @@
-"""Incremental detokenization: an answer as text while its tokens arrive, up to a stop text."""
+"""Incremental detokenization: turns tokens into text as they arrive, up to a stop text."""
 
 from __future__ import annotations
 
@@ -7,25 +7,27 @@ from collections.abc import Collection, Sequence
 from transformers import PreTrainedTokenizerBase
 
 PARTIAL = "\ufffd"
-"""The character that tokenizers write for bytes that are no character, or not yet."""
+"""The character that tokenizers write for bytes that are not a character, or not yet a complete
+one.
+"""
 LONGEST = 16
-"""Tokens to wait for a character; a character has four bytes, so more tokens make none."""
+"""Number of tokens to wait for a character to be complete. A character has at most four bytes."""
 
 
 class Detokenizer:
-    """The text of one answer, a piece for each token.
+    """Converts the tokens of one answer to text, piece by piece.
 
-    A piece has whole characters only, without special tokens, and text that may be the beginning of
-    a stop is held back. All pieces together are the tokenizer's text of all tokens at once; if
-    later tokens change the text of earlier ones, the text already returned stays.
+    A piece has only whole characters, without special tokens. Text that may be the beginning of a
+    stop is held back. All pieces together are the text that the tokenizer makes of all tokens. If
+    later tokens change the text of earlier ones, the returned text stays as it was.
 
     Args:
-        stops: texts that end the answer and are no part of it; empty ones are ignored.
+        stops: texts that end the answer and are not part of it; empty ones are ignored.
         kept: special tokens that are part of the text.
 
     Attributes:
         special: the special tokens and their texts.
-        stopped: whether a stop has come; later tokens add nothing.
+        stopped: whether a stop has been found; later tokens then add nothing.
     """
 
     def __init__(
@@ -40,8 +42,8 @@ class Detokenizer:
         special = tokenizer.added_tokens_decoder.items()
         self.special = {token: how.content for token, how in special if how.special}
         self._kept = frozenset(kept)
-        # Tokenizers decode a token behind others otherwise than alone (spaces, most of all), so the
-        # tokens of the last piece are decoded again in front of the new ones.
+        # Tokenizers decode a token after others differently than alone (especially spaces), so the
+        # tokens of the last piece are decoded again together with the new ones.
         self._before: list[int] = []
         self._open: list[int] = []
         self._given = ""  # the returned part of the text of `_before` and `_open`
@@ -78,7 +80,7 @@ class Detokenizer:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
 
     def _release(self, new: str) -> str:
-        """Return the part of the held and the new text that belongs to no stop."""
+        """Return the part of the held and the new text that does not belong to a stop."""
         text = self._held + new
         before = cut_at_stop(text, self._stops)
         if len(before) < len(text):
@@ -94,8 +96,8 @@ def describe_tokens(
 ) -> list[tuple[str, bool]]:
     """Return the text of each token, and whether it is a special token.
 
-    A character of several tokens is the text of the last of them; one that cannot be shown is
-    U+FFFD.
+    The text of a character that has several tokens is given to the last of them. Bytes that are not
+    a character are U+FFFD.
     """
     text = Detokenizer(tokenizer)
     found = []
@@ -110,7 +112,7 @@ def describe_tokens(
 
 
 def cut_at_stop(text: str, stops: Sequence[str]) -> str:
-    """Cut a text where the first of the stops in it begins; empty stops are ignored."""
+    """Cut a text where the first stop in it begins; empty stops are ignored."""
     found = [text.find(stop) for stop in stops if stop]
     return text[: min((at for at in found if at >= 0), default=len(text))]
 

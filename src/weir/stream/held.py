@@ -1,4 +1,6 @@
-"""Which places of a stream its cache still holds, for searches in the text that has left it."""
+"""Finds which places of a stream its cache still holds, for searches in the text that has left
+it.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,15 @@ from weir.policies import Policy, Recompute
 from weir.stream.transcript import find_held, number_slots
 
 HELD = 0.5
-"""Share of layers and KV heads, on average over the tokens of a text, from which on it counts as
-held: then it is not brought back."""
+"""A text counts as held, and is not recalled, if at least this share of layers and KV heads holds
+it, on average over its tokens.
+"""
 
 
 class HoldsTokens(Protocol):
-    """A stream: what it has seen, under which policy, and what its cache holds."""
+    """A stream that can tell how many tokens it has seen, its policy, and which tokens its cache
+    holds.
+    """
 
     @property
     def policy(self) -> Policy:
@@ -32,7 +37,7 @@ class HoldsTokens(Protocol):
 
 
 class HeldPlaces:
-    """The places of a stream that are held, found when the first is asked for."""
+    """The places of a stream that are held; computed at the first call."""
 
     def __init__(self, stream: HoldsTokens) -> None:
         self._stream = stream
@@ -49,13 +54,13 @@ class HeldPlaces:
         slots, pairs, places = self._slots
         inside = slots[(slots >= start * places) & (slots < stop * places)]
         least = HELD * (stop - start) * pairs
-        # A token may hold several slots of one pair of a layer and KV head, which count as one.
+        # A token can have several slots in one pair of a layer and KV head; they count as one.
         return len(inside) >= least and len(np.unique(inside)) >= least
 
     @cached_property
     def _slots(self) -> tuple[np.ndarray[Any, np.dtype[np.int64]], int, int]:
-        """The tokens of all slots with their pairs, as `number_slots` has them, and how many pairs
-        there are.
+        """Return the tokens of all slots with their pairs, in the form of `number_slots`, and the
+        number of pairs.
         """
         holding = self._stream.holding()
         slots, places = number_slots(holding)
@@ -63,8 +68,8 @@ class HeldPlaces:
 
 
 def held_ranges(holding: Holding) -> bytes:
-    """The places that count as held, as pairs of a first place and the one after the last, four
-    bytes each.
+    """Return the places that count as held, as pairs of a first place and the one after the last,
+    four bytes each.
     """
     tokens, shares = find_held(holding)
     held = tokens[shares >= HELD]
@@ -75,9 +80,10 @@ def held_ranges(holding: Holding) -> bytes:
 
 
 class HeldRanges:
-    """The places that `held_ranges` has written, in a stream that has `seen` so many tokens since.
+    """Reads the places that `held_ranges` has written, for a stream that has now seen `seen`
+    tokens.
 
-    Tokens after the last that was known then are held.
+    Tokens after the last one that was known then count as held.
     """
 
     def __init__(self, ranges: bytes, known: int) -> None:
@@ -91,6 +97,6 @@ class HeldRanges:
         return self._count(stop) - self._count(start) >= HELD * (stop - start)
 
     def _count(self, end: int) -> int:
-        """How many places before `end` are held."""
+        """Count the held places before `end`."""
         edges = np.minimum(self._edges, end)
         return int((edges[1::2] - edges[::2]).sum()) + max(0, end - self._known)

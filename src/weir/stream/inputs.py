@@ -1,4 +1,4 @@
-"""Inputs of a stream: token ids in any form, embeddings in their place, or a processor's output."""
+"""Inputs of a stream: token ids in any form, embeddings instead of ids, or a processor's output."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ NOTHING = "no tokens were fed, and a stream needs at least one"
 def read_ids(given: Tokens | None, vocabulary: int) -> Tensor:
     """Check token ids [length] or [batch, length], and return them [batch, length], int64.
 
-    A tokenizer's output will do, without padding. Raises WeirError if they are no ids, none at all,
-    padded, or not from 0 to `vocabulary`, exclusive.
+    A tokenizer's output without padding is accepted. Raises WeirError if they are not ids, are
+    empty or padded, or are not from 0 to `vocabulary`, exclusive.
     """
     if isinstance(given, str):
         raise WeirError("token ids must be numbers, got text. Use tokenizer(text).input_ids.")
@@ -55,7 +55,7 @@ def read_ids(given: Tokens | None, vocabulary: int) -> Tensor:
 def pieces_of(given: Iterator[int], size: int) -> Iterator[list[int]]:
     """Yield the ids of an iterator in pieces of `size`, never reading further ahead.
 
-    Raises WeirError if it yields something else, or nothing at all.
+    Raises WeirError if it yields something else, or nothing.
     """
     last: list[int] | None = None
     while piece := list(itertools.islice(given, size)):
@@ -67,34 +67,34 @@ def pieces_of(given: Iterator[int], size: int) -> Iterator[list[int]]:
 
 def _index(token: Any) -> int:
     """Return an id as an int, from any kind of whole number."""
-    with contextlib.suppress(TypeError):  # a tensor has `__index__`, and not always an index
+    with contextlib.suppress(TypeError):  # a tensor has `__index__`, which can fail
         if not isinstance(token, bool):
             return operator.index(token)
     raise WeirError(f"an iterator of ids must yield whole numbers, got {quote(token)}")
 
 
 def read_stops(given: int | Sequence[int]) -> set[int]:
-    """Return the ids of tokens that end an answer, from one or several; WeirError if they are no
-    ids.
+    """Return the set of token ids that end an answer, from one or several ids; WeirError if they
+    are not ids.
     """
     found: Any = [given] if is_count(given) else given
     try:
         if not isinstance(found, str) and all(map(is_count, found)):
             return {int(token) for token in found}
     except TypeError:
-        pass  # nothing that holds several
+        pass  # not iterable
     raise WeirError(f"stop must be a token id or several, got {quote(given)}")
 
 
 def is_count(value: object) -> bool:
-    """Whether a value is a whole number from 0 on."""
+    """Whether a value is a whole number of at least 0."""
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
 
 
 def _tensor(given: Any) -> Tensor:
     """Make a tensor of numbers."""
     try:
-        # A copy, since torch would warn about sharing an array that nobody may write to.
+        # Copy, because torch would warn about sharing a read-only array.
         return torch.tensor(given) if isinstance(given, np.ndarray) else torch.as_tensor(given)
     except (TypeError, ValueError, RuntimeError) as error:
         raise WeirError(
@@ -117,7 +117,7 @@ def _of_tokenizer(given: Mapping[str, Any]) -> Any:
 
 
 NO_ID = -1
-"""In place of the id of a token that was fed as an embedding without one."""
+"""Stands for the id of a token that was fed as an embedding without an id."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Inputs:
 
     Attributes:
         ids: [batch, length], int64; `NO_ID` where a token has none.
-        embeddings: vectors in place of the ids [batch, length, width], or None.
+        embeddings: vectors instead of the ids [batch, length, width], or None.
         offsets: for a model with three axes, the place of each token within its word or image
             [batch, length, 5]; None for words.
     """
@@ -210,7 +210,7 @@ def read_inputs(
 
 
 def _pictures(given: Tokens | None) -> dict[str, Any]:
-    """Return a processor's output beside the ids, if there are pixels in it."""
+    """Return the other fields of a processor's output, if there are pixels among them."""
     if not isinstance(given, Mapping) or all(given.get(name) is None for name in PICTURES):
         return {}
     return {name: it for name, it in given.items() if name not in ("input_ids", "attention_mask")}
@@ -294,7 +294,7 @@ def _check_offsets(
 
 
 def _is_whole(t: Tensor) -> bool:
-    """Whether a tensor's numbers are whole; truth values are none."""
+    """Whether a tensor has whole numbers; truth values do not count."""
     return not (t.is_floating_point() or t.is_complex() or t.dtype == torch.bool)
 
 

@@ -1,8 +1,8 @@
-"""Recomputation of the window for each new token, without a cache.
+"""Recomputes the window for each new token, without a cache.
 
-StreamingLLM's quality oracle, sliding window with re-computation (Xiao et al. 2024, Figure 1c):
-plain forwards over the last `budget` tokens, or the first and the last, at positions 0 to
-budget - 1.
+This is StreamingLLM's quality oracle, the sliding window with re-computation (Xiao et al. 2024,
+Figure 1c): plain forwards over the last `budget` tokens, or the first and the last ones, at
+positions 0 to budget - 1.
 """
 
 from __future__ import annotations
@@ -18,19 +18,21 @@ from weir.models import sink_at_work, transformers_model, window_of
 from weir.policies import Recompute
 
 AT_ONCE = 8192
-"""Tokens of one forward; the budget decides how many windows that is."""
+"""Largest number of tokens of one forward, which can have several windows."""
 
 
 class Recomputation:
-    """The window of a stream under `Recompute`, in place of a cache.
+    """The window of a stream under `Recompute`, which replaces a cache.
 
     Attributes:
         held: the window's tokens [batch, at most budget], int64; None before the first.
-        seen: tokens so far, of all rows alike [1].
+        seen: tokens so far [1], the same for all rows.
     """
 
     def __init__(self, model: PreTrainedModel, policy: Recompute) -> None:
-        """Refuse windows longer than the model's own, or attention without the model's sink."""
+        """Check the model; WeirError if the policy's window is longer than the model's, or its
+        attention lacks the model's sink.
+        """
         config = transformers_model(model).config.get_text_config(decoder=True)
         sink_at_work(config)
         limit = window_of(config)
@@ -46,14 +48,15 @@ class Recomputation:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the token ids, which are all that is kept between tokens."""
+        """Bytes of the token ids. Nothing else is kept between tokens."""
         return 0 if self.held is None else self.held.nbytes
 
     @torch.no_grad()
     def forward(self, ids: Tensor, all_logits: bool) -> Tensor:
-        """Return logits after the new tokens `ids` [batch, n]: [batch, n, vocabulary], or the last.
+        """Return logits after the new tokens `ids` [batch, n]: [batch, n, vocabulary], or only the
+        last.
 
-        Raises NotFiniteError if some are no numbers; the window is as it was.
+        Raises NotFiniteError if some are NaN; the window then stays as it was.
         """
         budget = self.policy.budget
         before = ids[:, :0] if self.held is None else self.held
@@ -62,7 +65,7 @@ class Recomputation:
         place = before.shape[1] if all_logits else total - 1
         parts = []
         if place < budget:
-            # Nothing has left the window yet: one causal forward answers for all these tokens.
+            # Nothing has left the window yet, so one causal forward is enough for all these tokens.
             stop = min(budget, total)
             parts.append(self.model(text[:, :stop], use_cache=False).logits[:, place:stop])
             place = stop
@@ -70,7 +73,8 @@ class Recomputation:
         for start in range(place, total, step):
             ends = range(start + 1, min(start + step, total) + 1)
             windows = torch.stack([self._window(text, end) for end in ends], dim=1)
-            # Whole logits of many windows would not fit: only the last hidden state is unembedded.
+            # All logits of many windows would not fit in memory, so only the last hidden state is
+            # unembedded.
             logits = self.model(windows.flatten(0, 1), use_cache=False, logits_to_keep=1).logits
             parts.append(logits[:, -1].unflatten(0, windows.shape[:2]))
         found = torch.cat(parts, dim=1)

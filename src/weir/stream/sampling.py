@@ -1,4 +1,4 @@
-"""Sampling: from logits to the next token, the likeliest or one drawn."""
+"""Sampling: chooses the next token from logits, either the likeliest or a random one."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from weir.pools import fits
 from weir.stream.inputs import is_count
 
 GENTLE = 1e-6
-"""Logits are divided in float64 by lower temperatures, which may make them infinite in float32."""
+"""Below this temperature, logits are divided in float64, because they could become infinite in
+float32.
+"""
 HOTTEST = float(torch.finfo(torch.float32).max)
-"""The highest temperature that is divided by; a higher one would change no draw."""
+"""The highest temperature that is used; a higher one would not change any draw."""
 FEW = 64
-"""Number of likeliest tokens that `_nucleus` looks at first."""
+"""Number of likeliest tokens that `_nucleus` tries first."""
 MORE = 16
-"""How many times as many it looks at next, if those do not add up to `top_p`."""
+"""Factor on that number for the next try, if the tokens do not add up to `top_p`."""
 
 
 @dataclass(frozen=True)
@@ -29,13 +31,13 @@ class Sampling:
 
     Attributes:
         temperature: 0 takes the likeliest token; otherwise logits are divided by it.
-        top_k: draw from the likeliest k only; None from all.
-        top_p: draw from the likeliest tokens that make up this probability; None from all.
-        min_p: draw from tokens at least as likely as this share of the likeliest (Nguyen et al.
-            2024, "Turning Up the Heat", section 3); None from all.
+        top_k: draw only from the likeliest k tokens; None for all.
+        top_p: draw only from the likeliest tokens whose probabilities add up to this; None for all.
+        min_p: draw only from tokens that have at least this share of the probability of the
+            likeliest token (Nguyen et al. 2024, "Turning Up the Heat", section 3); None for all.
 
     Raises:
-        WeirError: one of them makes no sense.
+        WeirError: one of them is out of range.
     """
 
     temperature: float = 0.0
@@ -59,21 +61,24 @@ class Sampling:
     ) -> Tensor:
         """Choose the next token of each row of logits [rows, vocabulary]; [rows, 1], int64.
 
-        `generator`, on the CPU, is one for all rows, or one for each: then a row is the same to the
-        last bit whatever rows are beside it. Raises WeirError, and moves no generator, if logits
-        are not finite.
+        `generator`, on the CPU, is one for all rows or one for each. With one for each, a row's
+        tokens are bit-identical whatever the other rows are. Raises WeirError if logits are not
+        finite; no generator has advanced then.
         """
         temperature = float(min(self.temperature, HOTTEST))
         if temperature == 0:
             token = _likeliest(logits)
-            # NaN and infinity count as the largest. Where all are excluded, that is not for here.
+            # NaN and infinity count as the largest. A row in which all logits are -inf is not an
+            # error here.
             _check(all(top < math.inf for top in logits.gather(-1, token)[:, 0].tolist()))
             return token
         chances = self._limit(_cool(logits.cpu().float(), temperature)).softmax(dim=-1)
         return _draw(chances, generator)
 
     def _limit(self, logits: Tensor) -> Tensor:
-        """Logits [rows, vocabulary] with -inf for what is not drawn, in transformers' order."""
+        """Set the logits [rows, vocabulary] of tokens that must not be drawn to -inf, with the
+        filters in transformers' order.
+        """
         if self.top_k is not None:
             least = logits.topk(min(self.top_k, logits.shape[-1])).values[:, -1:]
             logits = logits.masked_fill(logits < least, -math.inf)
@@ -87,7 +92,9 @@ class Sampling:
 
 
 def _likeliest(logits: Tensor) -> Tensor:
-    """The first of the largest of each row [rows, 1]; NumPy finds it ten times as fast on a CPU."""
+    """Return the first of the largest logits of each row [rows, 1]. On a CPU, NumPy is ten times as
+    fast.
+    """
     if logits.device.type != "cpu" or logits.requires_grad:
         return logits.argmax(dim=-1, keepdim=True)
     numbers = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
@@ -95,9 +102,9 @@ def _likeliest(logits: Tensor) -> Tensor:
 
 
 def _draw(chances: Tensor, generator: torch.Generator | Sequence[torch.Generator]) -> Tensor:
-    """One draw from each row of `chances` [rows, vocabulary], float32; [rows, 1].
+    """Draw a token from each row of `chances` [rows, vocabulary], float32; returns [rows, 1].
 
-    To the last bit `torch.multinomial`'s, which takes one generator only.
+    Results are bit-identical to `torch.multinomial`, which accepts only one generator.
     """
     _check(bool(chances.sum().isfinite()))
     waits = torch.empty_like(chances)
@@ -122,7 +129,7 @@ def _nucleus(logits: Tensor, part: float) -> Tensor:
     section 3.1. Most nuclei are small, so the vocabulary is not sorted.
     """
     chances = logits.softmax(dim=-1)
-    _check(bool(chances.sum().isfinite()))  # before tokens that are NaN are masked
+    _check(bool(chances.sum().isfinite()))  # before NaN is masked
     size = logits.shape[-1]
     kept = torch.zeros_like(logits, dtype=torch.bool)
     rows, count = torch.arange(len(logits)), min(FEW, size)
@@ -132,40 +139,40 @@ def _nucleus(logits: Tensor, part: float) -> Tensor:
         stays = summed - likely < part
         stays[:, 0] = True
         kept[rows] = kept[rows].scatter(1, index, stays)
-        # Where all tokens looked at are in the nucleus, later ones may be too.
+        # If all tokens that were tried are in the nucleus, others may be, too.
         rows = rows[stays[:, -1]] if count < size else rows[:0]
         count = min(MORE * count, size)
     return logits.masked_fill(~kept, -math.inf)
 
 
 def _cool(logits: Tensor, temperature: float) -> Tensor:
-    """Logits [rows, vocabulary], float32, divided by a temperature over 0."""
+    """Divide logits [rows, vocabulary] by a temperature greater than 0; returns float32."""
     if temperature == 1:
         return logits
     if temperature >= GENTLE:
         return logits / temperature
-    # Whatever stands below the largest is then far below it, or infinitely; never inf - inf.
+    # Subtracting the largest first keeps all others finite or -inf, and never computes inf - inf.
     below = logits.double() - logits.amax(dim=-1, keepdim=True)
     return (below / temperature).float()
 
 
 def check_penalty(penalty: object) -> None:
-    """Refuse a penalty that is not a number over 0 (WeirError)."""
+    """Refuse a penalty that is not a number greater than 0 (WeirError)."""
     if not fits(penalty, float) or not 0 < float(penalty) < math.inf:  # type: ignore[arg-type]
         raise WeirError(f"repetition_penalty must be a number greater than 0, got {quote(penalty)}")
 
 
 class RepetitionPenalty:
-    """The repetition penalty of CTRL: tokens that came before are made less likely.
+    """The repetition penalty of CTRL, which makes tokens that came before less likely.
 
     Keskar et al. 2019, "CTRL: A Conditional Transformer Language Model for Controllable
-    Generation", section 4.1, as transformers has it for logits of either sign.
+    Generation", section 4.1, in transformers' version for logits of either sign.
     """
 
     def __init__(self, penalty: float, before: Iterable[int] = ()) -> None:
         self._penalty = penalty
         self._known = set(before)
-        # Kept from step to step: of many tokens it takes tens of milliseconds to make it.
+        # Kept from step to step, because making it from many tokens takes tens of milliseconds.
         self._index = torch.tensor(sorted(self._known), dtype=torch.int64)
 
     def add(self, token: int) -> None:

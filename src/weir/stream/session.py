@@ -1,9 +1,9 @@
-"""Sessions on disk: a stream's rows, tensors and facts in one safetensors file.
+"""Sessions on disk: one safetensors file with a stream's rows, tensors and facts.
 
 Each row is a tensor of bytes in the file (`RowState.to_bytes`). A checksum over the whole file
-reveals a single changed bit, but proves nothing about the contents: facts are validated, and rows
-are checked against the cache they are for. Rows stay in the file, and no tensor of one is copied
-before its name, shape and dtype are known to be right.
+detects a single changed bit, but does not prove that the contents are valid. So facts are
+validated, and rows are checked against the cache they are for. Rows stay in the file, and no tensor
+of a row is copied before its name, shape and dtype have been checked.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ ROW = "row."
 """Prefix of the names of rows in a file."""
 
 CHUNKS = 2**20
-"""The largest chunk of a session without a token; later the slots show how large it is."""
+"""The largest chunk that is accepted for a session without tokens. With tokens, the chunk is
+checked against the slots.
+"""
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -62,8 +64,8 @@ class Session:
     Attributes:
         last: the last token of each row.
         generator: the state of the stream's random numbers.
-        logits: after the last token [batch, vocabulary]; None before the first.
-        rows: of its cache; none before the first token.
+        logits: logits after the last token [batch, vocabulary]; None before the first.
+        rows: the rows of its cache; none before the first token.
     """
 
     last: list[int | None]
@@ -93,10 +95,10 @@ class _Model(FileFacts):
 
 
 class _SessionFacts(FileFacts):
-    """What a file states beside its tensors.
+    """The facts in a file, apart from its tensors.
 
     Attributes:
-        pools: what the name of the policy stood for.
+        pools: the pipe that the name of the policy stood for.
         last: the last token of each row.
     """
 
@@ -115,7 +117,7 @@ class _SessionFacts(FileFacts):
 def write(
     path: str | Path, session: Session, cache: StreamingCache, model: PreTrainedModel
 ) -> None:
-    """Write a session of a cache and its model, whole or not at all (WeirError)."""
+    """Write a session of a cache and its model. If that fails (WeirError), nothing is written."""
     facts = {
         "model": fingerprint(model),
         "policy": str(cache.policy),
@@ -134,13 +136,15 @@ def write(
 
 
 def write_file(path: str | Path, facts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Write facts and tensors with their checksum, whole or not at all (WeirError)."""
+    """Write facts and tensors with their checksum. If that fails (WeirError), nothing is
+    written.
+    """
     path = _path(path)
     written = json.dumps({"format": FORMAT, **facts})
     kept = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
     metadata = {KEY: written, CHECKSUM: _checksum(written, kept)}
     try:
-        # A folder is refused by the system; a device would be replaced by a file of its name.
+        # The system refuses to replace a folder, but a device would be replaced by a file.
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise WeirError(f"cannot write the session {path}: it exists and is not a regular file")
         with replace_atomically(path) as new:
@@ -154,16 +158,17 @@ def write_file(path: str | Path, facts: dict[str, Any], tensors: dict[str, Tenso
 
 
 class SessionFile:
-    """A session file, open for reading: facts that were checked, tensors still in the file.
+    """A session file that is open for reading. Its facts have been checked, and its tensors are
+    still in the file.
 
     Attributes:
-        path: where it is.
-        facts: what it says; each fact is of its kind and in its range.
+        path: the file.
+        facts: its facts; each has a valid type and range.
     """
 
     def __init__(self, path: str | Path) -> None:
-        """Open a file; WeirError if it is none, damaged, no session, or has facts that no session
-        has.
+        """Open a file. Raises WeirError if it does not exist, is damaged, is not a session, or has
+        invalid facts.
         """
         self.path = _path(path)
         check_regular(self.path, "a session")
@@ -175,7 +180,7 @@ class SessionFile:
                 if KEY not in metadata:
                     raise WeirError(f"{self.path} is a safetensors file, but not a session of weir")
                 facts = json.loads(metadata[KEY])
-                # What safetensors hands out lies in the file itself, and nothing is copied yet.
+                # These tensors are views of the mapped file, and nothing is copied yet.
                 self._mapped = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (SafetensorError, OSError, ValueError, RecursionError) as error:
             raise WeirError(f"{self.path} is damaged or not a session of weir ({error})") from None
@@ -197,7 +202,8 @@ class SessionFile:
             raise WeirError(f"{self.path} is a session of another model ({what})")
 
     def policy(self, expected: str | Policy | None) -> Policy:
-        """Return the policy it was saved under, by its pools if the name stands for others by now.
+        """Return the policy that it was saved under, by its pools if the name now stands for
+        others.
 
         Raises WeirError if another policy was expected.
         """
@@ -218,8 +224,8 @@ class SessionFile:
         return saved
 
     def read(self, cache: StreamingCache) -> Session:
-        """The session, for an empty cache that was made as it says; WeirError if the cache cannot
-        have it.
+        """Return the session, for an empty cache that was made with its arguments. Raises WeirError
+        if such a cache cannot have this state.
         """
         facts, made, row_format = self.facts, self.facts["made_with"], cache.row_format
         named = {name for name in self._mapped if name.startswith(ROW)}
@@ -253,7 +259,7 @@ class SessionFile:
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
-        """Name the file in errors."""
+        """Name the file in errors that are raised in the context."""
         try:
             yield
         except WeirError as error:
@@ -261,7 +267,7 @@ class SessionFile:
 
 
 def _check_stream(tensors: dict[str, Tensor], rows: int, vocabulary: int) -> None:
-    """Refuse tensors of the stream that are not those of so many rows."""
+    """Refuse tensors of the stream that do not fit the number of rows."""
     state = torch.Generator().get_state()
     wanted: dict[str, tuple[list[int], tuple[torch.dtype, ...]]] = {}
     wanted["generator"] = list(state.shape), (state.dtype,)
@@ -278,7 +284,7 @@ def _check_stream(tensors: dict[str, Tensor], rows: int, vocabulary: int) -> Non
                 f"{name} must be {shape} of {dtypes[0]}, got {list(t.shape)} of {t.dtype}"
             )
     if rows:
-        highest = tensors["logits"].amax(dim=1)  # not a number, if one of them is none
+        highest = tensors["logits"].amax(dim=1)  # NaN if one of them is
         if not bool(highest.isfinite().all()):
             raise WeirError("logits has numbers from which no token can be drawn")
     try:
@@ -308,10 +314,10 @@ PART = ".part"
 def replace_atomically(path: Path) -> Iterator[Path]:
     """Yield the path of a file that replaces `path` when the block ends without an error.
 
-    The new file is written in a folder of its own, `NAME.xxxxxxxx.part`, which the writer locks.
-    The system drops the lock with the process, so the folder of a killed write can be cleared.
-    Several processes may write at once: the last to end wins. Raises OSError if it cannot be
-    written.
+    The new file is written in a separate folder, `NAME.xxxxxxxx.part`, which the writer locks. The
+    system releases the lock when the process ends, so the folder of a killed write can be removed.
+    If several processes write at once, the last to finish wins. Raises OSError if the file cannot
+    be written.
     """
     _clear(path)
     folder, lock = _own_folder(path)
@@ -327,13 +333,13 @@ def replace_atomically(path: Path) -> Iterator[Path]:
 
 
 def _own_folder(path: Path) -> tuple[Path, int]:
-    """Make a folder beside `path`, and return it with the descriptor that holds its lock."""
+    """Make a folder next to `path`, and return it with the descriptor that holds its lock."""
     while True:
         folder = tempfile.mkdtemp(prefix=f"{path.name}.", suffix=PART, dir=path.parent)
-        # Another process may find and clear the folder before the lock is there: then once more.
+        # Another process may find and remove the folder before it is locked. Then try again.
         with contextlib.suppress(FileNotFoundError):
             lock = os.open(folder, os.O_RDONLY)
-            with contextlib.suppress(OSError):  # without locks, nothing is cleared either
+            with contextlib.suppress(OSError):  # without locks, nothing is removed either
                 fcntl.flock(lock, fcntl.LOCK_EX)
             if os.path.exists(folder):
                 return Path(folder), lock

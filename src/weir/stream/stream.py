@@ -26,23 +26,24 @@ from weir.stream.stream_text import StreamText
 from weir.stream.whole_text import WholeText, new_cache
 
 PIECE = 1024
-"""Tokens per forward. Memory grows with it; smaller pieces take longer, as layers that keep a
-window attend and fold once a piece (`weir.cache.layer.attention`)."""
+"""Tokens per forward. Memory grows with it. Smaller pieces take longer, because layers that keep a
+window attend and fold once for each piece (`weir.cache.layer.attention`).
+"""
 MOST_LOGITS = 1 << 25
-"""Logits written out at once, 128 MB in float32."""
+"""Number of logits that are computed at once, 128 MB in float32."""
 
 
 class Stream:
-    """A stream of tokens through a model, or a batch of them in step.
+    """A stream of tokens through a model, or a batch of streams in step.
 
     Args:
         model: a causal language model.
-        policy: as for `StreamingCache`; `recompute` and `kvzip` work here too.
+        policy: as for `StreamingCache`; `recompute` and `kvzip` also work here.
         chunk, positions, prefill, origin, slots: as for `StreamingCache`.
         seed: of all random draws, the policy's and those of sampling.
-        archive: keeps the text that the stream reads, for `recall`; it needs the `tokenizer`. The
-            stream must have one row. A copy of the stream has no archive.
-        tokenizer: makes text of tokens for the archive, and the request of `kvzip`.
+        archive: stores the text that the stream reads, for `recall`. It needs the `tokenizer`, and
+            the stream must have one row. A copy of the stream has no archive.
+        tokenizer: converts tokens to text for the archive, and makes the request of `kvzip`.
 
     Attributes:
         policy: the policy.
@@ -50,8 +51,8 @@ class Stream:
             been read.
 
     Raises:
-        WeirError: the model cannot be served, or an argument makes no sense.
-        PolicyError: the policy cannot be read.
+        WeirError: the model is not supported, or an argument is invalid.
+        PolicyError: the policy cannot be parsed.
     """
 
     def __init__(
@@ -98,17 +99,18 @@ class Stream:
             self._held = self._whole.cache
         else:
             self._held = self.cache = StreamingCache(model, self.policy, **self._options)
-        # After the last token of each row: logits [batch, vocabulary]; and its id, if it has one.
+        # The logits after the last token of each row [batch, vocabulary], and its id, if it has
+        # one.
         self._logits: Tensor | None = None
         self._last: list[int | None] = []
-        # On the CPU whatever the model's device: a saved stream may go on elsewhere.
+        # Always on the CPU, because a saved stream may continue on another device.
         self._generator = torch.Generator().manual_seed(seed % 2**63)
         self._text: StreamText | None = None
         if archive is not None:
             self.use_archive(archive, tokenizer)
 
     def use_archive(self, archive: Archive, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """Keep the text that the stream reads from here on in an archive, which `recall` searches.
+        """Store the text that the stream reads from here on in an archive, which `recall` searches.
 
         Raises:
             WeirError: there is no tokenizer, or the stream has several rows.
@@ -126,16 +128,16 @@ class Stream:
         self._text = StreamText(archive, tokenizer, self.seen)
 
     def recall(self, text: str, most: int = 8) -> list[Excerpt]:
-        """Find what answers a question among the text that has left the cache.
+        """Find answers to a question in the text that has left the cache.
 
-        Nothing is fed: to let the model read what was found, feed it.
+        Nothing is fed. To let the model read the excerpts, feed them.
 
         Args:
             text: a question; its names, numbers and rare words are searched for.
             most: number of excerpts.
 
         Returns:
-            The excerpts, the best first; none where nothing matches well enough.
+            The excerpts, the best first; none if nothing matches well enough.
 
         Raises:
             WeirError: the stream has no archive.
@@ -161,9 +163,9 @@ class Stream:
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Stream:
-        """A second stream of the same model that goes on from here alone.
+        """Return a second, independent stream of the same model that continues from here.
 
-        Copied together with its model, it is a stream of the copy.
+        If its model is copied in the same call, it is a stream of the copied model.
         """
         model = memo.get(id(self.model), self.model)
         made_with = {} if isinstance(self._held, Recomputation) else self._held.made_with
@@ -181,29 +183,31 @@ class Stream:
 
     @property
     def seen(self) -> int:
-        """Tokens of the stream so far; in a batch, of the row that has come farthest."""
+        """Tokens of the stream so far; in a batch, those of the longest row."""
         return max(self._held.seen, default=0)
 
     @property
     def last(self) -> list[int | None]:
-        """The last token of each row, None where it has no id; none before the first."""
+        """The last token of each row, None if it has no id; empty before the first token."""
         return list(self._last)
 
     @property
     def ends(self) -> set[int]:
-        """The tokens that end an answer, as the model's generation configuration names them."""
+        """The tokens that end an answer, from the model's generation configuration."""
         return set(StopTokens.of(self.model.generation_config).stops)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys, values and what belongs to them; fixed from the first token on."""
+        """Bytes of keys, values and the data that belongs to them; fixed from the first token
+        on.
+        """
         return self._held.nbytes
 
     @property
     def capacity(self) -> int | None:
-        """Slots that the policy has in its largest layer, those of new tokens not among them.
+        """Slots that the policy has in its largest layer, without those of new tokens.
 
-        None where there is no limit, and where nothing is cached.
+        None if there is no limit, or nothing is cached.
         """
         each = [] if self.cache is None else self.cache.slots_by_layer
         return None if None in each else max((n for n in each if n is not None), default=None)
@@ -216,31 +220,32 @@ class Stream:
         offsets: Tensor | None = None,
         all_logits: bool = False,
     ) -> Tensor:
-        """Feed tokens, any number, in bounded memory.
+        """Feed any number of tokens in bounded memory.
 
         Args:
-            token_ids: [length], or [batch, length] for several streams in step; what a tokenizer
-                returned will do, as long as it has no padding, and so will what the model's
-                processor made of text with images. An iterator of ids is read and fed piece by
-                piece, however long it is; one that yields something else was fed up to there.
-            embeddings: fed in place of ids, [length, width] or [batch, length, width], as the
-                model's decoder reads them; `token_ids` are their ids then, for `last`, or None.
-            offsets: of embeddings, for a model with three axes (Qwen2-VL, Qwen2.5-VL): where each
-                stands within its image, as `weir.models.offsets` says; None for words.
-            all_logits: also return the logits before the last; that takes length * vocabulary
+            token_ids: [length], or [batch, length] for several streams in step. The output of a
+                tokenizer is accepted if it has no padding, and so is the output of the model's
+                processor for text with images. An iterator of ids is read and fed piece by piece,
+                however long it is. If it yields something else, the ids before that have been fed.
+            embeddings: fed instead of ids, [length, width] or [batch, length, width], as the
+                model's decoder reads them. `token_ids` are then their ids, which are used only for
+                `last`, or None.
+            offsets: for embeddings of a model with three axes (Qwen2-VL, Qwen2.5-VL), the place of
+                each within its image, as `weir.models.offsets` returns it; None for words.
+            all_logits: return the logits after every token, which takes length * vocabulary
                 numbers.
 
         Returns:
-            Logits after the last token [batch, vocabulary]; with `all_logits` after every token
+            Logits after the last token [batch, vocabulary]; with `all_logits`, after every token
             [batch, length, vocabulary].
 
         Raises:
-            WeirError: there are no tokens, one is out of range, images and image tokens do not go
-                together, embeddings are not the model's, or the batch is not the stream's; nothing
-                was fed.
-            NotFiniteError: the model makes keys or values of a token that are not finite numbers;
-                the stream holds the tokens before it, as `seen` says, and goes on from there. In a
-                batch this is so of that row alone: the other rows have taken in all of theirs.
+            WeirError: there are no tokens, one is out of range, images and image tokens do not
+                match, embeddings do not fit the model, or the batch does not fit the stream.
+                Nothing was fed.
+            NotFiniteError: the model computed keys or values of a token that are not finite. The
+                stream holds the tokens before it (see `seen`), and can continue from there. In a
+                batch, this holds only for that row: the other rows have read all their tokens.
         """
         if isinstance(token_ids, Iterator):
             if embeddings is not None or offsets is not None:
@@ -265,18 +270,18 @@ class Stream:
         return torch.cat(kept, dim=1) if all_logits else kept[-1]
 
     def score(self, token_ids: Tokens) -> Tensor:
-        """Feed tokens and say how surprising each was.
+        """Feed tokens, and return how surprising each was.
 
         Args:
             token_ids: as for `feed`.
 
         Returns:
             The negative log-likelihood of each token given everything before it, in nats
-            [batch, length], float32. NaN for the first token of a stream, since nothing came
-            before, and for the pieces of an image, which nobody predicts.
+            [batch, length], float32. NaN for the first token of a stream, because nothing came
+            before it, and for the pieces of an image, which are not predicted.
 
         Raises:
-            WeirError: as `feed`.
+            WeirError: as for `feed`.
         """
         inputs = self._read_inputs(token_ids)
         ids, before = inputs.ids, self._logits
@@ -309,23 +314,24 @@ class Stream:
     ) -> Iterator[int]:
         """Continue the stream.
 
-        Every token that is yielded is already part of the stream, so stopping at any time leaves it
-        whole. The end token, if one comes, is yielded last.
+        Every token that is yielded is already part of the stream, so you can stop at any time. The
+        end token, if there is one, is yielded last.
 
         Args:
-            max_new_tokens: at most so many, 0 or more; None for a stream that goes on until its end
-                token comes, and with `stop=[]` for ever.
+            max_new_tokens: largest number of tokens, 0 or more. None continues until the end token,
+                and with `stop=[]` forever.
             temperature: 0 takes the likeliest token; otherwise logits are divided by it.
-            top_k: draw from the likeliest k only.
-            top_p: draw from the likeliest tokens that make up this probability.
-            min_p: draw from tokens at least as likely as this share of the likeliest.
-            repetition_penalty: makes tokens that this call has yielded less likely, over 1 (CTRL,
-                section 4.1).
-            stop: the id of a token that ends it, or several; by default the model's end tokens,
-                none with `[]`.
+            top_k: draw only from the likeliest k tokens.
+            top_p: draw only from the likeliest tokens whose probabilities add up to this.
+            min_p: draw only from tokens that have at least this share of the probability of the
+                likeliest.
+            repetition_penalty: a value over 1 makes tokens that this call has yielded less likely
+                (CTRL, section 4.1).
+            stop: the id of a token that ends the answer, or several ids. By default, the model's
+                end tokens; `[]` for none.
 
         Raises:
-            WeirError: nothing was fed yet, the stream is a batch, or an argument makes no sense.
+            WeirError: nothing was fed yet, the stream is a batch, or an argument is invalid.
         """
         logits = self._logits
         if logits is None:
@@ -381,7 +387,8 @@ class Stream:
         return self._cached().holding(row)
 
     def report(self, row: int = 0) -> dict[str, Any]:
-        """Bytes, tokens seen, and what each layer holds of a row; see `StreamingCache.report`.
+        """Report bytes, tokens seen, and what each layer holds of a row; see
+        `StreamingCache.report`.
 
         Raises:
             WeirError: there is no such row.
@@ -389,11 +396,11 @@ class Stream:
         return self._held.report(row)
 
     def save(self, path: str | Path, *, row: int | None = None) -> None:
-        """Write the stream to a safetensors file; an interrupted save leaves the old file whole.
+        """Write the stream to a safetensors file. An interrupted save leaves the old file intact.
 
         Args:
             path: the file.
-            row: of a batch, the row to be saved, as a stream of its own; None for all of them.
+            row: in a batch, the row to save as a separate stream; None for all rows.
 
         Raises:
             WeirError: the file cannot be written, there is no such row, or the policy is
@@ -414,15 +421,15 @@ class Stream:
     def restore(
         cls, model: PreTrainedModel, path: str | Path, policy: str | Policy | None = None
     ) -> Stream:
-        """A saved stream, to be continued as if it had never been interrupted.
+        """Load a saved stream, which continues as if it had never been interrupted.
 
         Args:
             model: the model it was saved with.
             path: the file.
-            policy: the policy it is expected to have; None takes whatever the file says.
+            policy: the policy that it must have; None accepts the policy in the file.
 
         Raises:
-            WeirError: the file is missing, damaged, foreign, or of another model or policy.
+            WeirError: the file is missing, damaged, not a session, or of another model or policy.
         """
         served = transformers_model(model)
         file = session.SessionFile(path)
@@ -432,7 +439,7 @@ class Stream:
             stream = cls(model, saved_policy, seed=file.facts["seed"], **file.facts["made_with"])
             cache = stream._open()
         saved = file.read(cache)
-        cache.put_rows(saved.rows, check=False)  # `SessionFile.read` has
+        cache.put_rows(saved.rows, check=False)  # `SessionFile.read` has checked them
         stream._last = saved.last
         stream._logits = None if saved.logits is None else saved.logits.to(stream._device)
         stream._generator.set_state(saved.generator)
@@ -446,7 +453,7 @@ class Stream:
         return self.cache
 
     def _open(self) -> StreamingCache:
-        """Return the cache; under `kvzip` an empty one for a stream that has read its text."""
+        """Return the cache; under `kvzip`, an empty one for a stream that has read its text."""
         if self._whole is not None and isinstance(self.policy, KVzip):
             self._held = self.cache = new_cache(self._served, self.policy, self._options)
             self._whole.close()
@@ -454,7 +461,7 @@ class Stream:
         return self._cached()
 
     def _end_text(self) -> None:
-        """Choose what `kvzip` keeps of the text, if it was the text that has just been fed."""
+        """Choose what `kvzip` keeps, if the tokens that were just fed were the text."""
         if self._whole is not None:
             self._held = self.cache = self._whole.keep()
             self._whole = None
@@ -470,7 +477,7 @@ class Stream:
         embeddings: Tensor | None = None,
         offsets: Tensor | None = None,
     ) -> Inputs:
-        """Checked tokens, on the model's device."""
+        """Check tokens, and return them on the model's device."""
         known = self._served, self._images, self._vocabulary
         inputs = read_inputs(token_ids, embeddings, *known, offsets)
         logits = self._logits
@@ -484,8 +491,8 @@ class Stream:
         return inputs.to(self._device)
 
     def _forward(self, inputs: Inputs, all_logits: bool) -> Iterator[Tensor]:
-        """Logits after the tokens, some pieces one after the other [batch, piece, vocabulary];
-        NotFiniteError at the end, of the first row whose tokens were refused.
+        """Yield the logits after the tokens, piece by piece [batch, piece, vocabulary]. If tokens
+        of rows were refused, raises the NotFiniteError of the first such row at the end.
         """
         size = PIECE
         if all_logits:
@@ -511,12 +518,12 @@ class Stream:
     def _read(
         self, piece: Inputs, all_logits: bool, start: int, refused: dict[int, NotFiniteError]
     ) -> Tensor | None:
-        """Read the next tokens of all rows that were not refused, and return logits [batch, length
+        """Feed the next tokens of all rows that were not refused, and return logits [batch, length
         or 1, vocabulary]; None if no row is left.
 
-        `start` tokens of the call came before the piece. To `refused`, by row the error after which
-        its tokens are no longer read, rows refused now are added; their tokens before the bad one
-        are read.
+        `start` tokens of the call came before the piece. `refused` has, by row, the error after
+        which its tokens are no longer read. Rows that are refused now are added to it; their tokens
+        before the bad one are read.
         """
         if isinstance(self._held, Recomputation):
             return self._recompute(self._held, piece, all_logits, start)
@@ -546,7 +553,9 @@ class Stream:
     def _recompute(
         self, window: Recomputation, piece: Inputs, all_logits: bool, start: int
     ) -> Tensor:
-        """`_read` without a cache: token by token if some logits are NaN, and all rows alike."""
+        """Do what `_read` does without a cache: token by token if some logits are NaN, in all rows
+        alike.
+        """
         if piece.embeddings is not None:
             raise WeirError(
                 "recompute computes its window again from token ids, so it does not accept images "
@@ -564,7 +573,9 @@ class Stream:
     def _call(
         self, cache: StreamingCache, piece: Inputs, all_logits: bool, without: Collection[int]
     ) -> Tensor:
-        """Return the model's logits; rows `without` are fed nothing and have none of their own."""
+        """Call the model and return its logits; the rows `without` are fed nothing, and their
+        logits are undefined.
+        """
         more: dict[str, Any] = {}
         if not (all_logits or len(piece) == 1):
             more["logits_to_keep"] = 1
@@ -578,8 +589,9 @@ class Stream:
         return logits
 
     def _step(self, token: int) -> Tensor | None:
-        """Feed a token to the only row by a whole step, and return the logits that are kept; None,
-        with no effect, where the model has to be called, which also says why it refuses a token.
+        """Feed a token to the only row with a whole step, and return the logits that are kept.
+        Returns None without any effect if the model has to be called, which also reports why a
+        token is refused.
         """
         if self.cache is None or self.model is not self._served:
             return None

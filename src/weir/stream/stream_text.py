@@ -1,4 +1,4 @@
-"""The text of a stream without turns, which goes into an archive as it is fed."""
+"""The text of a stream without turns, which is archived as it is fed."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from weir.stream.archive import Archive, ArchiveProblem
 from weir.stream.detokenizer import Detokenizer
 
 MOST_OPEN = 2048
-"""Tokens of a text without a line break that wait for one."""
+"""Largest number of tokens that wait for a line break before they are archived."""
 
 
 class StreamText:
     """Turns tokens that a stream has read into lines of text, and adds them to an archive.
 
     Args:
-        archive: where the text goes.
+        archive: the archive that gets the text.
         seen: tokens that the stream has read before.
 
     Attributes:
-        archive: the same; None once it cannot be used any more, which is a Python warning.
+        archive: the same; None after it could not be used any more, which raises a Python warning.
     """
 
     def __init__(self, archive: Archive, tokenizer: PreTrainedTokenizerBase, seen: int) -> None:

@@ -1,8 +1,9 @@
-"""Bounds of a chat template while it is rendered: steps, processor time, and what it makes.
+"""Limits for rendering a chat template: steps, processor time, and the size of what it makes.
 
-A template is a program that comes with a model. A trace counts its steps. What it makes is counted
-by the environment in which transformers compiles templates: afterwards where that is no larger
-than what it is made of, and before where it can be (`'a' * 10**10`). Knows no messages or tokens.
+A template is a program that comes with a model. A trace counts its steps. The environment in which
+transformers compiles templates counts what it makes: after the fact if the result is no larger than
+its parts, and before if it can be larger (`'a' * 10**10`). This module knows nothing about messages
+or tokens.
 """
 
 from __future__ import annotations
@@ -25,40 +26,44 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers.utils import chat_template_utils
 
 MAX_STEPS = 10_000_000
-"""Lines of a compiled template, and calls, that rendering may take: a few for each message."""
-MAX_SECONDS = 10.0
-"""Seconds of a processor that it may take."""
-REST = 0.001
-"""Seconds of a rest after each thousand steps, some milliseconds: other threads wait for the
-interpreter meanwhile.
+"""Largest number of lines of a compiled template, and of calls, in one rendering; a message takes a
+few.
 """
+MAX_SECONDS = 10.0
+"""Largest processor time of a rendering, in seconds."""
+REST = 0.001
+"""Pause after each thousand steps, in seconds, so that other threads can use the interpreter."""
 SLOW_SECONDS = 0.05
-"""Seconds of a processor after which a rendering is slow, and makes way (`make_way`)."""
+"""Processor time in seconds after which a rendering is slow and calls `make_way`."""
 MAX_MADE = 16_000_000
-"""Characters, and entries of lists, that it may make of any messages."""
+"""Characters and entries of lists that a rendering can make of any messages."""
 MADE_OF_ONE = 32
-"""Further ones of each character of the messages: most expressions copy what they change."""
+"""Additional ones for each character of the messages, because most expressions copy what they
+change.
+"""
 
 _WIDE = re.compile(r"%[^%a-zA-Z]*(\*|\d{4,})|\{[^{}]*:[^{}]*\d{4,}|\{[^{}]*\{")
 """Format strings that turn a short text into a long one: wide, starred and nested fields."""
 
 
 class OutOfBounds(Exception):
-    """A template takes too much; the message says what, after the template's name."""
+    """A template exceeds a limit. The message continues a sentence that begins with the template's
+    name.
+    """
 
 
 class Account:
-    """The characters and entries of lists that one rendering may make.
+    """The characters and entries of lists that one rendering can still make.
 
     Attributes:
-        left: what it may still make.
+        left: the number that is left.
     """
 
     def __init__(self, most: int) -> None:
         self.most = self.left = most
 
     def take(self, made: float) -> None:
-        """Count what is made, before or after; OutOfBounds if that is too much."""
+        """Count something that was or will be made; OutOfBounds if it is too much."""
         self.left -= int(min(made, self.left + 1))
         if self.left < 0:
             raise OutOfBounds(
@@ -67,21 +72,25 @@ class Account:
             )
 
     def foresee(self, made: float) -> None:
-        """Check whether so much may be made, without counting it; OutOfBounds if not."""
+        """Check whether something of this size can be made, without counting it; OutOfBounds if
+        not.
+        """
         if made > self.left:
             self.take(made)
 
 
 _account: ContextVar[Account | None] = ContextVar("account", default=None)
-"""The account of the rendering in this thread; where there is none, nothing is counted."""
+"""The account of the rendering in this thread; without one, nothing is counted."""
 
 make_way: ContextVar[Callable[[], None] | None] = ContextVar("make_way", default=None)
-"""Called by a slow rendering in this thread, once, so that others need not wait for its end."""
+"""Called once by a slow rendering in this thread, so that others do not have to wait until it
+ends.
+"""
 
 
 @contextmanager
 def bounded(given: Any) -> Iterator[None]:
-    """Stop a template that is rendered in this thread, of `given`, when it takes too much
+    """Stop a template that is rendered in this thread from `given` when it exceeds a limit
     (OutOfBounds).
     """
     _bound_compilation()
@@ -115,19 +124,19 @@ def bounded(given: Any) -> Iterator[None]:
 
 @cache
 def _bound_compilation() -> None:
-    """Let transformers compile templates, from now on, in an environment that counts."""
+    """Let transformers compile templates in an environment that counts, from now on."""
     known = chat_template_utils.__dict__
     known["ImmutableSandboxedEnvironment"] = BoundedEnvironment
     for name in ("_compile_jinja_template", "_cached_compile_jinja_template"):
         if forget := getattr(known.get(name), "cache_clear", None):
-            forget()  # what was compiled before counts nothing
+            forget()  # templates that were compiled before do not count
 
 
 def size_of(value: Any, most: float = inf, indent: int = 0, level: int = 1) -> float:
-    """Count the characters of a value and the entries in it, however deep, until there are `most`.
+    """Count the characters of a value and its entries at any depth, up to `most`.
 
     Args:
-        indent: characters that each entry counts for beside its own, times its level.
+        indent: characters that each entry counts for in addition, times its level.
     """
     if isinstance(value, str | bytes):
         return len(value)
@@ -147,10 +156,10 @@ def size_of(value: Any, most: float = inf, indent: int = 0, level: int = 1) -> f
 
 
 class _CountingGenerator(CodeGenerator):
-    """Writes Python that counts what a template's expressions make."""
+    """Generates Python code that counts what a template's expressions make."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
-        """Join texts by a method that counts them first."""
+        """Join texts with a method that counts them first."""
         self.write("environment.concat(map(str, (")
         for part in node.nodes:
             self.visit(part, frame)
@@ -158,7 +167,7 @@ class _CountingGenerator(CodeGenerator):
         self.write(")))")
 
     def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:
-        """Count slices; other items are made already."""
+        """Count slices; other items already exist."""
         if isinstance(node.arg, nodes.Slice):
             self._count(super().visit_Getitem, node, frame)
         else:
@@ -197,7 +206,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super().from_string(source, *given, **more)
 
     def _counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A filter that counts what it makes."""
+        """Wrap a filter so that it counts what it makes."""
         passed = int(hasattr(function, "jinja_pass_arg"))
 
         @wraps(function)
@@ -220,7 +229,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return value
 
     def concat(self, texts: Iterable[str]) -> str:
-        """Join texts, each of which is counted before."""
+        """Join texts that have been counted."""
         account = _account.get()
         if account is None:
             return "".join(texts)
@@ -233,9 +242,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return "".join(parts)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Calculate, unless that makes too much."""
+        """Apply an operator, unless the result is too large."""
         account = _account.get()
-        if operator == "+" and type(left) is type(right) is str:  # a trace makes calls slow
+        if operator == "+" and type(left) is type(right) is str:  # calls are slow under a trace
             if account is not None:
                 account.left -= len(left) + len(right)
                 if account.left < 0:
@@ -245,7 +254,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return self.count(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Any, __obj: Any, *given: Any, **more: Any) -> Any:
-        """Call a function or method, unless that makes too much."""
+        """Call a function or method, unless the result is too large."""
         method = getattr(__obj, "__wrapped__", __obj)  # of str.format, which the sandbox wraps
         owner = getattr(method, "__self__", None)
         owners = (owner,) if isinstance(owner, str | bytes | int) else ()
@@ -256,10 +265,11 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 def _foresee(
     name: str, given: tuple[Any, ...], more: Mapping[str, Any] = MappingProxyType({})
 ) -> tuple[Any, ...]:
-    """Check whether a function, method, filter or operator may make what it would (OutOfBounds).
+    """Check whether the result of a function, method, filter or operator is within the limits
+    (OutOfBounds).
 
     Returns:
-        What it is given; of an iterator a list, since reading it is how it is counted.
+        The arguments. An iterator is replaced by a list, because it must be read to be counted.
     """
     account, estimate = _account.get(), _ESTIMATES.get(name)
     if account is None or estimate is None or not given:
@@ -270,7 +280,7 @@ def _foresee(
 
 
 def _of_product(most: int, value: Any, *others: Any) -> float:
-    """Characters of a text or list that is repeated, filled or indented."""
+    """Estimate the size of a text or list that is repeated, filled or indented."""
     return max(1, size_of(value, most)) * prod(max(1, _times(other, most)) for other in others)
 
 
@@ -290,7 +300,7 @@ def _of_times(most: int, left: Any, right: Any) -> float:
 
 
 def _of_format(most: int, text: Any, *given: Any) -> float:
-    """Characters of a format that is filled in, each of whose fields may be all that is given."""
+    """Estimate the characters of a format that is filled in; each field may hold all arguments."""
     if not isinstance(text, str):
         return 0
     if _WIDE.search(text.replace("{{", "")):
@@ -323,6 +333,6 @@ _ESTIMATES: dict[str, Callable[..., float]] = {
         _of_product,
     ),
 }
-"""By name, the most characters that something makes of what it is given, if those may be many more
-than all of it together.
+"""By name, estimates of the largest result of operations whose result can be much larger than all
+arguments together.
 """

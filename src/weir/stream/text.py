@@ -1,6 +1,6 @@
-"""Files of text as token ids: plain or xz-compressed UTF-8, one or many books to a file.
+"""Reads files of text as token ids: plain or xz-compressed UTF-8, with one or many books in a file.
 
-A byte order mark is dropped and lines end with a line feed, whatever editor wrote the file.
+A byte order mark is dropped, and all line ends are converted to line feeds.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ STANDARD_INPUT = "-"
 
 
 def read_text(path: str | Path) -> str:
-    """The whole text of a file, plain or `.xz`, or of standard input for `-`, which can be read
-    once.
+    """Read the whole text of a file, plain or `.xz`, or of standard input for `-`, which can be
+    read only once.
 
-    Raises WeirError if it is missing, not UTF-8 (with the byte), damaged or empty.
+    Raises WeirError if it is missing, not UTF-8 (naming the byte), damaged or empty.
     """
     if str(path) == STANDARD_INPUT:
         return _decoded(sys.stdin.buffer.read(), Path("standard input"))
@@ -40,7 +40,7 @@ def read_text(path: str | Path) -> str:
 
 
 def _decoded(raw: bytes, path: Path) -> str:
-    """The text that the bytes of a file are."""
+    """Decode the bytes of a file."""
     try:
         text = (lzma.decompress(raw) if path.suffix == ".xz" else raw).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -55,7 +55,7 @@ def _decoded(raw: bytes, path: Path) -> str:
 
 
 def read_books(path: str | Path) -> list[str]:
-    """The books of a file: one, or several parted by a line that holds a NUL byte."""
+    """Read the books of a file: one, or several separated by a line with a NUL byte."""
     books = (book.strip("\n") for book in read_text(path).split(BOOK_SEPARATOR))
     return [book for book in books if book]
 
@@ -66,11 +66,12 @@ def encode(
     most: int | None = None,
     start: str | None = None,
 ) -> Tensor:
-    """The ids of a text [tokens], at most `most`, with the start token the tokenizer puts in front.
+    """Return the ids of a text [tokens], at most `most`, with the start token that the tokenizer
+    puts in front.
 
-    `start` stands in front in its place. Raises WeirError if there is no token to predict.
+    `start` replaces the start token. Raises WeirError if there is no token to predict.
     """
-    # So many characters are enough for prose; for spaces or dashes without end it takes more.
+    # So many characters are enough for prose. Long runs of spaces or dashes need more.
     size = len(text) if most is None else 16 * most
     options = {"verbose": False, "return_attention_mask": False}
     front: list[int] = []
@@ -96,15 +97,17 @@ class Books:
     """Books as one stream.
 
     Attributes:
-        ids: all of it [tokens]; the start token stands in front of the first book only.
-        edges: where books begin, and the end of the last.
+        ids: all tokens [tokens]; only the first book has the start token in front.
+        edges: where each book begins, and the end of the last.
     """
 
     ids: Tensor
     edges: tuple[int, ...]
 
     def pieces(self, most: int) -> Iterator[Tensor]:
-        """The stream in pieces of `most` tokens; a piece ends where a book does."""
+        """Yield the stream in pieces of at most `most` tokens; a piece also ends where a book
+        ends.
+        """
         for begin, end in pairwise(self.edges):
             yield from self.ids[begin:end].split(most)
 
@@ -115,10 +118,10 @@ def read_stream(
     most: int | None = None,
     start: str | None = None,
 ) -> Books:
-    """The books of a file, concatenated as StreamingLLM does with PG-19; at most `most` tokens.
+    """Read the books of a file as one stream, like StreamingLLM with PG-19; at most `most` tokens.
 
-    Without a path it is the packaged excerpt; `start` stands in front in place of the start token.
-    Raises WeirError if the file cannot be read, or makes no tokens to predict.
+    Without a path, it is the packaged excerpt. `start` replaces the start token. Raises WeirError
+    if the file cannot be read, or has no tokens to predict.
     """
     if path == "":
         raise WeirError("no text was given. Give the path of a file, or leave out the text.")
@@ -129,7 +132,8 @@ def read_stream(
         if left is not None and left < 1:
             break
         if parts:
-            # A blank line between the books, and no start token: the stream goes on.
+            # There is a blank line between the books, and no start token, because the stream
+            # continues.
             ids = encode(tokenizer, "\n\n" + book, left, start="")
         else:
             ids = encode(tokenizer, book, left, start)

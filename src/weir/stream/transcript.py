@@ -1,9 +1,9 @@
-"""Transcript of a conversation: token ids turn by turn, appended to a small file.
+"""Transcript of a conversation: its token ids are appended to a small file, turn by turn.
 
-It says which turns are gone from the cache, finds what was said, and lets a conversation go on
-without a saved stream. A file has one JSON object a line: facts about the conversation, then a turn
-each. A turn that begins before the end of the one in front of it cuts that one, which was
-interrupted.
+It tells which turns have left the cache, finds what was said, and lets a conversation continue
+without a saved stream. A file has one JSON object per line: first facts about the conversation,
+then the turns. If a turn begins before the end of the previous one, the previous turn was
+interrupted and is cut there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from weir.stream.detokenizer import Detokenizer
 FORMAT = 1
 Shares = np.ndarray[Any, np.dtype[np.float64]]
 SHOWN = 80
-"""Characters of each turn's text that stay in memory."""
+"""Number of characters of each turn's text that stay in memory."""
 
 
 @dataclass
@@ -35,10 +35,10 @@ class Turn:
     """One turn of a conversation.
 
     Attributes:
-        by_user: whether the user said it, and not the model.
+        by_user: whether the user said it; otherwise, the model did.
         start: the place of its first token in the stream.
-        text: what was said; in a transcript its beginning.
-        ids: its tokens, with those of the template.
+        text: what was said; in a transcript, only its beginning.
+        ids: its tokens, including those of the template.
     """
 
     by_user: bool
@@ -54,12 +54,12 @@ class Turn:
 
 @dataclass(frozen=True)
 class Passage:
-    """Consecutive turns of which an equal share is held.
+    """Consecutive turns of which the cache holds an equal share.
 
     Attributes:
         turns: numbers of its first and last turn, from 1.
-        tokens: their tokens.
-        held: the share of them that still holds slots, over layers and KV heads, 0 to 1.
+        tokens: the number of their tokens.
+        held: the share of them that still has slots, over all layers and KV heads, 0 to 1.
         text: the beginning of the first turn.
     """
 
@@ -87,14 +87,15 @@ class Found:
 
 
 class Transcript:
-    """The turns of a conversation, appended to a file.
+    """The turns of a conversation, which are appended to a file.
 
     Args:
         path: a new file; None keeps the turns in memory only.
-        facts: about the conversation, as JSON: what it takes to begin it anew.
+        facts: facts about the conversation, as JSON, that are needed to begin it again.
 
     Attributes:
-        turns: all turns, oldest first; a template's tokens belong to the turns they come with.
+        turns: all turns, oldest first; a template's tokens belong to the turn that they were fed
+            with.
     """
 
     def __init__(self, path: Path | None = None, facts: dict[str, Any] | None = None) -> None:
@@ -108,7 +109,7 @@ class Transcript:
 
     @classmethod
     def read(cls, path: Path) -> Transcript:
-        """Open a transcript, to be continued; WeirError if it is damaged, or open in another
+        """Open a transcript to continue it. Raises WeirError if it is damaged, or open in another
         process.
         """
         found = cls()
@@ -118,7 +119,7 @@ class Transcript:
             raise WeirError(f"the conversation in {path} is open in another weir chat")
         try:
             lines = file.read().split(b"\n")
-            file.seek(-len(lines.pop()), os.SEEK_END)  # a line that was not written to its end
+            file.seek(-len(lines.pop()), os.SEEK_END)  # a line that was not completely written
             file.truncate()
             found.facts, *turns = map(json.loads, lines)
             if found.facts.pop("weir", None) != FORMAT:
@@ -156,7 +157,7 @@ class Transcript:
         return self.turns[-1].end if self.turns else 0
 
     def after(self, seen: int) -> Iterator[Turn]:
-        """Return the turns that a stream has not seen; of the first, only the unseen rest."""
+        """Return the turns that a stream has not seen; the first has only its unseen rest."""
         for turn in self.turns:
             if turn.end > seen:
                 cut = max(0, seen - turn.start)
@@ -171,7 +172,8 @@ class Transcript:
                 continue
             share, tokens = float(shares[turn.start : turn.end].mean()), len(turn.ids)
             before = found[-1] if found else None
-            # Whole and gone turns go together, others stand alone.
+            # Turns that are held entirely, or not at all, are grouped. Others are listed
+            # separately.
             if before is not None and before.held == share and share in (0.0, 1.0):
                 numbers = before.turns[0], number
                 found[-1] = Passage(numbers, before.tokens + tokens, share, before.text)
@@ -182,7 +184,7 @@ class Transcript:
     def find(
         self, text: str, holding: Holding, tokenizer: PreTrainedTokenizerBase
     ) -> Iterator[Found]:
-        """Find where a text was said, newest first, whatever its case."""
+        """Find where a text was said, newest first, ignoring case."""
         shares, wanted = held_shares(holding), text.casefold()
         pools = {it.token: it.pools for it in holding.tokens()}
         for number, turn in reversed(list(enumerate(self.turns, 1))):
@@ -217,7 +219,7 @@ class Transcript:
 
 
 def held_shares(holding: Holding) -> Shares:
-    """The share of pairs of a layer and KV head that hold each token of a stream [seen]."""
+    """Return the share of pairs of a layer and KV head that hold each token of a stream [seen]."""
     tokens, shares = find_held(holding)
     dense = np.zeros(holding.seen)
     dense[tokens] = shares
@@ -225,11 +227,11 @@ def held_shares(holding: Holding) -> Shares:
 
 
 def find_held(holding: Holding) -> tuple[np.ndarray[Any, np.dtype[np.int64]], Shares]:
-    """The tokens that any pair of a layer and KV head holds, in order, and the share of pairs that
-    hold each. It takes as long after a million tokens as after a thousand.
+    """Return the tokens that any pair of a layer and KV head holds, in order, and the share of
+    pairs that hold each. It takes as long after a million tokens as after a thousand.
     """
     slots, places = number_slots(holding)
-    # A token may hold several slots of one pair, which count as one.
+    # A token can have several slots in one pair; they count as one.
     tokens, counts = np.unique(np.unique(slots) // places, return_counts=True)
     return tokens, counts / holding.pairs
 
@@ -246,7 +248,7 @@ def number_slots(holding: Holding) -> tuple[np.ndarray[Any, np.dtype[np.int64]],
 def repeats(ids: Sequence[int]) -> int:
     """Return the period of a loop at the end of an answer, up to 64 tokens; 0 without a loop.
 
-    A loop has come round four times at least, over 24 tokens or more.
+    A loop must have at least four rounds and at least 24 tokens.
     """
     tail = np.asarray(ids[-4 * 64 :])
     for period in range(1, len(tail) // 4 + 1):
@@ -257,7 +259,9 @@ def repeats(ids: Sequence[int]) -> int:
 
 
 def _lock(file: IO[bytes]) -> bool:
-    """Whether the file is ours alone until it is closed; where nothing can be locked, it is."""
+    """Lock the file until it is closed. Returns whether that succeeded; on systems without locks,
+    true.
+    """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

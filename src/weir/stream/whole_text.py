@@ -1,4 +1,5 @@
-"""The text of a stream under `kvzip`: read whole, repeated, and then held in a fixed size.
+"""The text of a stream under `kvzip`, which is read as a whole, repeated, and then held in a cache
+of fixed size.
 
 Kim et al. 2025, "KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction",
 arXiv:2505.23416, section 3.
@@ -18,18 +19,18 @@ from weir.errors import WeirError
 from weir.policies import KVzip
 
 REQUEST = "\n\nRepeat the text above, word for word:\n\n"
-"""What the model is asked in front of the first part."""
+"""The request in front of the first part."""
 NEXT_REQUEST = "\n\nGo on repeating the text above, word for word, after these words:\n\n"
-"""What it is asked in front of the other parts, before the last tokens of the part before."""
+"""The request in front of the other parts; the last tokens of the previous part follow it."""
 LEAD = 8
-"""How many tokens of the part before those are."""
+"""The number of those tokens of the previous part."""
 
 
 class WholeText:
-    """What a stream under `kvzip` has read of its text so far.
+    """The text that a stream under `kvzip` has read so far.
 
     Attributes:
-        cache: holds all of it.
+        cache: the cache that holds all of it.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class WholeText:
         tokenizer: PreTrainedTokenizerBase | None,
         options: dict[str, Any],
     ) -> None:
-        """Refuse a model that never sees a whole text (WeirError)."""
+        """Check the model; WeirError if it never sees a whole text."""
         self._model, self._policy, self._options = model, policy, options
         self._tokenizer = tokenizer
         self.cache = StreamingCache(model, "dense", **{**options, "prefill": "chunked"})
@@ -52,7 +53,7 @@ class WholeText:
         self._ids: list[list[int]] = []
 
     def check(self, embeddings: Tensor | None) -> None:
-        """Refuse to read what cannot be repeated (WeirError)."""
+        """Refuse inputs that cannot be repeated (WeirError)."""
         if embeddings is not None:
             raise WeirError(
                 "kvzip lets the model repeat token ids, but images or embeddings were fed. Use "
@@ -66,24 +67,26 @@ class WholeText:
             )
 
     def copy(self, other: WholeText) -> None:
-        """Take over what another one has read."""
+        """Take over the text that another one has read."""
         self.cache.put_rows(other.cache.take_rows(), check=False)
         self._ids = [list(ids) for ids in other._ids]
 
     def close(self) -> None:
-        """Free the full cache now, as what refers to a cache goes in circles."""
+        """Free the full cache now, because a cache is part of reference cycles."""
         self.cache.reset()
         self.cache.detach()
 
     def add(self, ids: Tensor, without: Collection[int]) -> None:
-        """Note the tokens [rows, length] that the cache has taken in, except in some rows."""
+        """Record the tokens [rows, length] that the cache has read, except in some rows."""
         self._ids = self._ids or [[] for _ in ids]
         for row, more in enumerate(ids.tolist()):
             if row not in without:
                 self._ids[row] += more
 
     def keep(self) -> StreamingCache:
-        """Return a cache of the policy's size with the tokens that each row needs to repeat."""
+        """Return a cache of the policy's size with the tokens that each row needs most to repeat
+        its text.
+        """
         kept = new_cache(self._model, self._policy, self._options)
         alone = new_cache(self._model, self._policy, {**self._options, "batch": 1})
         states = []
@@ -98,12 +101,14 @@ class WholeText:
         return kept
 
     def _scores(self, row: int, ids: Tensor) -> dict[int, Tensor]:
-        """Return the scores of a row by layer; where everything has room, none are needed."""
+        """Return the scores of a row by layer; empty if all tokens fit, and no scores are
+        needed.
+        """
         parts = [] if len(ids) <= self._policy.kept else self.repetitions(ids)
         return repetition_scores(self._model, self.cache, row, parts)
 
     def repetitions(self, ids: Tensor) -> list[Repetition]:
-        """Return what the model is fed to repeat a text [length], part by part."""
+        """Return the tokens that the model is fed to repeat a text [length], part by part."""
         found = []
         for start in range(0, len(ids), self._policy.part):
             stop = min(start + self._policy.part, len(ids))
@@ -113,7 +118,7 @@ class WholeText:
         return found
 
     def _request(self, words: str) -> Tensor:
-        """Return the ids of a request [length]; none where the model is not asked in words."""
+        """Return the ids of a request [length]; empty if the model is not asked in words."""
         if not self._policy.asks or self._tokenizer is None:
             return torch.empty(0, dtype=torch.int64)
         ids = self._tokenizer(words, add_special_tokens=False)["input_ids"]
@@ -121,6 +126,6 @@ class WholeText:
 
 
 def new_cache(model: PreTrainedModel, policy: KVzip, options: dict[str, Any]) -> StreamingCache:
-    """Make an empty cache for what is kept of a text."""
-    # A text is folded once, whatever its length, as with a whole prompt.
+    """Make an empty cache for the tokens that are kept of a text."""
+    # A text is folded once, whatever its length, like a whole prompt.
     return StreamingCache(model, policy.after, **{**options, "prefill": "full"})

@@ -1,4 +1,6 @@
-"""The archive: the text of conversations and streams, kept in SQLite and found again by words."""
+"""The archive: stores the text of conversations and streams in SQLite, and finds it again by
+words.
+"""
 
 from weir.stream.archive.keeping import Archive
 from weir.stream.archive.passages import PASSAGE, cut_passages, cut_sentences

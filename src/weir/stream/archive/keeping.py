@@ -1,4 +1,4 @@
-"""`Archive`: the text of a conversation or stream in a file, to be found again."""
+"""`Archive`: stores the text of a conversation or stream in a file, and finds it again."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from weir.stream.archive.tables import (
 PATIENCE = 2.0
 """Seconds to wait for another process that writes to the file."""
 MOST = 8
-"""Excerpts that a search finds at most, unless it is asked for more."""
+"""Largest number of excerpts that a search returns by default."""
 _NOT_HELD: IsHeld = lambda start, stop: False  # noqa: E731 (a value of a type alias)
 
 
 class Archive:
-    """The text of a conversation or a stream, kept in an SQLite file and found again by words.
+    """The text of a conversation or a stream, stored in an SQLite file and found again by words.
 
-    It is for `weir.stream.Conversation(archive=...)` and `Stream(archive=...)`, which fill it and
-    search it. A file may hold several sessions; an archive object sees one of them.
+    Pass it to `weir.stream.Conversation(archive=...)` or `Stream(archive=...)`, which fill it and
+    search it. A file can hold several sessions; an archive object sees one of them.
 
     Args:
         path: the file, created if missing; None for memory.
         session: the session in the file.
-        limit: bytes that all text with its indexes may take; past it, the oldest turns are deleted.
-            None for no limit.
+        limit: bytes that all text and its indexes can take, None for no limit. Beyond the limit,
+            the oldest turns are deleted.
 
     Attributes:
         dropped: turns that were deleted to make room since the file was opened.
@@ -60,7 +60,7 @@ class Archive:
         with self._refusing():
             if self.path is not None:
                 flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC
-                os.close(os.open(self.path, flags, 0o600))  # what was said is nobody else's
+                os.close(os.open(self.path, flags, 0o600))  # only the user may read what was said
             self._db = sqlite3.connect(
                 ":memory:" if self.path is None else self.path,
                 timeout=PATIENCE,
@@ -129,7 +129,7 @@ class Archive:
         Args:
             role: who said it: "user", "assistant", "tool" or "system"; "text" for a stream's text.
             start, stop: its first position in the stream, and the one after its last; -1 if it is
-                in none, so that no cache can hold it.
+                not in a stream, so that no cache can hold it.
             name: of the author or the tool.
             at: when it was said, in seconds since 1970; None for now.
         """
@@ -139,29 +139,31 @@ class Archive:
             self.dropped += self._tables.add(db, self._owner, self.session, end, [turn])
 
     def add_all(self, turns: Iterable[tuple[str, str]]) -> None:
-        """Add turns (role and text) that are in no stream, at once: faster than one by one."""
+        """Add turns (role and text) that are in no stream, all at once, which is faster than one by
+        one.
+        """
         some = [ArchivedTurn(role, text) for role, text in turns]
         with self._refusing(), self._writing() as db:
             end = self._find_end()
             self.dropped += self._tables.add(db, self._owner, self.session, end, some)
 
     def resume(self, seen: int) -> None:
-        """Note that a stream of `seen` tokens goes on with this session: what was added at later
-        positions is in no cache any more.
+        """Note that a stream of `seen` tokens continues this session, so text at later positions is
+        no longer in a cache.
         """
         with self._refusing(), self._writing() as db:
             if (end := self._find_end()) is not None:
                 self._tables.unplace(db, self._owner, end.tree, seen)
 
     def rewind(self, seen: int) -> None:
-        """Delete what the session has at positions of a stream from `seen` on."""
+        """Delete the session's text at positions of a stream from `seen` on."""
         with self._refusing(), self._writing() as db:
             if (end := self._find_end()) is not None:
                 self._tables.rewind(db, self._owner, self.session, end, seen)
 
     def fork(self, session: str) -> Archive:
-        """Begin another session that sees everything up to here; what either adds from now on, the
-        other does not see.
+        """Begin another session that sees everything up to here. Neither session sees what the
+        other adds from now on.
         """
         with self._refusing(), self._writing() as db:
             if self._tables.find_end(self._query, self._owner, session) is not None:
@@ -174,7 +176,7 @@ class Archive:
         return Archive(self.path, session, limit=self._tables.limit)
 
     def _beside(self, session: str) -> Archive:
-        """Another session of the same memory."""
+        """Return another session of the same in-memory archive."""
         other = object.__new__(Archive)
         vars(other).update(vars(self))
         other.session, other.dropped = session, 0
@@ -188,13 +190,13 @@ class Archive:
     # --- reading
 
     def search(self, text: str, *, is_held: IsHeld = _NOT_HELD, most: int = MOST) -> list[Excerpt]:
-        """Find what answers the questions in a text, the best first; nothing where nothing matches
-        well enough.
+        """Find excerpts that answer the questions in a text, the best first; none if nothing
+        matches well enough.
 
         Args:
-            text: any text; what it says to SQLite's full-text search has no effect.
-            is_held: tells whether a cache still holds what is at positions `start` to `stop` of
-                the stream, which is then left out.
+            text: any text; operators of SQLite's full-text search in it have no effect.
+            is_held: tells whether a cache still holds the text at positions `start` to `stop` of
+                the stream. Held text is left out.
             most: number of excerpts.
         """
         questions = find_inquiries(text)
@@ -209,20 +211,20 @@ class Archive:
 
     @property
     def turns(self) -> int:
-        """Number of turns in the file, those of other sessions included."""
+        """Number of turns in the file, including those of other sessions."""
         with self._refusing():
             return int(self._query("SELECT count(*) FROM archived_turns")[0][0])
 
     @property
     def characters(self) -> int:
-        """Characters of all text in the file, that of other sessions included."""
+        """Characters of all text in the file, including that of other sessions."""
         with self._refusing():
             found = self._query("SELECT coalesce(sum(length(text)), 0) FROM archived_passages")
             return int(found[0][0])
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the file, or of the memory, that hold the archive."""
+        """Bytes of the file or memory that the archive takes."""
         with self._refusing():
             (pages,) = self._query("PRAGMA page_count")[0]
             (size,) = self._query("PRAGMA page_size")[0]
@@ -237,7 +239,7 @@ class Archive:
 
     @contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
-        """Open a transaction; all of it is written, or nothing."""
+        """Open a transaction: either all of it is written, or nothing."""
         with self._lock:
             self._db.execute("BEGIN IMMEDIATE")
             try:
@@ -250,7 +252,7 @@ class Archive:
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
-        """Raise SQLite's errors, and those of the disk, as an `ArchiveProblem`."""
+        """Raise errors of SQLite and of the disk as `ArchiveProblem`."""
         where = "in memory" if self.path is None else str(self.path)
         try:
             yield

@@ -1,6 +1,6 @@
-"""Passages: pieces of a text that end where sentences end, which are indexed and found.
+"""Passages: the pieces of a text, ending where sentences end, that are indexed and found.
 
-The passages of a text, one after the other, are the text.
+The passages of a text, joined in order, are the text.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 
 PASSAGE = 400
-"""Characters of a passage at most."""
+"""Largest number of characters in a passage."""
 _END = re.compile(
     r"""
     (?<! [.!?…‽] ) [.!?…‽]+ ["'”’»)\]]* (?= \s ) \s*  # a sentence ends, and white space follows
@@ -29,14 +29,14 @@ def cut_sentences(text: str) -> list[str]:
 
 
 def cut_passages(text: str, most: int = PASSAGE) -> list[str]:
-    """Cut a text into passages of whole sentences, of `most` characters; a longer sentence is cut
-    between words where it can be.
+    """Cut a text into passages of whole sentences with at most `most` characters. A longer sentence
+    is cut between words if possible.
     """
     passages: list[str] = []
     open_ = ""
     for sentence in cut_sentences(text):
         for part in _cut_long(sentence, most):
-            # White space at the end does not count: nobody reads it.
+            # White space at the end does not count.
             if open_ and len((open_ + part).rstrip()) > most:
                 passages.append(open_)
                 open_ = ""

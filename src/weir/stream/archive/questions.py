@@ -1,7 +1,7 @@
 """Questions in a turn: the sentences that ask for something, as words to search for.
 
-A turn may hold several questions, and a pasted novel beside them. Only sentences that ask are
-searched for, each by its own words, since a word of one says nothing about another.
+A turn can have several questions, next to a pasted novel. Only sentences that ask something are
+searched for, each by its own words, because a word of one question says nothing about another.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from weir.stream.archive.passages import cut_sentences
 from weir.stream.archive.words import FUNCTION_WORDS, has_number, split_words
 
 MOST_QUESTIONS = 6
-"""Questions of one turn that are searched for: its last ones."""
+"""Number of questions of one turn that are searched for: the last ones."""
 MOST_TERMS = 24
-"""Words of one question that are searched for."""
+"""Number of words of one question that are searched for."""
 EDGE = 400
-"""Characters at either end of a long turn in which questions are looked for: what lies between was
-pasted."""
+"""Number of characters at each end of a long turn in which questions are searched for. The text in
+between was probably pasted.
+"""
 SHORT = 12
-"""Words of a turn that asks whatever its form, as keywords do."""
+"""A turn with at most so many words counts as a question in any form, like keywords."""
 LONGEST = 600
-"""Characters of a sentence that can ask; a longer one is data."""
+"""Largest number of characters of a sentence that can be a question. A longer sentence is data."""
 _MARK = re.compile(r"[?？؟;]\s*[\"'”’»」』)]*\s*$")
 _ASKS = re.compile(
     r"""^\W*(?:(?:please|and|but|so|now|ok(?:ay)?|also|then|hey|hi|hello|well)\b\W*)*
@@ -30,9 +31,9 @@ _ASKS = re.compile(
     re.VERBOSE | re.IGNORECASE,
 )
 _QUOTES = "\"'“‘«„»「『>"
-"""First characters of what somebody else asks."""
+"""A sentence that begins with one of these characters quotes somebody else."""
 _NUMBER = 3
-"""Characters from which on a word with a digit names something; shorter ones count things."""
+"""A word with a digit and at least so many characters is a name. Shorter ones are counts."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,8 @@ class Term:
     """A word to search for, or a name of several words.
 
     Attributes:
-        strong: whether it is written as a name or a number.
-        part: whether it is a part of a name that is a term, too.
+        strong: whether it is written like a name or a number.
+        part: whether it is part of a longer name that is also a term.
     """
 
     word: str
@@ -51,16 +52,16 @@ class Term:
 
 @dataclass(frozen=True)
 class Inquiry:
-    """A sentence that asks, and the words of it that are searched for."""
+    """A sentence that asks something, and its words that are searched for."""
 
     text: str
     terms: tuple[Term, ...]
 
 
 def find_inquiries(text: str) -> list[Inquiry]:
-    """Find what a turn asks: its last questions, the last one first; none if nothing is asked."""
+    """Find the last questions of a turn, the last one first; none if it asks nothing."""
     if len(text) > LONGEST:
-        # Before or after a pasted text is where one asks. Sentences that are cut are left out.
+        # People ask before or after a pasted text. Sentences that are cut are left out.
         sentences = [*cut_sentences(text[:EDGE])[:-1][:1], *cut_sentences(text[-EDGE:])[1:][-1:]]
     else:
         sentences = cut_sentences(text)
@@ -87,11 +88,10 @@ def find_inquiries(text: str) -> list[Inquiry]:
 
 
 def find_terms(sentence: str) -> tuple[Term, ...]:
-    """The words of a sentence that say what it is about, each once; names and numbers are strong.
+    """Return the words that say what a sentence is about, each once; names and numbers are strong.
 
-    Words with capital letters that follow each other are one name: "Alice Moreau" is nobody else
-    who is called Alice. The first word of the sentence has a capital letter whatever it is, so it
-    is not taken for a name.
+    Adjacent words with capital letters are one name: "Alice Moreau" is not another person called
+    Alice. The first word of a sentence always has a capital letter, so it does not count as a name.
     """
     found: dict[str, Term] = {}
     name: list[str] = []
@@ -103,7 +103,7 @@ def find_terms(sentence: str) -> tuple[Term, ...]:
             found.update({word: Term(word, part=True) for word in name})
         name.clear()
 
-    before = ""  # a word such as "Will", which a name may begin with
+    before = ""  # a word such as "Will", with which a name can begin
     for place, word in enumerate(split_words(sentence)):
         plain = word.casefold()
         if plain in FUNCTION_WORDS or (len(plain) == 1 and plain.isascii()):
@@ -120,6 +120,6 @@ def find_terms(sentence: str) -> tuple[Term, ...]:
         if plain not in found or (strong and not found[plain].part):
             found[plain] = Term(plain, strong)
     close_name()
-    # Of too many words, names and numbers are the ones to keep.
+    # If there are too many words, keep names and numbers.
     terms = sorted(found.values(), key=lambda term: not term.strong)
     return tuple(terms[:MOST_TERMS])

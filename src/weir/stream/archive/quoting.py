@@ -1,8 +1,7 @@
-"""Writing recalled passages into a turn: as quotations, with who said each and when.
+"""Writes recalled passages into a turn as quotations that say who said each and when.
 
-Whatever a passage says, every line of it begins as a quoted line, so it cannot end the quotation
-and speak for somebody else. Control tokens in it are text: the tokenizer is told so where the turn
-is rendered.
+Every line of a passage begins as a quoted line, so that a passage cannot end the quotation and
+pretend to be somebody else. Control tokens in it are treated as text when the turn is rendered.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from weir.stream.archive.ranking import Excerpt
 
 OPENING = "Earlier in this conversation:"
 SPEAKERS = {"user": "I said", "assistant": "You said", "tool": "A tool returned", "text": "I read"}
-"""Who said it, in words of the user whose turn the quotation is part of."""
+"""Names of speakers, from the point of view of the user whose turn has the quotation."""
 
 
 def write_quotes(
     excerpts: Sequence[Excerpt], most: int, count: Callable[[str], int]
 ) -> tuple[str, list[Excerpt]]:
-    """Write as many excerpts as fit into `most` tokens, the best first, and say which those are;
-    the text is empty if none fits.
+    """Write as many excerpts as fit into `most` tokens, the best first. Returns the text, which is
+    empty if none fits, and the excerpts in it.
 
     An excerpt that does not fit is shortened to its first sentences, or left out.
     """
@@ -41,7 +40,7 @@ def write_quotes(
 
 
 def quote_excerpt(excerpt: Excerpt, text: str, speakers: Mapping[str, str] = SPEAKERS) -> str:
-    """Write one excerpt: a line with who said it and when, and then its quoted lines."""
+    """Write one excerpt: a line that says who said it and when, followed by its quoted lines."""
     when = time.strftime("%d %B %Y at %H:%M", time.localtime(excerpt.time)).lstrip("0")
     speaker = speakers.get(excerpt.role, excerpt.role)
     if excerpt.role == "tool" and excerpt.name:

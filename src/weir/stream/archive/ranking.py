@@ -1,8 +1,8 @@
-"""Search: which archived passages answer a question, the best first, or none.
+"""Search: finds the archived passages that answer a question, the best first.
 
-A word counts by how rare it is in the conversation, and for more if it is a name or a number. A
-passage is found if it has enough of the question's words, and if so many of them are unlikely to
-occur together by chance. `weir eval --tasks found` measures both thresholds.
+The weight of a word depends on how rare it is in the conversation, and is larger for names and
+numbers. A passage is found if it has enough of the question's words, and if that many are unlikely
+to occur together by chance. `weir eval --tasks found` measures both thresholds.
 """
 
 from __future__ import annotations
@@ -20,37 +20,47 @@ from weir.stream.archive.tables import INDEXES, ArchiveEnd, RunQuery
 from weir.stream.archive.words import FUNCTION_WORDS, index_form, split_words
 
 COMMON = 256
-"""Passages with a word from which on it is common: such a word finds nothing alone. No more of them
-are read, so that a search takes as long in a large archive as in a small one."""
+"""A word that is in at least so many passages is common, and finds nothing on its own. No more of
+its passages are read, so that a search takes as long in a large archive as in a small one.
+"""
 WINDOW = 50_000
-"""Newest passages in which several words are searched for together, one of them a common one."""
+"""Number of newest passages that are searched for several words together if one of them is
+common.
+"""
 CANDIDATES = 24
-"""Passages that are looked at for one question."""
+"""Largest number of passages that are scored for one question."""
 BACKGROUND = 1000
-"""Passages without any of a question's words that count as read before the first: in a short
-conversation a word that was said twice is still a rare one."""
+"""Number of imaginary passages without any of a question's words that are added to the count, so
+that in a short conversation a word that was said twice is still rare.
+"""
 NAME_BOOST = 3.0
-"""How much more names and numbers count than other words."""
+"""Factor on the weight of names and numbers."""
 PART = 0.5
-"""How much a part of a name counts beside the whole."""
+"""Factor on the weight of a part of a name, relative to the whole name."""
 UNSEEN = 0.6
-"""How much a word counts that the archive does not have, unless it is a name: the question may say
-in other words what was said."""
+"""Factor on the weight of a word that is not in the archive and is not a name, because the question
+may use other words than the passage.
+"""
 COVERAGE = 0.55
 """Share of the weight of a question's words that a passage must have."""
 SURPRISE = 2.0
-"""How unlikely the words that a passage shares with a question must be to meet by chance, as the
-logarithm of one over the expected number of such passages."""
+"""How unlikely it must be that a passage has the question's words by chance: the logarithm of one
+over the expected number of such passages.
+"""
 NEAR = 0.12
-"""Scores as near to each other as this are equal, and the later statement comes first."""
+"""Scores that differ by at most this count as equal, and the later statement comes first."""
 SAME = 0.6
-"""Share of the words of a statement that one which takes its place has, too."""
+"""Share of the words of a statement that a later statement must have to replace it."""
 _ADDS = re.compile(r"\b(?:also|too|another|as well|in addition|one of|besides)\b", re.IGNORECASE)
-"""Words of a statement that adds to an earlier one."""
+"""Words that mark a statement as an addition to an earlier one."""
 ASKED = 0.5
-"""Factor on the score of a passage that only asks, in a text or in what the model has said."""
+"""Factor on the score of a passage that only asks a question, in a text or in an answer of the
+model.
+"""
 ANSWERED = 0.85
-"""Factor on the score of what the model has said: where it contradicts the user, it is wrong."""
+"""Factor on the score of what the model has said, because it is wrong where it contradicts the
+user.
+"""
 
 
 @dataclass(frozen=True)
@@ -61,9 +71,9 @@ class Excerpt:
         role: who said it: "user", "assistant", "tool", "system", or "text" for a stream's text.
         name: of the author or the tool; empty for most.
         time: when it was said, in seconds since 1970.
-        start, stop: its place in the stream; -1 if it is in none.
+        start, stop: its place in the stream; -1 if it is not in a stream.
         score: how well it answers, at most 1.
-        turn: number of its turn in the archive; larger ones came later.
+        turn: number of its turn in the archive; later turns have larger numbers.
     """
 
     text: str
@@ -78,7 +88,9 @@ class Excerpt:
 
 @dataclass(frozen=True)
 class _Hits:
-    """Passages with a word: all of them, or the newest if it is common; and how many there are."""
+    """Passages with a word: all of them, or the newest if the word is common, and their total
+    number.
+    """
 
     passages: frozenset[int]
     count: float
@@ -87,7 +99,7 @@ class _Hits:
 
 @dataclass
 class _Candidate:
-    """A passage that may answer, and its sentences."""
+    """A passage that may be an answer, and its sentences."""
 
     row: sqlite3.Row
     sentences: list[str]
@@ -96,11 +108,13 @@ class _Candidate:
 
 
 IsHeld = Callable[[int, int], bool]
-"""Whether a cache still holds what is at a place in the stream, from `start` to `stop`."""
+"""Tells whether a cache still holds the text from `start` to `stop` of the stream."""
 
 
 class ArchiveSearch:
-    """Searches what can be seen from one end of an archive, which must not change meanwhile."""
+    """Searches what is visible from one end of an archive, which must not change during the
+    search.
+    """
 
     def __init__(self, query: RunQuery, owner: str, end: ArchiveEnd) -> None:
         self._query, self._owner, self._end = query, owner, end
@@ -114,7 +128,7 @@ class ArchiveSearch:
         self._total = english + plain
         self._used = [INDEXES[True]] * bool(english) + [INDEXES[False]] * bool(plain)
         self._known: dict[str, _Hits] = {}
-        # Where no other tree is, as in the file of one chat, nothing needs to be told apart.
+        # If there is no other tree, as in the file of one chat, nothing needs to be filtered.
         ((others,),) = query(
             "SELECT EXISTS (SELECT 1 FROM archived_branches WHERE tree != ? OR owner != ?)",
             end.tree,
@@ -127,7 +141,7 @@ class ArchiveSearch:
         self._last = query("SELECT max(number) FROM archived_passages")[0][0] or 0
 
     def _find_line(self) -> dict[int, int]:
-        """The branches that are seen from the end, and the last turn of each that is."""
+        """Find the branches that are visible from the end, and the last visible turn of each."""
         rows = self._query(
             "WITH RECURSIVE line (branch, turn) AS (VALUES (?1, ?2) UNION ALL "
             "SELECT parent, fork FROM archived_branches JOIN line ON number = branch "
@@ -139,9 +153,10 @@ class ArchiveSearch:
         return {row[0]: row[1] for row in rows}
 
     def search(self, questions: Sequence[Inquiry], is_held: IsHeld, most: int) -> list[Excerpt]:
-        """Find at most `most` excerpts, the best first; a passage that is held is left out.
+        """Find at most `most` excerpts, the best first; held passages are left out.
 
-        A question is answered for itself, and its best passage comes before the second of another.
+        Each question is answered separately, and its best passage comes before the second-best of
+        another.
         """
         if not self._total:
             return []
@@ -153,7 +168,7 @@ class ArchiveSearch:
                 if rank >= len(several) or len(excerpts) >= most:
                     continue
                 one = several[rank]
-                # What says the same in other function words says it once: the later one stays.
+                # Of passages that differ only in function words, only the later one stays.
                 said = tuple(sorted(set(_content(one.sentence))))
                 if said not in seen:
                     seen.add(said)
@@ -161,7 +176,7 @@ class ArchiveSearch:
         return excerpts
 
     def count_turns(self) -> int:
-        """Count the turns that are seen from the end."""
+        """Count the turns that are visible from the end."""
         counts = (
             self._query(
                 "SELECT count(*) FROM archived_turns WHERE branch = ? AND number <= ? "
@@ -177,7 +192,7 @@ class ArchiveSearch:
     # --- one question
 
     def _answer(self, question: Inquiry, is_held: IsHeld) -> list[_Candidate]:
-        """The passages that answer a question, the best first."""
+        """Find the passages that answer a question, the best first."""
         hits = {term: self._hits(term.word) for term in question.terms}
         weights = {term: self._weigh(term, hits[term]) for term in question.terms}
         whole = sum(weights.values())
@@ -190,13 +205,14 @@ class ArchiveSearch:
                 partial[passage] += weights[term]
         common = [term for term in question.terms if hits[term].common]
         if len(partial) > CANDIDATES:
-            # Rare words alone do not choose, so common words beside them do.
+            # Rare words alone select too many passages, so common words are required as well.
             either = " OR ".join(f'"{term.word}"' for term in rare)
             for term in common:
                 for passage in self._find_all(f'({either}) AND "{term.word}"'):
                     partial[passage] += weights[term]
         elif len(common) > 1:
-            # After all others: what has a rare word may have the common ones too.
+            # These sort after all others. Passages with a rare word may also have the common words,
+            # and keep their weight.
             for passage in self._find_all(" AND ".join(f'"{term.word}"' for term in common)):
                 partial.setdefault(passage, 0)
         order = sorted(partial, key=lambda passage: (partial[passage], passage), reverse=True)
@@ -205,7 +221,7 @@ class ArchiveSearch:
         return _in_order([one for one in candidates if one.score > 0])
 
     def _weigh(self, term: Term, hits: _Hits) -> float:
-        """How much a word counts: by its rarity, and more if it is a name."""
+        """Compute the weight of a word from its rarity; names weigh more."""
         rarity = math.log((self._total + BACKGROUND) / (hits.count + 0.5))
         if term.strong:
             rarity *= NAME_BOOST
@@ -228,7 +244,7 @@ class ArchiveSearch:
             numbers = self._match(index, f'"{word}"', COMMON + 1)
             if len(numbers) > COMMON:
                 common = True
-                # The newest lie as densely as all do.
+                # Assume that the word is as frequent in the newest passages as in all.
                 span = numbers[0] - numbers[-1] + 1
                 count += max(len(numbers), self._total * len(numbers) / max(span, self._total / 50))
             else:
@@ -238,11 +254,11 @@ class ArchiveSearch:
         return _Hits(frozenset(found), min(count, self._total), common)
 
     def _find_all(self, words: str) -> list[int]:
-        """The newest passages that match several words."""
+        """Find the newest passages that match several words."""
         return [n for index in self._used for n in self._match(index, words, COMMON, WINDOW)]
 
     def _match(self, index: str, words: str, most: int, window: int = 0) -> list[int]:
-        """The newest passages of the tree with some words, in one index; on any of its branches."""
+        """Find the newest passages of the tree with some words, in one index and on any branch."""
         if not self._alone:
             words = f'tree : "t{self._end.tree}" AND words : ({words})'
         else:
@@ -257,7 +273,7 @@ class ArchiveSearch:
         return [row[0] for row in rows]
 
     def _seen_of(self, numbers: Sequence[int]) -> list[int]:
-        """Those of some passages that are the owner's and on the way to the end."""
+        """Return the passages that belong to the owner and are on the way to the end."""
         if self._alone and len(self._line) == self._branches == 1:
             return list(numbers)
         marks = ", ".join("?" * len(numbers))
@@ -271,7 +287,7 @@ class ArchiveSearch:
         return [row["number"] for row in rows if self._sees(row)]
 
     def _sees(self, row: sqlite3.Row) -> bool:
-        """Whether a passage is on the way to the end, and on no other branch."""
+        """Whether a passage is on the way to the end, and not on another branch."""
         return bool(row["turn"] <= self._line.get(row["branch"], -1))
 
     def _load(self, numbers: Sequence[int], is_held: IsHeld) -> list[_Candidate]:
@@ -306,7 +322,7 @@ class ArchiveSearch:
             share = sum(weights[term] for term in terms) / whole
             place = one.row["number"]
             in_passage.setdefault(place, set()).update(terms)
-            # Of equal sentences one that states something, and not the question.
+            # Of equally good sentences, prefer one that states something to a question.
             share -= 1e-6 * _asks(text)
             if share > best.get(place, -1.0):
                 best[place], one.sentence = share, text
@@ -318,7 +334,7 @@ class ArchiveSearch:
                 continue
             one.score = (weight / whole + best[place]) / 2
             if _asks(one.sentence):
-                # What the user has asked before has no answer in it.
+                # An earlier question of the user does not contain the answer.
                 one.score *= 0.0 if one.row["role"] == "user" else ASKED
             if one.row["role"] == "assistant":
                 one.score *= ANSWERED
@@ -326,7 +342,9 @@ class ArchiveSearch:
     # --- what is shown
 
     def _excerpt(self, one: _Candidate) -> Excerpt:
-        """The passage, with its neighbors where it is short, or asks what the next one answers."""
+        """Make an excerpt of a passage. Its neighbors are included if it is short, or asks what the
+        next one answers.
+        """
         row = one.row
         text, start, stop = row["text"], row["start"], row["stop"]
         if len(text) < PASSAGE // 2:
@@ -358,9 +376,9 @@ class ArchiveSearch:
 
 
 def _without_superseded(found: list[_Candidate]) -> list[_Candidate]:
-    """Leave out what a later turn of the user says otherwise.
+    """Leave out statements that a later turn of the user contradicts.
 
-    A small model that reads both says the old one as often as not.
+    A small model that reads both statements repeats the old one about half of the time.
     """
     left: list[_Candidate] = []
     for one in found:
@@ -370,8 +388,8 @@ def _without_superseded(found: list[_Candidate]) -> list[_Candidate]:
 
 
 def _supersedes(later: _Candidate, earlier: _Candidate) -> bool:
-    """Whether one statement takes the place of another: it is a later one of the user, as good an
-    answer, in nearly the same words, and adds nothing to the other.
+    """Whether one statement replaces another: it is a later one of the user, equally good as an
+    answer, in nearly the same words, and not an addition to the other.
     """
     if later.row["role"] != "user" or earlier.row["role"] not in ("user", "assistant"):
         return False
@@ -386,13 +404,13 @@ def _supersedes(later: _Candidate, earlier: _Candidate) -> bool:
 
 
 def is_as_good(score: float, other: float) -> bool:
-    """Whether two scores are as good as equal."""
+    """Whether two scores are nearly equal."""
     return abs(score - other) <= NEAR
 
 
 def _in_order(found: list[_Candidate]) -> list[_Candidate]:
-    """The best first; of those that are nearly as good, what the model did not say itself, and of
-    that the later one.
+    """Sort by score, the best first. Among nearly equal scores, what others said comes before what
+    the model said, and later comes before earlier.
     """
     left = sorted(found, key=lambda one: -one.score)
     order: list[_Candidate] = []
@@ -409,7 +427,7 @@ def _asks(sentence: str) -> bool:
 
 
 def _content(sentence: str) -> list[str]:
-    """The words of a sentence that say what it is about."""
+    """Return the words that say what a sentence is about."""
     words = [word.casefold() for word in split_words(sentence)]
     return [word for word in words if word not in FUNCTION_WORDS]
 
@@ -417,7 +435,7 @@ def _content(sentence: str) -> list[str]:
 def _match_sentences(
     sentences: Sequence[str], english: Sequence[bool], terms: Sequence[Term]
 ) -> list[set[Term]]:
-    """Which terms each of some sentences has, as the index of its passage sees words."""
+    """Find the terms in each of some sentences, with the tokenizer of the passage's index."""
     found: list[set[Term]] = [set() for _ in sentences]
     scratch = sqlite3.connect(":memory:")
     try:

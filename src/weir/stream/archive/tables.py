@@ -1,11 +1,11 @@
-"""The tables of an archive, and what is written to them.
+"""The tables of an archive, and the functions that write to them.
 
-Turns lie on branches. A branch begins with a conversation or where it forks, and a turn is seen
-from all branches that fork behind it. Branches that fork from each other are a tree. Every row
-names its owner, and every query asks for one, so that another owner's text looks absent.
+Turns are on branches. A branch begins with a conversation or at a fork, and a turn is visible from
+all branches that fork after it. Branches that fork from each other form a tree. Every row names its
+owner, and every query filters by owner, so that another owner's text looks absent.
 
-The tables know SQLite connections, not files: a server keeps them in a file of its own that is
-written in the same transaction as its sessions.
+The tables use a SQLite connection, not a file, because a server keeps them in a separate file that
+is written in the same transaction as its sessions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ARCHIVE_VERSION = 1
 _WORDS = "unicode61 remove_diacritics 2 categories 'L* N* Co M*'"
 _INDEX = "tree, words, content = '', columnsize = 0, tokenize = \"{}\""
 INDEXES = {True: "archived_english", False: "archived_plain"}
-"""The index of English passages, and that of all others."""
+"""The index of English passages, and the index of all others."""
 ARCHIVE_TABLES = f"""
 CREATE TABLE {{0}}archived_owners (
     owner TEXT PRIMARY KEY,
@@ -77,21 +77,21 @@ CREATE INDEX {{0}}archived_passages_turn ON archived_passages (turn);
 CREATE VIRTUAL TABLE {{0}}archived_english USING fts5({_INDEX.format(f"porter {_WORDS}")});
 CREATE VIRTUAL TABLE {{0}}archived_plain USING fts5({_INDEX.format(_WORDS)});
 """
-"""The tables; `format` puts the name of the database in front, such as "archive."."""
+"""The tables; `format` inserts the prefix with the name of the database, such as "archive."."""
 
 TEXT_COST = 2.2
-"""Bytes in the file for a byte of text, its share of the indexes included (measured: 1.8)."""
+"""Bytes in the file for each byte of text, including its share of the indexes (measured: 1.8)."""
 ROW_COST = 220
 """Bytes in the file for a turn and for each of its passages, apart from their text."""
 DROPPED = 64
-"""Turns that are deleted at once to make room."""
+"""Number of turns that are deleted at once to make room."""
 
 RunQuery = Callable[..., list[sqlite3.Row]]
 """Runs a query with its values, and returns its rows by column name."""
 
 
 class ArchiveProblem(WeirError):
-    """An archive cannot be read or written; what it belongs to goes on without it."""
+    """An archive cannot be read or written. The conversation or stream continues without it."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class ArchivedTurn:
 
     Attributes:
         role: "user", "assistant", "tool" or "system"; "text" for a piece of a stream.
-        start, stop: its place in the stream; -1 if it is in none.
+        start, stop: its place in the stream; -1 if it is not in a stream.
         time: when it was said, in seconds since 1970.
     """
 
@@ -114,7 +114,9 @@ class ArchivedTurn:
 
 @dataclass(frozen=True)
 class ArchiveEnd:
-    """Where something ends: its tree, branch and last turn, 0 for none; what its cache holds."""
+    """Where a turn or session ends: its tree, branch and last turn, 0 for none, and what its cache
+    holds.
+    """
 
     tree: int
     branch: int
@@ -123,7 +125,7 @@ class ArchiveEnd:
 
 
 class ArchiveTables:
-    """Writes turns to an archive, in transactions of the caller's, and deletes them.
+    """Writes turns to an archive and deletes them, in transactions of the caller.
 
     Args:
         limit: bytes that all text and its indexes may take; None for no limit.
@@ -155,9 +157,9 @@ class ArchiveTables:
         turns: Sequence[ArchivedTurn],
         held: bytes = b"",
     ) -> int:
-        """Add turns behind an end, or as the first of a conversation; they end at `name`.
+        """Add turns after an end, or as the first of a conversation. Their end is called `name`.
 
-        Returns how many turns were deleted to make room for them.
+        Returns the number of turns that were deleted to make room.
         """
         end = self._branch_after(db, owner, after)
         number = end.turn
@@ -173,7 +175,9 @@ class ArchiveTables:
     def _branch_after(
         self, db: sqlite3.Connection, owner: str, after: ArchiveEnd | None
     ) -> ArchiveEnd:
-        """The end of the branch that turns are added to: a new one where others came before."""
+        """Return the end of the branch to which turns are added: a new branch if other turns
+        already follow.
+        """
         columns = "INSERT INTO archived_branches (owner, tree, parent, fork, english, plain) VALUES"
         if after is None:
             made = db.execute(f"{columns} (?, 0, NULL, NULL, 0, 0)", (owner,)).lastrowid
@@ -212,7 +216,8 @@ class ArchiveTables:
             counts[english] += 1
             start, stop = turn.start, turn.stop
             if length:
-                # Characters have no places in a stream, so they are taken to be evenly spread.
+                # The place of each character in the stream is unknown, so they are assumed to be
+                # evenly spaced.
                 start = turn.start + length * at // len(text)
                 stop = turn.start + -(-length * (at + len(passage)) // len(text))
             at += len(passage)
@@ -240,10 +245,10 @@ class ArchiveTables:
     # --- deleting
 
     def make_room(self, db: sqlite3.Connection) -> int:
-        """Delete the oldest turns of whoever has most until the archive is within its limit; return
-        how many.
+        """Delete the oldest turns of the owner with the most text until the archive is within its
+        limit. Returns the number of deleted turns.
 
-        So nobody who has less than an equal share loses text to somebody else.
+        So no owner who has less than an equal share loses text to another owner.
         """
         deleted = 0
         while self.limit is not None:
@@ -268,7 +273,7 @@ class ArchiveTables:
         return deleted
 
     def fork(self, db: sqlite3.Connection, owner: str, name: str, other: str) -> None:
-        """Let another name end where one ends."""
+        """Give another name the same end."""
         db.execute(
             "INSERT OR REPLACE INTO archived_ends SELECT owner, ?, tree, branch, turn, held "
             "FROM archived_ends WHERE owner = ? AND name = ?",
@@ -276,7 +281,7 @@ class ArchiveTables:
         )
 
     def forget(self, db: sqlite3.Connection, owner: str, names: Collection[str]) -> None:
-        """Delete ends, and all turns from which no other end is reached."""
+        """Delete ends, and all turns that are not visible from any other end."""
         trees: set[int] = set()
         for name in names:
             for row in db.execute(
@@ -288,7 +293,7 @@ class ArchiveTables:
             self._prune(db, owner, tree)
 
     def _prune(self, db: sqlite3.Connection, owner: str, tree: int) -> None:
-        """Delete the turns of a tree that no end has among its ancestors."""
+        """Delete the turns of a tree that are not ancestors of any end."""
         ends = "SELECT branch, max(turn) FROM archived_ends WHERE tree = ? AND owner = ? GROUP BY 1"
         needed: dict[int, int] = dict(map(tuple, db.execute(ends, (tree, owner)).fetchall()))
         branches = db.execute(
@@ -296,7 +301,7 @@ class ArchiveTables:
             "ORDER BY number DESC",
             (tree, owner),
         ).fetchall()
-        for number, parent, fork in branches:  # a branch is younger than what it forks from
+        for number, parent, fork in branches:  # a branch is younger than its parent
             if number in needed and parent is not None:
                 needed[parent] = max(needed.get(parent, 0), fork)
         for number, *_ in branches:
@@ -311,7 +316,7 @@ class ArchiveTables:
                 )
 
     def _delete_turns(self, db: sqlite3.Connection, owner: str, turns: Sequence[int]) -> None:
-        """Delete turns with their passages, from the indexes too."""
+        """Delete turns and their passages, including their entries in the indexes."""
         for turn in turns:
             passages = db.execute(
                 "SELECT number, tree, english, text FROM archived_passages "
@@ -320,7 +325,7 @@ class ArchiveTables:
             ).fetchall()
             for number, tree, english, text in passages:
                 index = INDEXES[bool(english)]
-                # An index without content is told what to delete.
+                # An index without content must be given the text that is deleted.
                 db.execute(
                     f"INSERT INTO {index} ({index}, rowid, tree, words) VALUES ('delete', ?, ?, ?)",
                     (number, f"t{tree}", index_form(text)),
@@ -343,8 +348,8 @@ class ArchiveTables:
     def rewind(
         self, db: sqlite3.Connection, owner: str, name: str, end: ArchiveEnd, start: int
     ) -> None:
-        """Let a session end before the first turn of its branch at a position or after it, and
-        delete the turns from there on that no other end is behind.
+        """Let a session end before the first turn of its branch that is at or after a position, and
+        delete the later turns that are not visible from another end.
         """
         first = db.execute(
             "SELECT min(turn) FROM archived_passages WHERE tree = ? AND branch = ? AND start >= ? "
@@ -359,7 +364,7 @@ class ArchiveTables:
             self._prune(db, owner, end.tree)
 
     def unplace(self, db: sqlite3.Connection, owner: str, tree: int, start: int) -> None:
-        """Note that turns from a position on are in no stream any more."""
+        """Note that turns from a position on are no longer in a stream."""
         db.execute(
             "UPDATE archived_passages SET start = -1, stop = -1 "
             "WHERE tree = ? AND start >= ? AND owner = ?",
@@ -368,6 +373,6 @@ class ArchiveTables:
 
 
 def _cost(turn: ArchivedTurn) -> int:
-    """Bytes that a turn takes in the file, about."""
+    """Estimate the bytes that a turn takes in the file."""
     size = len(turn.text.encode("utf-8", "replace"))
     return int(TEXT_COST * size) + ROW_COST * (2 + size // 300)

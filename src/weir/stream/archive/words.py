@@ -1,9 +1,9 @@
-"""Words of a text, as SQLite's tokenizers cut them, and which tokenizer fits it.
+"""Words of a text as SQLite's tokenizers cut them, and the choice of the tokenizer.
 
-English is indexed with `porter`, which takes "codes" for "code", and everything else with
+English is indexed with `porter`, which treats "codes" as "code", and everything else with
 `unicode61`. Scripts without spaces between words (Chinese, Japanese, Thai and others) are indexed
-as overlapping pairs of characters: most Chinese words are pairs, and SQLite's `trigram` finds
-nothing that is shorter than three.
+as overlapping pairs of characters: most Chinese words are pairs, and SQLite's `trigram` cannot find
+words of fewer than three.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SPACELESS = (
     "\u0e00-\u0eff\u0f00-\u0fff\u1000-\u109f\u1780-\u17ff"  # Thai, Lao, Tibetan, Burmese, Khmer
     "\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 )
-"""Scripts that write no spaces between words, as a class of a regular expression."""
+"""Scripts without spaces between words, as a character class of a regular expression."""
 _RUN = re.compile(f"[{SPACELESS}]+")
 
 FUNCTION_WORDS = frozenset(
@@ -36,26 +36,28 @@ FUNCTION_WORDS = frozenset(
     don doesn didn isn aren wasn weren won wouldn couldn shouldn can cannot ain hasn haven hadn
     answer question called call name named""".split()
 )
-"""English words that say nothing about what a sentence is about."""
+"""English words that do not tell what a sentence is about."""
 _ENGLISH = frozenset(
     """the and of to is in that it you for was with are this have on be what my not as at from your
     will they he she we i do did how who where when which""".split()
 )
-"""Words of which an English text has many."""
+"""Words that are frequent in English text."""
 _SHARE = 0.12
-"""Share of such words in an English text."""
+"""Smallest share of such words in an English text."""
 
 
 @cache
 def _word_pattern() -> re.Pattern[str]:
-    """A pattern of words: letters, digits, and the marks that belong to a letter before them."""
+    """Make a pattern that matches words: letters, digits, and the marks that belong to the letter
+    before them.
+    """
     marks = (c for c in map(chr, range(sys.maxunicode + 1)) if unicodedata.category(c)[0] == "M")
     return re.compile(rf"[^\W_](?:[^\W_]|[{re.escape(''.join(marks))}])*")
 
 
 def index_form(text: str) -> str:
-    """Write a text as it is indexed: in one form of Unicode, with pairs of characters in place of
-    words where a script has no spaces.
+    """Convert a text to the form that is indexed: in one normal form of Unicode, and in scripts
+    without spaces with pairs of characters instead of words.
     """
     if text.isascii():
         return text
@@ -68,7 +70,9 @@ def _pairs(run: str) -> list[str]:
 
 
 def split_words(text: str) -> list[str]:
-    """The words of a text, as they are written; pairs where a script has no spaces."""
+    """Split a text into words as they are written; in scripts without spaces, into pairs of
+    characters.
+    """
     return [found.group() for found in _word_pattern().finditer(index_form(text))]
 
 
