@@ -2,7 +2,7 @@
 files.
 """
 
-# First, before files that import names which other releases of transformers lack.
+# Imported first, because other files import names that other releases of transformers lack.
 from weir.models.versions import check_versions
 
 # isort: split

@@ -1,8 +1,8 @@
 """The attention sink a model was trained with, and softmax-off-by-one for a Zero Sink.
 
-StreamingLLM (Xiao et al. 2023), section 3.3, trains models as usual; with SoftMax_1, which adds one
-to the denominator ("Zero Sink"); or with a learnable token in front of every sample. The model's
-configuration records the kind, so that it travels with the weights.
+StreamingLLM (Xiao et al. 2023), section 3.3, trains models in three ways: as usual, with SoftMax_1,
+which adds one to the denominator ("Zero Sink"), or with a learnable token in front of every sample.
+The model's configuration records the kind, so that it travels with the weights.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ModelSink:
         kind: one of `KINDS`.
         tokens: ids in front of every training sample, in order; only a learnable sink has any.
 
-    WeirError if there is no such sink.
+    Raises WeirError if there is no such sink.
     """
 
     kind: str = "none"
@@ -65,11 +65,13 @@ class ModelSink:
 
     @property
     def slots(self) -> int | None:
-        """Number of slots the attention needs for sinks; None where training did not settle it."""
+        """Number of slots that the attention needs for sinks; None if training did not determine
+        it.
+        """
         return None if self.kind == "none" else len(self.tokens)
 
     def first(self, ids: Sequence[int]) -> list[int]:
-        """Return a text's ids with the sink's tokens in front, once.
+        """Return a text's ids with the sink's tokens in front.
 
         Sink tokens that the tokenizer has already put there are not repeated.
 
@@ -86,7 +88,7 @@ def sink_of(config: PreTrainedConfig) -> ModelSink:
     """Read the sink from a model's configuration.
 
     Args:
-        config: the model's configuration; of one with several parts, the text decoder's is read.
+        config: the model's configuration; if it has several parts, the text decoder's is read.
 
     Raises:
         WeirError: the configuration has an entry `weir_sink` that weir cannot read.
@@ -105,13 +107,13 @@ def sink_of(config: PreTrainedConfig) -> ModelSink:
 def set_sink(config: PreTrainedConfig, kind: str, tokens: Iterable[int] = ()) -> None:
     """Write a model's sink into its configuration; `save_pretrained` keeps it.
 
-    With "zero" the attention becomes `zero_sink_attention`, both in models made from the
-    configuration and in a model that has it. A saved folder asks for that attention too, so
-    `AutoModelForCausalLM.from_pretrained(folder)` uses it after `import weir.models`; without the
-    import, transformers raises an error for an unknown attention instead of using another one.
+    With "zero", the attention becomes `zero_sink_attention`, both in models that are made from the
+    configuration and in a model that already uses it. A saved folder asks for that attention too,
+    so `AutoModelForCausalLM.from_pretrained(folder)` uses it after `import weir.models`; without
+    the import, transformers raises an error for an unknown attention instead of using another one.
 
     Args:
-        config: configuration of a causal language model; of one with several parts, the text
+        config: configuration of a causal language model; if it has several parts, the text
             decoder's is set.
         kind: one of `KINDS`.
         tokens: ids in front of every training sample; for "learnable" only.
@@ -133,7 +135,7 @@ def attend_by_sink(config: PreTrainedConfig) -> None:
     """Select `zero_sink_attention` where a configuration says that its model has a Zero Sink."""
     text: Any = config.get_text_config(decoder=True)
     if sink_of(config).kind == "zero":
-        # Set twice: for this process, and as a plain attribute for the saved file, because
+        # It is set twice: for this process, and as a plain attribute for the saved file, because
         # transformers reads `attn_implementation` from a config.json but does not write it.
         text._attn_implementation = {"": ATTENTION}
         text.attn_implementation = ATTENTION
@@ -207,7 +209,7 @@ def zero_sink_attention(
         [batch, heads, length, tokens], which sum to less than one.
 
     Raises:
-        WeirError: the model has sink logits of its own.
+        WeirError: the model has its own sink logits.
     """
     if kwargs.get("s_aux") is not None:
         raise WeirError(
@@ -220,8 +222,8 @@ def zero_sink_attention(
     if softcap is not None or kwargs.get("output_attentions"):
         return _formula(query, key, value, attention_mask, causal, dropout, scaling, softcap)
     if causal:
-        # With a query in front as well, PyTorch's own causal mask fits, and no mask is read. Keys
-        # beyond the queries' belong to slots that are not filled yet.
+        # With a query in front as well, PyTorch's own causal mask is right, and no mask has to be
+        # read. Keys after those of the queries belong to slots that are not filled yet.
         query = F.pad(query, (0, 0, 1, 0))
     if attention_mask is not None:
         seen = 1.0 if attention_mask.dtype == torch.bool else 0.0

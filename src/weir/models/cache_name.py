@@ -1,4 +1,4 @@
-"""The name that the installed transformers has for the cache of a call.
+"""The argument name that the installed transformers uses for a cache.
 
 Up to 5.23 the argument of a model's forward and the field of its output are called
 `past_key_values`; from 5.24 on they are called `cache`, and the old name is deprecated. Everything

@@ -1,12 +1,12 @@
-"""Decode steps under `torch.compile`, the engine of GPUs.
+"""Decode steps under `torch.compile`, the engine for GPUs.
 
 The decoder's forward is compiled as PyTorch documents it, with a stand-in for the cache. Its slots
 are buffers that keep their shape and their memory, so one program serves an endless stream.
-PyTorch's guards notice what is replaced in the model. It compiles a program for each size of batch
-and cache, and leaves those beyond its own limit uncompiled.
+PyTorch's guards notice when a part of the model is replaced. PyTorch compiles a program for each
+size of batch and cache, up to its own limit; other sizes run uncompiled.
 
-What Python alone can do, the positions of the stream and the masks that weir does not need, is
-marked with `torch.compiler.disable` where it is defined (`hooks`).
+The positions of the stream and the mask function must run in Python. They are marked with
+`torch.compiler.disable` where they are defined (`hooks`).
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class CompiledStep:
 
     Args:
         options: for `torch.compile`.
-        strict: raise a WeirError where a step cannot be compiled, and write no notices.
+        strict: raise a WeirError if a step cannot be compiled, and write no notices.
 
     Raises:
-        WeirError: `torch.compile` does not take these options.
+        WeirError: `torch.compile` does not accept these options.
     """
 
     run: Literal["native", "compiled"] = "compiled"
@@ -59,7 +59,7 @@ class CompiledStep:
         # sizes of one model do not use up the limit of the others.
         code = _run_decoder.__code__.replace()
         function: Any = FunctionType(code, globals(), "decoder")
-        try:  # `torch.compile` takes apart what it is given
+        try:  # `torch.compile` changes the options in place
             self._run: RunDecoder = torch.compile(
                 function, dynamic=False, **copy.deepcopy(dict(options))
             )
@@ -68,7 +68,7 @@ class CompiledStep:
             raise WeirError(f"torch.compile does not accept these options: {reason}") from None
 
     def prepare(self) -> None:
-        """Do nothing: PyTorch's guards notice what is replaced."""
+        """Do nothing, because PyTorch's guards notice replaced modules."""
 
     def step(self, step: Step, given: Given, own: OwnForward) -> BaseModelOutputWithPast | None:
         """Run a step; see `StepEngine.step`."""
@@ -91,7 +91,7 @@ class CompiledStep:
         return output
 
     def whole_step(self, model: nn.Module, slots: StepSlots) -> None:
-        """Return None: a compiled step is the decoder's alone."""
+        """Return None, because a compiled step covers only the decoder."""
 
     def why_not(self, slots: StepSlots, rows: int) -> str | None:
         """Return why steps are the model's own; see `StepEngine.why_not`."""
@@ -99,12 +99,12 @@ class CompiledStep:
 
 
 def _run_decoder(own: OwnForward, given: Given) -> BaseModelOutputWithPast:
-    """Call a decoder's forward; each engine has a copy of this, with programs of its own."""
+    """Call a decoder's forward. Each engine has a copy of this function, with separate programs."""
     return own(**given)
 
 
 class StepCache(MasklessCache):
-    """The cache in a compiled forward of one token a row.
+    """Stands for the cache in a compiled forward of one token for each row.
 
     Attributes:
         largest: output, as in `Step`.
@@ -127,7 +127,7 @@ class StepCache(MasklessCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Any, Tensor]:
-        """Pass new keys and values on to weir's attention, which asks for answers here."""
+        """Pass new keys and values on to weir's attention, which calls `attend`."""
         return (self, layer_idx, key_states), value_states
 
     def attend(
@@ -142,8 +142,8 @@ class _LayerParts:
 
     Args:
         parts: of the layer.
-        ends: of each part, the slot of each row's token [batch], int64.
-        largest: of each part, where the largest numbers go [batch], float32.
+        ends: for each part, the slot of each row's token [batch], int64.
+        largest: for each part, the output for the largest numbers [batch], float32.
     """
 
     def __init__(

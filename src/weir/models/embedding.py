@@ -1,4 +1,6 @@
-"""Images as embeddings: the decoder's input after the model has inserted image features."""
+"""Images as embeddings: computes the decoder's input after the model has inserted image
+features.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ COMPLAINTS = (
     ("do not match", "feature"),
     ("<image> tokens not divisible",),  # SmolVLM, and older versions of transformers
 )
-"""Words of errors about images that do not fit their tokens; an error has all words of a line."""
+"""Words by which errors about images that do not match their tokens are recognized; an error has
+all words of a line.
+"""
 
 
 def embed(model: PreTrainedModel, given: Mapping[str, Any]) -> Tensor:
@@ -52,7 +56,7 @@ def embed(model: PreTrainedModel, given: Mapping[str, Any]) -> Tensor:
         check_sizes(given)
     device = input_device(model)
     there = {n: t.to(device) if isinstance(t, Tensor) else t for n, t in given.items()}
-    if images.axes:  # without positions the model would compute and remember them
+    if images.axes:  # otherwise the model would compute positions and remember them
         there["position_ids"] = torch.zeros_like(there["input_ids"])
     read: list[Tensor] = []
 
@@ -80,8 +84,8 @@ def embed(model: PreTrainedModel, given: Mapping[str, Any]) -> Tensor:
 
 
 def mismatch(error: BaseException) -> WeirError | None:
-    """Turn a model's error about images that do not match their tokens into weir's; None for any
-    other.
+    """Convert a model's error about images that do not match their tokens to a WeirError; None for
+    any other error.
     """
     text = str(error).strip()
     if not isinstance(error, ValueError) or not any(all(w in text for w in c) for c in COMPLAINTS):

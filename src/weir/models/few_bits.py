@@ -1,4 +1,4 @@
-"""Layers whose weights are stored with few bits, as code that reads weights meets them."""
+"""Interface of layers whose weights are stored with few bits, for code that reads weights."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class FewBits(Protocol):
     """A layer whose weight is rounded to few bits; `weir.native` has several."""
 
     def dequantized(self) -> Tensor:
-        """Return the weight written out [outputs, inputs], in the model's dtype."""
+        """Return the dequantized weight [outputs, inputs], in the model's dtype."""
 
 
 def has_few_bits(model: nn.Module) -> bool:
-    """Return whether any weight of a model is held with few bits, its numbers rounded."""
+    """Return whether any weight of a model is rounded to few bits."""
     return any(isinstance(module, FewBits) for module in model.modules())

@@ -1,7 +1,8 @@
 """Fingerprints of models, from their weights in memory; no weight is dequantized or loaded.
 
-Some numbers of every weight are read: of the local shard, of the quantized data, or of an offloaded
-weight where it is stored. So the same model loaded in another way may have another fingerprint.
+Some numbers of every weight are read: from the local shard, from the quantized data, or from the
+place where an offloaded weight is stored. So the same model can have another fingerprint if it is
+loaded in another way.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from transformers import PreTrainedModel
 from weir.errors import quote
 
 SOME = 64
-"""How many numbers of each weight are read, from its beginning."""
+"""How many numbers at the beginning of each weight are read."""
 PLACES = ("rope_parameters", "layer_types", "sliding_window")
-"""Settings of positions and windows; with others, the same weights are another model."""
+"""Settings of positions and windows. If they differ, the same weights are a different model."""
 
 
 def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
@@ -41,11 +42,11 @@ def fingerprint(model: PreTrainedModel) -> dict[str, Any]:
 def compare_fingerprints(
     mine: Mapping[str, Any], theirs: Mapping[str, Any], names: Collection[str] | None = None
 ) -> str:
-    """Describe in what the fingerprint of another model differs from that of the model here, such
-    as `layers 2, here 1`; empty if they are equal.
+    """Describe how the fingerprint of another model differs from that of this model, such as
+    `layers 2, here 1`; empty if they are equal.
 
     Args:
-        mine: the fingerprint of the model here.
+        mine: the fingerprint of this model.
         theirs: the other one, which may come from a file.
         names: the facts to compare; None for all.
     """
@@ -71,7 +72,9 @@ def weights_of(decoder: nn.Module, config: Any) -> str:
 
 _KNOWN: weakref.WeakKeyDictionary[nn.Module, tuple[list[Any], Any, str]]
 _KNOWN = weakref.WeakKeyDictionary()
-"""By decoder: references to its weights, the state they and the settings were in, the digest."""
+"""By decoder: references to its weights, the state of weights and settings when the digest was
+computed, and the digest.
+"""
 
 
 def _position_settings(config: Any) -> str:
@@ -80,7 +83,7 @@ def _position_settings(config: Any) -> str:
 
 
 def _version(weight: Tensor) -> int:
-    """Return how often a weight was written to; 0 where PyTorch does not count."""
+    """Return how often a weight was written to; 0 if PyTorch does not count."""
     try:
         return weight._version
     except RuntimeError:  # made in inference mode
@@ -148,6 +151,7 @@ def _numbers(t: Tensor) -> bytes:
 
 
 def _bytes(t: Tensor) -> bytes:
-    # A copy: a tensor of one number counts as contiguous whatever its stride, but has no bytes.
+    # Copy, because a tensor of one number counts as contiguous whatever its stride, but cannot be
+    # viewed as bytes.
     some = t.detach().reshape(-1).cpu().clone(memory_format=torch.contiguous_format)
     return some.view(torch.uint8).numpy().tobytes()

@@ -27,8 +27,8 @@ class Gate:
     """The gate of one layer.
 
     Attributes:
-        weight: by KV head, of each number of all heads' keys and values, and a constant
-            [kv_heads * (key_dim + value_dim) + 1, kv_heads], float32.
+        weight: for each KV head, the weight of each number of all heads' keys and values, and a
+            constant [kv_heads * (key_dim + value_dim) + 1, kv_heads], float32.
     """
 
     weight: Tensor
@@ -36,8 +36,8 @@ class Gate:
     def __call__(self, keys: Tensor, values: Tensor) -> Tensor:
         """Predict the logarithm of the largest share of attention [batch, kv_heads, n], float32.
 
-        Keys, without rotation, and values are of the same tokens in all heads [batch, kv_heads, n,
-        dim]; WeirError if the gate is of a layer with other heads.
+        Unrotated keys, and values, belong to the same tokens in all heads [batch, kv_heads, n,
+        dim]. Raises WeirError if the gate was trained for other heads.
         """
         given = features(keys, values)
         weight = self.weight.to(given.device)
@@ -51,7 +51,9 @@ class Gate:
 
 
 def features(keys: Tensor, values: Tensor) -> Tensor:
-    """Join what a gate reads: keys and values of all heads, and 1 [batch, n, numbers], float32."""
+    """Join the inputs of a gate: keys and values of all heads, and 1 [batch, n, numbers],
+    float32.
+    """
     both = torch.cat([keys, values], dim=3).float().transpose(1, 2).flatten(2)
     return torch.cat([both, both.new_ones(*both.shape[:2], 1)], dim=2)
 

@@ -1,15 +1,15 @@
-"""Calls of `model.generate` with a weir cache, on their way to transformers.
+"""Intercepts calls of `model.generate` with a weir cache.
 
 While a model has hooks, three of its methods look for a weir cache among the arguments of a call:
 
 - `generate` takes the cache as `cache` or as `past_key_values`, with any release of transformers;
-- `PREPARE` overrules what generation configurations say of caches: `cache_implementation`, which
-  asks for one of transformers' own, and `use_cache=False`, which MPT's configurations have;
+- `PREPARE` overrides the cache options of generation configurations: `cache_implementation`, which
+  asks for one of transformers' own caches, and `use_cache=False`, which MPT's configurations have;
 - `CRITERIA` gives the cache the stopping criteria, which know which rows of a batch have ended.
 
-`PREPARE` also does the work of the hook on `generate`, which may come too late: in
-`model.generate(cache=weir.StreamingCache(model))` Python looks up `model.generate` before the cache
-exists, and with it the hooks. Every other call is passed on unchanged.
+`PREPARE` also does the work of the hook on `generate`, which may be installed too late: in
+`model.generate(cache=weir.StreamingCache(model))`, Python looks up `model.generate` before the
+cache and the hooks exist. Every other call is passed on unchanged.
 """
 
 from __future__ import annotations
@@ -33,16 +33,18 @@ CRITERIA = "_get_stopping_criteria"
 """transformers' method that makes the stopping criteria of a call from all of its arguments."""
 
 _CACHE: contextvars.ContextVar[Any] = contextvars.ContextVar("weir_generate_cache", default=None)
-"""Reference to the weir cache of the call of `generate` under way in this thread; None if none."""
+"""Reference to the weir cache of the running call of `generate` in this thread; None if there is
+none.
+"""
 
 
 class GenerateHook:
     """The hooks on one model's `generate`.
 
-    Only the model refers to the patches: a cache does not keep the model that it serves alive.
+    Only the model refers to the patches, so a cache does not keep its model alive.
 
     Args:
-        model: the model that callers call `generate` of; one that has none is left alone.
+        model: the model whose `generate` is called; a model without `generate` is left unchanged.
         is_ours: tells whether an argument is a cache of this model's decoder.
     """
 
@@ -75,7 +77,7 @@ class GenerateHook:
         return cache if cache is not None and self._is_ours(cache) else None
 
     def _generate(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call `generate`, the cache under the name that the installed release has for it."""
+        """Call `generate`, with the cache under the name that the installed release uses."""
         ours = self._cache_in(kwargs) is not None
         if ours and self._missing and _has_rows(args, kwargs):
             raise WeirError(
@@ -83,7 +85,8 @@ class GenerateHook:
                 "needs to know which rows of a batch have ended. Generate row by row, or install "
                 "an older transformers."
             )
-        # For any cache: weir passes the call on, and transformers would blame it for an old name.
+        # Do this for any cache: weir passes the call on, and transformers' warning about an old
+        # name would point at weir.
         return own(*args, **with_one_name(kwargs))
 
     def _prepare(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -104,7 +107,7 @@ class GenerateHook:
             config.use_cache = True
         cache.only_new = _only_new(cache, kwargs)
         old = cache.is_initialized and Version(transformers.__version__) < _CONTINUES_IN_CHUNKS
-        if old or kwargs.get("inputs_embeds") is not None:  # which transformers does not cut
+        if old or kwargs.get("inputs_embeds") is not None:  # transformers does not cut these
             config.prefill_chunk_size = None
         return config, more
 
@@ -118,9 +121,10 @@ class GenerateHook:
 
 
 def _only_new(cache: Any, given: Mapping[str, Any]) -> bool:
-    """Return whether the embeddings of a call are those of new tokens only, by its mask.
+    """Return whether a call's embeddings are those of new tokens only, which its mask tells.
 
-    transformers takes embeddings for the whole text and leaves out what was fed before.
+    transformers assumes that embeddings are those of the whole text, and leaves out those that were
+    fed before.
     """
     vectors, mask = given.get("inputs_embeds"), given.get("attention_mask")
     if not isinstance(vectors, Tensor) or not isinstance(mask, Tensor) or not cache.is_initialized:
@@ -131,8 +135,9 @@ def _only_new(cache: Any, given: Mapping[str, Any]) -> bool:
 
 _CONTINUES_IN_CHUNKS = Version("5.23")
 """The first release that is known to leave out tokens that were fed before if `prefill_chunk_size`
-is given; 5.12 feeds the whole text again. weir does not need the option: a long prompt takes no
-more slots in one piece."""
+is given; 5.12 feeds the whole text again. weir does not need the option, because a long prompt
+takes no more slots in one piece.
+"""
 
 
 def _has_rows(args: tuple[Any, ...], given: Mapping[str, Any]) -> bool:

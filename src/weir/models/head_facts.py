@@ -1,4 +1,5 @@
-"""Facts about each KV head of a model, measured in one reading of random tokens and kept.
+"""Measurements of each KV head of a model, made once by reading random tokens, and cached in a
+file.
 
 Some heads look for an earlier occurrence of a token, or of its context, and copy what followed
 (Olsson et al. 2022, "In-context Learning and Induction Heads", arXiv:2209.11895). And in some
@@ -33,10 +34,14 @@ from weir.slab import FORMATS, as_read, attention_softmax, compute_logits
 REPEATED = 128
 """Random tokens that are read twice."""
 FILE = "head_facts.json"
-"""The facts of some models, in weir's assets; a file of this name in `cache_folder` has others."""
+"""File with the facts of some models, in weir's assets. A file of the same name in `cache_folder`
+has those of others.
+"""
 _SHIPPED = Path(str(files("weir"))) / "assets" / FILE
 _FIRST = 8
-"""Tokens at the beginning that are not counted: many heads look at them for no reason."""
+"""Tokens at the beginning that are not counted, because many heads attend to them whatever they
+are.
+"""
 EXACT = 4
 """Tokens at the beginning that a policy keeps exact, as sinks."""
 
@@ -46,8 +51,8 @@ class HeadFacts:
     """Measurements of the layers that a policy holds.
 
     Attributes:
-        lookup: of each KV head of each layer, how much it looks up earlier tokens, from 0 to 1.
-        shift: by how many nats keys in 4 bits shift attention in the head that bears them worst,
+        lookup: for each KV head of each layer, how much it looks up earlier tokens, from 0 to 1.
+        shift: how many nats keys in 4 bits shift attention in the head where the effect is largest:
             the Kullback-Leibler divergence of its shares, averaged over the queries.
     """
 
@@ -61,8 +66,8 @@ _KNOWN: weakref.WeakKeyDictionary[PreTrainedModel, HeadFacts | None] = weakref.W
 def find_head_facts(model: PreTrainedModel) -> HeadFacts | None:
     """Find the facts of a model's heads (`measure_heads`).
 
-    None for a model without weights, or where they cannot be measured. They are kept by the model's
-    weights in `cache_folder`.
+    None for a model without weights, or if they cannot be measured. They are cached in
+    `cache_folder`, by the model's weights.
     """
     if model not in _KNOWN:
         _KNOWN[model] = _find(model)
@@ -85,12 +90,12 @@ def _find(model: PreTrainedModel) -> HeadFacts | None:
 
 def _name(model: PreTrainedModel) -> str:
     """Return the name of a model's facts: its fingerprint, and a checksum of its attention."""
-    modules = describe(model).attentions  # of a model that sees, those of its text decoder
+    modules = describe(model).attentions  # of a model that sees images, those of its text decoder
     return f"{fingerprint(model)['weights']}-{digest_rows(modules)}"
 
 
 def _read(kept: Any) -> HeadFacts | None:
-    """Read the facts of one model from JSON; None where they are none."""
+    """Read the facts of one model from JSON; None if they are not valid."""
     try:
         lookup = tuple(tuple(float(score) for score in layer) for layer in kept["lookup"])
         return HeadFacts(lookup, float(kept["shift"]))
@@ -101,15 +106,15 @@ def _read(kept: Any) -> HeadFacts | None:
 def measure_heads(model: PreTrainedModel) -> HeadFacts | None:
     """Measure the KV heads of each layer that a policy holds.
 
-    The model reads random tokens twice. Of each KV head, every token's largest share of attention
-    from the second reading is averaged over the tokens, as KVzip (Kim et al. 2025, section 3.2;
-    arXiv:2505.23416) scores them. None where the model is too small to be asked, outside
-    transformers' attention interface, or spread over processes by heads.
+    The model reads random tokens twice. For each KV head, the largest share of attention that each
+    token gets from the second reading is averaged over the tokens, as KVzip (Kim et al. 2025,
+    section 3.2; arXiv:2505.23416) scores them. None if the model is too small, does not use
+    transformers' attention interface, or is distributed over processes by heads.
     """
     spec = describe(model)
     window, config = window_of(model.config), model.config.get_text_config(decoder=True)
     count = min(REPEATED, (window or 2 * REPEATED) // 2)
-    own = config.model_type in OWN_FAMILIES  # whose attention cannot be observed
+    own = config.model_type in OWN_FAMILIES  # their attention cannot be observed
     if own or count <= 2 * _FIRST or config.vocab_size < REPEATED:
         return None
     draw = torch.Generator().manual_seed(0)
@@ -124,7 +129,8 @@ def measure_heads(model: PreTrainedModel) -> HeadFacts | None:
     with torch.no_grad(), observe_attention(config, hear):
         try:
             model.eval()
-            # The text decoder of a model that sees: some ids stand for images outside of it.
+            # Use the text decoder of a model that sees images, because the whole model treats some
+            # ids as images.
             text = model.get_decoder()
             text(input_ids=ids.repeat(1, 2).to(input_device(model)), use_cache=False)
         except WeirError:
@@ -143,14 +149,14 @@ def measure_heads(model: PreTrainedModel) -> HeadFacts | None:
 def _measure(seen: AttentionInputs) -> tuple[tuple[float, ...], float]:
     """Return the lookup of each KV head and the shift of one layer (`HeadFacts`).
 
-    The second half of the queries reads what the first half has read.
+    The second half of the queries reads the same tokens as the first half.
     """
     query, key, params = seen.queries, seen.keys, seen.params
     half, heads = query.shape[2] // 2, key.shape[1]
     bias = None if seen.mask is None else bias_of(seen.mask[:, None])
 
     def shares_of(key: Tensor) -> Tensor:
-        """Shares of attention [1, kv_heads, group, queries, keys]."""
+        """Return the shares of attention [1, kv_heads, group, queries, keys]."""
         logits = compute_logits(query.unflatten(1, (heads, -1)), key, params, bias)
         return attention_softmax(logits, logits.new_zeros(1, 1, 1), params)
 
@@ -160,9 +166,9 @@ def _measure(seen: AttentionInputs) -> tuple[tuple[float, ...], float]:
     if form.wrong(key.shape[3], seen.values.shape[3]) is None:
         rounded = torch.cat([key[:, :, :EXACT], as_read(key[:, :, EXACT:], form.keys)], dim=2)
         there = shares_of(rounded)
-        # Both functions count a share of 0 as nothing.
+        # Both functions treat a share of 0 as contributing nothing.
         nats = (-torch.special.entr(shares) - torch.special.xlogy(shares, there)).sum(-1)
-        if params.sinks is not None:  # a learned sink has the rest of the attention
+        if params.sinks is not None:  # a learned sink gets the rest of the attention
             rest, other = ((1 - one.sum(-1)).clamp(min=0) for one in (shares, there))
             nats += torch.special.xlogy(rest, rest) - torch.special.xlogy(rest, other)
         shift = round(float(nats.mean(-1).max()), 4)

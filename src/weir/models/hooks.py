@@ -2,17 +2,17 @@
 
 During a call with a weir cache, and in no other:
 
-- the attention implementation of the model's configuration is `weir`; in families with attention
-  code of their own it stays, and patched attention modules call weir (`legacy_attention`);
+- the attention implementation of the model's configuration is `weir`; families with their own
+  attention code keep it, and patched attention modules call weir (`legacy_attention`);
 - its rotary embedding returns cosines and sines of weir's own positions;
 - its decoder gets no attention mask and small positions, so that it builds nothing that grows with
   the stream.
 
 `generate_calls` has the hook on the model's `generate`.
 
-All calls of a model take turns, so that no thread sees what another one has switched. The hooks are
+Calls of a model take turns, so that no thread sees what another thread has switched. The hooks are
 removed with the model's last cache, and copies of the model do not have them. A cache is a
-`StreamingCache` and a call under way a `Forward`, of rooms above this one.
+`StreamingCache`, and a running call is a `Forward`; both are defined in rooms above this one.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Chosen:
     """The choice of an engine for the decode steps of a model.
 
     Attributes:
-        make: makes the engine; None for the model's own steps.
+        make: makes the engine; None if the model runs its own steps.
         reason: why there is no engine.
     """
 
@@ -67,7 +67,7 @@ class Chosen:
 
 
 NOT_ASKED = Chosen(None, "weir.compile_steps(model) has not been called")
-"""The choice for a model of which nobody has asked for an engine."""
+"""The choice for a model for which no engine was requested."""
 
 _CHOSEN: weakref.WeakKeyDictionary[nn.Module, Chosen] = weakref.WeakKeyDictionary()
 """The choice for each decoder."""
@@ -76,7 +76,9 @@ _ATTACHED: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDic
 """Attachments by decoder."""
 
 _MAKING = threading.RLock()
-"""Guards the dictionaries above. Reentrant: collecting garbage may release a cache meanwhile."""
+"""Guards the dictionaries above. It is reentrant, because the garbage collector may release a cache
+while it is held.
+"""
 
 
 class Attachment:
@@ -85,7 +87,7 @@ class Attachment:
     Attributes:
         facts: the model's description.
         caches: the caches that are alive.
-        engine: runs decode steps; None for the model's own.
+        engine: runs decode steps; None if the model runs its own.
     """
 
     def __init__(self, facts: ModelSpec) -> None:
@@ -114,7 +116,7 @@ class Attachment:
 
     @property
     def running(self) -> StreamedCall | None:
-        """The call under way in this thread; None between calls, and in calls of other threads that
+        """The running call in this thread; None between calls, and in calls of other threads that
         began before the model had hooks.
         """
         return self._running if self._lock.is_switched_here() else None
@@ -143,12 +145,12 @@ class Attachment:
             pass
 
     def choose_engine(self, chosen: Chosen) -> None:
-        """Let an engine run decode steps from now on, or none. No call may be under way."""
+        """Let an engine, or none, run decode steps from now on. No call may be running."""
         self.engine = None if chosen.make is None else chosen.make(self.facts)
         self._no_engine = chosen.reason
 
     def describe_steps(self, slots: StepSlots, rows: int) -> dict[str, str | None]:
-        """Return how steps over a cache's slots run now, and why they are the model's own.
+        """Return how steps over a cache's slots run now, and if the model runs them, why.
 
         Args:
             slots: of the cache.
@@ -165,17 +167,17 @@ class Attachment:
     def run_step(
         self, model: nn.Module, cache: StreamedCache, slots: StepSlots, tokens: list[int]
     ) -> Tensor | None:
-        """Run a step of a model without calling it, where the engine runs whole steps.
+        """Run a step of a model without calling the model, if the engine runs whole steps.
 
         Args:
             model: the causal language model around the decoder.
             cache: a cache of it.
             slots: of the cache.
-            tokens: a token of each row.
+            tokens: one token for each row.
 
         Returns:
-            The logits [batch, vocabulary]; None, and nothing has happened, where the model has to
-            be called.
+            The logits [batch, vocabulary]; None if the model has to be called, and then nothing has
+            changed.
         """
         engine = self.engine
         if engine is None or self.facts.images is not None:
@@ -238,7 +240,7 @@ class Attachment:
             return output
 
     def _finish(self, own: OwnForward, running: StreamedCall) -> BaseModelOutputWithPast:
-        """Run a call that has begun, again and again without the rows that fail."""
+        """Run a call that has begun, and repeat it without the rows that fail."""
         while True:
             self._running = running
             try:
@@ -258,7 +260,7 @@ class Attachment:
             running = again
 
     def _answer(self, own: OwnForward, running: StreamedCall) -> BaseModelOutputWithPast:
-        """Run the decoder, a step by an engine where possible."""
+        """Run the decoder; steps are run by an engine if possible."""
         given = {**running.given, **self._replaced(running.given)}
         given.pop(OFFSETS, None)
         config = self.facts.config
@@ -287,10 +289,11 @@ class Attachment:
         return given
 
     def _replaced(self, given: Given) -> Given:
-        """Return replacements for the mask and positions, which would be as long as the stream.
+        """Return replacements for the mask and positions, whose size would grow with the stream.
 
         Most decoders ask their attention implementation for a mask and get none. MPT uses a 4D mask
-        unchanged. Falcon, and Bloom in older transformers, build biases for the columns of theirs.
+        unchanged. Falcon, and Bloom in older transformers, build biases for the columns of their
+        masks.
         """
         ids = given.get("input_ids")
         tokens = given["inputs_embeds"] if ids is None else ids
@@ -327,7 +330,7 @@ _MORE = ("output_hidden_states", "output_attentions")
 
 
 def _refuse(decoder: Any) -> None:
-    """Refuse a decoder that runs its layers twice, or has no weights."""
+    """Refuse a decoder that runs its layers twice or has no weights."""
     if decoder.training and getattr(decoder, "gradient_checkpointing", False):
         raise WeirError(
             "gradient checkpointing runs layers twice, which does not work with a stream. Call "
@@ -341,7 +344,7 @@ def _refuse(decoder: Any) -> None:
 def attention_name(facts: ModelSpec) -> str | None:
     """Return the name of the attention in calls with a weir cache; None for the model's own."""
     if facts.kind in OWN_FAMILIES:
-        return None  # their attention modules are patched, and read the name
+        return None  # their patched attention modules read the name
     return "weir" if facts.sink.kind != "zero" else SUNK_ATTENTION
 
 
@@ -354,7 +357,7 @@ def attach(model: PreTrainedModel, cache: StreamedCache) -> Attachment:
         while held is None or cache not in held.caches:
             held = held or _ATTACHED.setdefault(facts.decoder, Attachment(facts))
             held.caches.add(cache)
-            # The last other cache may have been collected just before, and the hooks with it.
+            # The last other cache, and the hooks with it, may have been collected just before.
             held = _ATTACHED.get(facts.decoder)
         held.hook_generate(transformers_model(model))
     weakref.finalize(cache, _leave_unused, weakref.ref(facts.decoder))
@@ -362,7 +365,7 @@ def attach(model: PreTrainedModel, cache: StreamedCache) -> Attachment:
 
 
 def choose_engine(decoder: nn.Module, chosen: Chosen) -> None:
-    """Choose what runs a decoder's steps, with caches of now and of later."""
+    """Choose what runs a decoder's steps, for existing and later caches."""
     with _MAKING:
         _CHOSEN[decoder] = chosen
         held = _ATTACHED.get(decoder)
@@ -372,9 +375,9 @@ def choose_engine(decoder: nn.Module, chosen: Chosen) -> None:
 
 
 def detach(cache: Any) -> None:
-    """Detach a cache from its model; the last one takes the hooks with it."""
+    """Detach a cache from its model; with the last one, the hooks are removed."""
     held: Attachment = cache.attachment
-    with forward_lock_of(held.facts.config):  # after the call under way
+    with forward_lock_of(held.facts.config):  # wait for the running call
         held.caches.discard(cache)
         _leave_unused(weakref.ref(held.facts.decoder))
 
@@ -402,12 +405,12 @@ def weir_attention(
 ) -> tuple[Tensor, None]:
     """Attention function for transformers, used in calls with a weir cache.
 
-    A call of another thread that began before the model had hooks may come here meanwhile; it goes
-    on with the attention that it had.
+    A call of another thread that began before the model had hooks may also arrive here. It
+    continues with the attention that it had.
 
     Takes queries rotated to their positions [batch, heads, length, key_dim], and keys and values of
-    the new tokens only [batch, kv_heads, length, dim]. `key` carries the cache and layer as a mark
-    left by `StreamingCache.update`, or in a tuple (`StepCache.update`), since a module does not
+    the new tokens only [batch, kv_heads, length, dim]. `key` carries the cache and layer, as a mark
+    set by `StreamingCache.update` or in a tuple (`StepCache.update`), because a module does not
     know the cache of its call. Returns ([batch, length, heads, value_dim], None).
     """
     cache: Attending
@@ -439,7 +442,7 @@ def _plain_attention(module: nn.Module) -> Callable[..., Any]:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def weir_mask(*args: Any, config: Any = None, **options: Any) -> Tensor | None:
-    """Mask function for transformers: weir's attention needs none; a call of another thread that
+    """Mask function for transformers. weir's attention needs no mask. A call of another thread that
     began before the model had hooks gets the mask that it would have had.
     """
     name = plain_attention_of(config)

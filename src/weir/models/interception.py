@@ -1,9 +1,10 @@
 """Interception of a model's calls: a method replaced on one module, and a lock around forwards.
 
-A patch is on one module object, not on copies of it. Under the lock one call at a time switches the
-attention of a configuration; models made from one configuration object switch it together, so they
-share one lock. A call that began before the model was patched holds no lock, and goes on beside it
-with the attention it had: which thread has switched it is noted.
+A patch is on one module object, not on copies of it. Under the lock, one call at a time switches
+the attention of a configuration. Models that were made from the same configuration object share it,
+so they share one lock. A call that began before the model was patched does not hold the lock, and
+continues with the attention that it had. To recognize such calls, weir records which thread has
+switched the attention.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from typing import Any, cast
 from torch import nn
 
 _LOCKS: weakref.WeakValueDictionary[int, ForwardLock] = weakref.WeakValueDictionary()
-"""Locks by the id of their configuration, which the lock keeps alive."""
+"""Locks by the id of their configuration. A lock keeps its configuration alive."""
 
 CAPTURING = "transformers.utils.output_capturing"
 """The file of transformers' hooks that collect attentions and hidden states."""
 _MAKING = threading.RLock()
-"""Reentrant: a thread's garbage may be collected while it holds the lock."""
+"""Reentrant, because the garbage collector may run in a thread that holds the lock."""
 
 
 def has_hooks(*held: Mapping[Any, Any]) -> bool:
-    """Return whether any forward hook is someone else's than transformers'.
+    """Return whether a module has any forward hook that is not from transformers.
 
     transformers puts hooks on a model when it is first asked for attentions or hidden states, and
     leaves them there. They do nothing in a call that asks for neither.
@@ -48,7 +49,7 @@ def has_class_forward(module: nn.Module, *, patched: bool = False) -> bool:
 
     Args:
         module: any module.
-        patched: look below patches of weir's too, which compute the same: faster products, a
+        patched: also look below weir's own patches, which compute the same: faster products, a
             layer's compiled program, a cache's hooks.
     """
     put = vars(module).get("forward")
@@ -58,7 +59,7 @@ def has_class_forward(module: nn.Module, *, patched: bool = False) -> bool:
 
 
 class MethodPatch:
-    """Call `around(own, *args, **kwargs)` in place of a module's method, which stays as `own`."""
+    """Calls `around(own, *args, **kwargs)` instead of a module's method, which is kept as `own`."""
 
     def __init__(self, module: nn.Module, name: str, around: Callable[..., Any]) -> None:
         self._module, self._name = module, name
@@ -68,7 +69,7 @@ class MethodPatch:
     def put(self, around: Callable[..., Any]) -> None:
         """Put the patch on the module, or put it back after it was removed."""
         own: Callable[..., Any] = getattr(self._module, self._name)
-        if own != self.own:  # otherwise keep the object: a program may be compiled for it
+        if own != self.own:  # otherwise keep the object, which may have a compiled program
             self.own = own
         self._around: Callable[..., Any] | None = around
         self._before = vars(self._module).get(self._name)
@@ -97,7 +98,7 @@ class MethodPatch:
         return functools.partial, (self._before,)
 
     def remove(self) -> None:
-        """Restore the module's method; a patch that another library has put there since stays."""
+        """Restore the module's method. A patch that another library has added since then stays."""
         self._around = None
         if vars(self._module).get(self._name) is not self:
             return
@@ -108,10 +109,11 @@ class MethodPatch:
 
 
 class ForwardLock:
-    """Reentrant lock around calls of one configuration's models, and their attention meanwhile.
+    """Reentrant lock around calls of one configuration's models, which also switches their
+    attention.
 
     `threading.RLock` cannot be referenced weakly. A configuration keeps the same lock as long as
-    anyone holds this object, and a waiting thread does.
+    anyone holds this object, and a waiting thread holds it.
     """
 
     def __init__(self, config: Any) -> None:
@@ -142,21 +144,21 @@ class ForwardLock:
             self._switcher = outer
 
     def is_switched_here(self) -> bool:
-        """Return whether it is the calling thread that has switched the attention."""
+        """Return whether the calling thread has switched the attention."""
         return self._switcher == threading.get_ident()
 
     def plain_attention(self) -> str | None:
         """Return the attention that a call without the lock had before another thread switched it;
-        None where the calling thread has switched it, or nobody did.
+        None if the calling thread has switched it, or no thread has.
 
-        It is still known when that thread has switched it back: the call may just have read the
-        other name.
+        It is still known after that thread has switched it back, because the call may have just
+        read the other name.
         """
         return None if self.is_switched_here() else self._plain
 
     def _set(self, name: str | None) -> None:
         held = vars(self._config)
-        if _NAME in held:  # the same as below, without walking through nested configurations
+        if _NAME in held:  # as below, but without walking through nested configurations
             held[_NAME] = name
         else:
             # A plain string would also be set in nested configurations (MPT has one).

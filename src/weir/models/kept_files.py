@@ -1,4 +1,4 @@
-"""weir's folder for files that can be made again: timings, and what was read of models."""
+"""weir's cache folder for files that can be made again: timings, and measurements of models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def cache_folder() -> Path:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Read a file of JSON by name; empty where it is missing, unreadable or something else."""
+    """Read a JSON file by name; empty if it is missing, unreadable or not an object."""
     try:
         found: Any = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -30,7 +30,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def write_json(file: Path, facts: dict[str, Any]) -> None:
-    """Write a file of JSON atomically; nothing happens where it cannot be written."""
+    """Write a JSON file atomically; does nothing if it cannot be written."""
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=file.parent) as scratch:

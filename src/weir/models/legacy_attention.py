@@ -1,8 +1,8 @@
 """Attention of families outside transformers' attention interface: Falcon, MPT and Bloom.
 
-While weir is attached, the `forward` of their attention modules is replaced: in a call with a weir
-cache it makes queries, keys and values as the family does, lets weir attend, and projects the
-result. In any other call the family's own runs.
+While weir is attached, the `forward` of their attention modules is replaced. In a call with a weir
+cache, it makes queries, keys and values as the family does, lets weir attend, and projects the
+result. In any other call, the family's own forward runs.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def bloom(module: Any, attend: Attend, hidden: Tensor, residual: Tensor) -> tupl
 
 
 def mpt(module: Any, attend: Attend, hidden: Tensor) -> tuple[Tensor, None]:
-    """Forward of an `MptAttention`: all queries, then all keys, then all values; some models clip
-    them.
+    """Forward of an `MptAttention`, whose projection has all queries, then all keys, then all
+    values; some models clip them.
     """
     mixed = module.Wqkv(hidden)
     if module.clip_qkv:
@@ -64,9 +64,9 @@ FORWARDS: dict[str, Callable[..., Any]] = {"falcon": falcon, "bloom": bloom, "mp
 
 
 def split_groups(mixed: Tensor, kv_heads: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Split a projection [batch, length, kv_heads * (group + 2) * dim], a KV head's queries, key
-    and value in a row, into queries [batch, heads, length, dim], keys and values [batch, kv_heads,
-    length, dim].
+    """Split a projection [batch, length, kv_heads * (group + 2) * dim], in which the queries of a
+    KV head are followed by its key and value, into queries [batch, heads, length, dim], keys and
+    values [batch, kv_heads, length, dim].
     """
     split = mixed.unflatten(2, (kv_heads, -1, dim)).permute(0, 2, 3, 1, 4)
     return split[:, :, :-2].flatten(1, 2), split[:, :, -2], split[:, :, -1]
@@ -85,7 +85,7 @@ def install(
 ) -> list[MethodPatch]:
     """Replace the forwards of a model's attention modules, for types in `FORWARDS`.
 
-    `running` returns the call under way with a weir cache (`cache.Forward`), None in any other.
+    `running` returns the running call with a weir cache (`cache.Forward`), None in any other call.
     """
 
     def with_weir(module: nn.Module) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Errors of libraries as errors of weir, in one sentence."""
+"""Converts errors of libraries to errors of weir with one sentence."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from weir.errors import WeirError
 
 @contextmanager
 def report_as(what: str, remedy: str = "") -> Iterator[None]:
-    """Turn any library's exception into a WeirError of one sentence; a WeirError is one already."""
+    """Convert any exception of a library to a WeirError of one sentence; a WeirError stays as it
+    is.
+    """
     try:
         yield
     except WeirError:
@@ -22,9 +24,9 @@ def report_as(what: str, remedy: str = "") -> Iterator[None]:
                 "or --trust-remote-code. Read the code first."
             ) from None
         reason, *rest = str(error).strip().splitlines() or [type(error).__name__]
-        if reason.rstrip().endswith(":") and len(rest) == 1:  # as huggingface_hub's validation
+        if reason.rstrip().endswith(":") and len(rest) == 1:  # like huggingface_hub's validation
             reason = f"{reason.rstrip()} {rest[0].strip()}"
         reason = reason.rstrip()
-        # A reason that ends in a colon introduces a list, and is no use without it.
+        # A reason that ends with a colon introduces a list, and is useless without it.
         more = "" if reason.endswith(":") else f" ({reason.rstrip('.')})"
         raise WeirError(what + more + remedy) from None

@@ -1,4 +1,4 @@
-"""A cache of transformers for forwards in which weir decides positions and attends."""
+"""A cache of transformers for forwards in which weir sets positions and computes attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Free memory, and a model's size."""
+"""Measures free memory and the size of a model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LIMITED = ("max", "current")
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Return the bytes that can be allocated on a device; None where the system does not say."""
+    """Return the bytes that can be allocated on a device; None if the system does not say."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     of_machine = _of_machine()
@@ -28,7 +28,9 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def _of_container() -> int:
-    """Return the bytes a control group has left, counting file pages, which can be reclaimed."""
+    """Return the bytes that a control group has left, including file pages, which can be
+    reclaimed.
+    """
     limit, taken = (int((GROUP / f"memory.{name}").read_text("ascii")) for name in _LIMITED)
     lines = (GROUP / "memory.stat").read_text("ascii").splitlines()
     parts = dict(line.split() for line in lines)

@@ -1,7 +1,7 @@
-"""Description of a model: positions and windows of its layers, and whether weir can serve it.
+"""Description of a model: positions and windows of its layers, and whether weir supports it.
 
-All families keep keys and values of every token and attend to them by softmax; rotary embeddings
-are half-split. Any other model is refused in one sentence.
+All supported families keep keys and values of every token and attend to them by softmax, and their
+rotary embeddings are half-split. Any other model is refused with a WeirError.
 """
 
 from __future__ import annotations
@@ -32,24 +32,27 @@ INTERFACE_FAMILIES = frozenset(
 """Model types whose attention goes through transformers' attention interface."""
 
 OWN_FAMILIES = frozenset({"falcon", "mpt", "bloom"})
-"""Model types with attention code of their own, served by `legacy_attention`."""
+"""Model types with their own attention code, supported by `legacy_attention`."""
 
 SUNK = frozenset({"gpt_oss"})
 """Model types with learned sink logits, one for each head."""
 
 MULTIMODAL = CAUSAL | TEXT_ONLY
-"""Multimodal model types around a decoder; of some, weir streams only the text (`images`)."""
+"""Multimodal model types around a decoder. For some of them, weir streams only the text
+(`images`).
+"""
 
 DROPPING = frozenset({"phi3"})
 """Model types whose `generate` drops a truthy cache once the text reaches the original window.
-Their RoPE frequencies change there and weir's do not, so caches of these models are falsy."""
+Their RoPE frequencies change there, but weir's do not, so weir's caches for these models are falsy.
+"""
 
 
 ABSOLUTE = frozenset({"wpe", "embed_positions", "position_embeddings"})
-"""Modules that make a vector of each position, as GPT-2's, OPT's and BERT's do."""
+"""Modules that make a vector for each position, like those of GPT-2, OPT and BERT."""
 
 WINDOW_NAMES = ("max_position_embeddings", "max_seq_len", "seq_length")
-"""Configuration names of a model's window: of most models, of MPT, and of some Bloom models."""
+"""Names of a model's window in configurations: of most models, of MPT, and of some Bloom models."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class ModelLayerSpec:
     """Description of one layer.
 
     Attributes:
-        positions: how the layer treats positions, for keys that keep theirs.
+        positions: how the layer treats positions, for keys that keep their positions.
         heads: attention sizes; with heads split over processes (`tp_plan`), of this process's
             share.
         first_head: the first KV head of that share.
@@ -76,7 +79,7 @@ class ModelSpec:
 
     Attributes:
         kind: the model type of its configuration.
-        decoder: the module that takes token ids and a cache; hooks go there.
+        decoder: the module that takes token ids and a cache; weir's hooks are on it.
         layers: each layer's description.
         attentions: each layer's attention module.
         rotaries: modules that make cosines and sines.
@@ -114,7 +117,7 @@ class StopTokens:
 
     @classmethod
     def of(cls, config: Any) -> StopTokens:
-        """Read a generation configuration; None, as base models have, means no stop tokens."""
+        """Read a generation configuration; None, as for base models, means no stop tokens."""
         if config is None:
             return cls((), None)
         stops = config.eos_token_id
@@ -125,9 +128,10 @@ class StopTokens:
 
 
 def describe(model: PreTrainedModel, reach: int | None = None) -> ModelSpec:
-    """Describe a causal language model; WeirError if weir cannot serve it.
+    """Describe a causal language model. Raises WeirError if weir does not support it.
 
-    `reach` is the highest position attention will meet, if known; some RoPE scalings depend on it.
+    `reach` is the highest position that attention will use, if known; some RoPE scalings depend on
+    it.
     """
     model = transformers_model(model)
     config = model.config.get_text_config(decoder=True)
@@ -148,7 +152,7 @@ def _describe(model: PreTrainedModel, config: Any, reach: int | None) -> ModelSp
     layers = []
     placed = config.model_type not in OWN_FAMILIES
     types = getattr(config, "layer_types", None) or [None] * len(modules)
-    known: dict[str | None, Rotary] = {}  # layers of a type share one, and its tables
+    known: dict[str | None, Rotary] = {}  # layers of a type share one with its tables
     for kind, module in zip(types[: len(modules)], modules, strict=True):
         rotary = None
         if rotary_module is not None and _rotates(config, module):
@@ -163,7 +167,7 @@ def _describe(model: PreTrainedModel, config: Any, reach: int | None) -> ModelSp
         layers.append(ModelLayerSpec(positions, *_heads(config, module, model.dtype)))
     return ModelSpec(
         kind=config.model_type,
-        # In a multimodal model, another module around the decoder makes the masks.
+        # In a multimodal model, the masks are made by another module around the decoder.
         decoder=model.base_model,
         layers=tuple(layers),
         attentions=tuple(modules),
@@ -177,9 +181,9 @@ def _describe(model: PreTrainedModel, config: Any, reach: int | None) -> ModelSp
 
 
 def transformers_model(model: object) -> PreTrainedModel:
-    """Return the transformers model to serve: `model`, or the one inside a PEFT adapter.
+    """Return the transformers model: `model`, or the one inside a PEFT adapter.
 
-    Raises WeirError if there is none, or it is wrapped in a way that weir cannot serve.
+    Raises WeirError if there is none, or it is wrapped in a way that weir does not support.
     """
     kind = type(model).__name__
     if isinstance(model, PreTrainedModel):
@@ -237,8 +241,8 @@ def attention_modules(decoder: nn.Module) -> list[nn.Module]:
 
 
 def _refuse_numbers(modules: list[nn.Module]) -> None:
-    """Refuse layers that were removed, repeated or reordered without new numbers; the number of a
-    layer says which slots are its own.
+    """Refuse layers that were removed, repeated or reordered without new numbers, because the
+    number of a layer decides which slots it uses.
     """
     for index, module in enumerate(modules):
         number = getattr(module, "layer_idx", index)
@@ -282,7 +286,7 @@ def _refuse(model: PreTrainedModel, config: Any) -> None:
 
 
 def _why_unknown(model: PreTrainedModel, config: Any) -> str:
-    """Describe why weir does not serve a model of a type that it does not know."""
+    """Describe why weir does not support a model of a type that it does not know."""
     kind, outer = config.model_type, model.config.model_type
     if is_encoder_config(model.config):
         return (
@@ -302,15 +306,17 @@ def _why_unknown(model: PreTrainedModel, config: Any) -> str:
 
 
 def is_encoder_config(config: Any) -> bool:
-    """Return whether a configuration is an encoder's: of a model for masked tokens, not configured
-    as a decoder.
+    """Return whether a configuration is that of an encoder: a model for masked tokens that is not
+    configured as a decoder.
     """
     decodes = getattr(config, "is_decoder", False) or config.is_encoder_decoder
     return config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not decodes
 
 
 def _refuse_closed(kind: str, modules: list[nn.Module]) -> None:
-    """Refuse attention that does not use transformers' interface, such as Nemotron's in 5.12."""
+    """Refuse attention that does not use transformers' attention interface, such as Nemotron's in
+    5.12.
+    """
     if kind in OWN_FAMILIES:
         return
     written_in = (sys.modules[part.__module__] for part in type(modules[0]).__mro__)
@@ -363,7 +369,7 @@ def _shares(module: nn.Module) -> tuple[int, int]:
             continue
         mesh = p.device_mesh
         at = mesh.get_coordinate() or [0] * mesh.ndim
-        # Other mesh dimensions split data or layers; their names say so.
+        # Other mesh dimensions split data or layers, as their names tell.
         names = mesh.mesh_dim_names or ("tp",) * mesh.ndim
         for dim, placement in enumerate(p.placements):
             # Projections to heads are split by rows, the output projection by columns.
@@ -396,7 +402,7 @@ def read_rotary(module: nn.Module, kind: str | None, reach: int | None) -> Rotar
     rope_type = rope_type[kind] if several else rope_type
     config: Any = getattr(module, "config", None)
     if rope_type in ("longrope", "dynamic"):
-        # These change frequencies with the length of a call; a cache's reach is fixed.
+        # These change frequencies with the length of a call, but a cache's reach is fixed.
         more = {"layer_type": kind} if several else {}
         frequencies, scaling = ROPE_INIT_FUNCTIONS[rope_type](
             config, frequencies.device, seq_len=reach or 1, **more
@@ -426,7 +432,7 @@ def read_alibi(config: Any, decoder: Any) -> Alibi:
     from transformers.models.falcon.modeling_falcon import build_alibi_tensor
 
     bias = build_alibi_tensor(two, heads, torch.float32)
-    # The bias is added before the logits are scaled, and scaled with them; transformers' eager
+    # The bias is added before the logits are scaled, and is scaled with them. transformers' eager
     # attention adds it twice, the second time within the mask.
     times = 2 if config._attn_implementation == "eager" else 1
     scale = times / math.sqrt(config.head_dim)
@@ -434,14 +440,14 @@ def read_alibi(config: Any, decoder: Any) -> Alibi:
 
 
 def window_of(config: PreTrainedConfig) -> int | None:
-    """Return the length of the window a model was trained on; None where it does not say."""
+    """Return the length of the window that a model was trained on; None if it does not say."""
     text = config.get_text_config(decoder=True)
     return next((int(size) for name in WINDOW_NAMES if (size := getattr(text, name, None))), None)
 
 
 def frequencies_change_at(config: PreTrainedConfig) -> int | None:
-    """Return the length of a text past which a model has other rotary frequencies (LongRoPE); None
-    where they never change.
+    """Return the length of a text beyond which a model uses other rotary frequencies (LongRoPE);
+    None if they never change.
     """
     text = config.get_text_config(decoder=True)
     rope: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
@@ -451,15 +457,15 @@ def frequencies_change_at(config: PreTrainedConfig) -> int | None:
 
 
 def sight_of(model: PreTrainedModel) -> int | None:
-    """Return how many tokens a model can attend to: its window, or that of its layers where all of
-    them slide over fewer; None where it does not say.
+    """Return how many tokens a model can attend to: its window, or that of its layers if all of
+    them slide over fewer; None if it does not say.
     """
     limits = (window_of(model.config), describe(model).sliding)
     return min((size for size in limits if size), default=None)
 
 
 def out_of_range(token: int, vocabulary: int, where: str = "") -> WeirError:
-    """Return the error for a token id without an embedding; `where` is put in front."""
+    """Return the error for a token id without an embedding; it begins with `where`."""
     return WeirError(
         f"{where}token id {token} is out of range; the model's ids are 0 to {vocabulary - 1}"
     )

@@ -1,4 +1,4 @@
-"""Notices on standard error: what takes long, and what does not work here."""
+"""Notices on standard error about things that take long or do not work here."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ def say_once(sentence: str) -> None:
 
 
 def write(sentence: str) -> None:
-    """Write a line to standard error, at once."""
+    """Write a line to standard error and flush it."""
     sys.stderr.write(f"weir: {sentence}\n")
     sys.stderr.flush()

@@ -18,7 +18,9 @@ from weir.slab import Heads
 
 _NAMES = ("o_proj", "out_proj", "dense")
 _PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes whose numbers are the weights; others (8 bits) need scales stored elsewhere."""
+"""Dtypes whose numbers are the weights themselves; others (8 bits) need scales that are stored
+elsewhere.
+"""
 
 
 class OutputProjection:
@@ -41,10 +43,11 @@ class OutputProjection:
         self._known: dict[torch.device, Tensor | None] = {}
 
     def __call__(self, value_dim: int, device: torch.device) -> Tensor | None:
-        """Return factors R with |R x| = |W_o x|, for each query head's part W_o of the projection.
+        """Return factors R with |R x| = |W_o x|, where W_o is the part of the projection of each
+        query head.
 
-        [kv_heads, group, value_dim, value_dim], float32; None where the weights cannot be read:
-        they are quantized or offloaded, or have another name in this family.
+        Their shape is [kv_heads, group, value_dim, value_dim], float32. Returns None if the weights
+        cannot be read because they are quantized or offloaded, or have another name in this family.
         """
         if device not in self._known:
             found = self._factors(value_dim)
@@ -52,8 +55,8 @@ class OutputProjection:
         return self._known[device]
 
     def parts(self, value_dim: int, device: torch.device) -> Tensor | None:
-        """Return W_o of each query head [kv_heads, group, hidden, value_dim]; None where
-        the weights cannot be read.
+        """Return W_o of each query head [kv_heads, group, hidden, value_dim]; None if the weights
+        cannot be read.
         """
         attention = self._attention()
         weight = None if attention is None else output_weight(attention)
@@ -63,7 +66,7 @@ class OutputProjection:
         return weight.to(device).unflatten(1, sizes).movedim(0, 2)[self._kept]
 
     def of_heads(self, heads: tuple[int, ...]) -> OutputProjection | None:
-        """Return the projection of some KV heads alone; None where the module is gone."""
+        """Return the projection of only some KV heads; None if the module no longer exists."""
         attention = self._attention()
         return None if attention is None else OutputProjection(attention, self._heads, heads)
 
@@ -80,9 +83,10 @@ class OutputProjection:
 
 
 def output_weight(attention: nn.Module) -> Tensor | None:
-    """Return W_o of an attention module [hidden, heads * value_dim]; None where it is unreadable.
+    """Return W_o of an attention module [hidden, heads * value_dim]; None if it cannot be read.
 
-    With a PEFT adapter it is the weight below; with a `tp_plan`, this process's columns.
+    With a PEFT adapter, it is the weight of the base layer; with a `tp_plan`, this process's
+    columns.
     """
     projection: Any = next((getattr(attention, n) for n in _NAMES if hasattr(attention, n)), None)
     projection = getattr(projection, "base_layer", projection)

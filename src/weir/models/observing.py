@@ -1,8 +1,8 @@
-"""The attention of a model's layers, observed through transformers' attention interface.
+"""Observes the attention of a model's layers through transformers' attention interface.
 
 Models that weir streams can also be observed through a cache: `cache.ListeningCache` reports each
 call with the slots that the cache holds. This file works without a cache, for any model that uses
-the interface, encoders included.
+the interface, including encoders.
 """
 
 from __future__ import annotations
@@ -54,9 +54,10 @@ _hear: ContextVar[Hear] = ContextVar("hear")
 
 @contextmanager
 def observe_attention(config: Any, hear: Hear) -> Iterator[None]:
-    """Call `hear` before each attention that a model of this configuration computes.
+    """Within the context, call `hear` before each attention that a model of this configuration
+    computes.
 
-    The model computes the same as with SDPA. Other threads that want the model wait.
+    The model computes the same as with SDPA. Other threads that call the model wait.
 
     Raises:
         WeirError: in the model's forward, if the model adds numbers to its attention logits.

@@ -1,4 +1,4 @@
-"""Folders of models on this machine, and files beside a model."""
+"""Folders of models on this machine, and files next to a model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ ASSETS = Path(str(resources.files("weir"))) / "assets"
 def sidecar_path(
     model: PreTrainedModel | str, name: str, revision: str | None = None
 ) -> str | None:
-    """Return the path of a file beside a model, given or found by its name; None without one."""
+    """Return the path of a file next to a model, which is given as a model or a name; None if there
+    is no such file.
+    """
     place: str | None
     if isinstance(model, str):
         place = str(ASSETS / "nano") if model == "nano" else str(find_gguf(model) or model)

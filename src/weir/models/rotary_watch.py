@@ -1,7 +1,8 @@
-"""Notices when a model's rotary embedding is not what it was when a cache was made.
+"""Notices when a model's rotary embedding has changed since a cache was made.
 
-The slots of a cache hold keys that were rotated by the embedding of that time, and the cache
-rotates them again by a copy of its frequencies. If the embedding changes, neither fits the model.
+The slots of a cache hold keys that were rotated by the embedding at that time, and the cache
+rotates them again with a copy of its frequencies. If the embedding changes, the keys and the copy
+no longer fit the model.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ class RotaryWatch:
 
     Args:
         model: the causal language model.
-        rotations: what weir computes in its place, by layer type.
+        rotations: weir's replacements for it, by layer type.
 
-    WeirError if the module computes something else.
+    Raises WeirError if the module computes something else.
     """
 
     def __init__(self, model: PreTrainedModel, rotations: Mapping[str | None, Rotary]) -> None:
@@ -49,16 +50,16 @@ class RotaryWatch:
             self._take(*_read(self._module))
 
     def find(self, model: PreTrainedModel, decoder: nn.Module) -> nn.Module | None:
-        """Return the module that `rotary_of` finds, of the decoder where it was found there.
+        """Return the module that `rotary_of` finds, in the decoder if it was found there.
 
         Args:
             model: the model.
-            decoder: the `base_model` of it that has the hooks of caches.
+            decoder: the model's `base_model`, which has the hooks of caches.
         """
         return getattr(decoder, "rotary_emb", None) if self._in_decoder else rotary_of(model)
 
     def check(self, module: nn.Module | None) -> None:
-        """Raise a WeirError if the model has another rotary embedding now, which is `module`."""
+        """Raise a WeirError if the model's current rotary embedding, `module`, differs."""
         if module is None or self._module is None:
             return
         if _hooks(module) != self._hooks:
@@ -87,7 +88,7 @@ class RotaryWatch:
         self._versions = list(map(_version, tensors))
 
     def _are_the_same(self, tensors: list[Tensor]) -> bool:
-        """Return whether nothing was written into the tensors, without waiting for a GPU."""
+        """Return whether the tensors are unchanged, without waiting for a GPU."""
         if len(tensors) != len(self._tensors):
             return False
         for now, then, version, value in zip(
@@ -102,7 +103,7 @@ class RotaryWatch:
 
 
 def rotary_of(model: PreTrainedModel) -> nn.Module | None:
-    """Return the module that rotates the keys of a model's text; None where it has none."""
+    """Return the module that rotates the keys of a model's text; None if there is none."""
     found: nn.Module | None = getattr(model.get_decoder(), "rotary_emb", None)
     return found
 
@@ -133,8 +134,9 @@ def _try(module: Any, rotations: Mapping[str | None, Rotary]) -> None:
 
 
 def _try_hooks(module: Any, rotations: Mapping[str | None, Rotary]) -> None:
-    """Refuse hooks that change the positions that the module is given: weir counts positions of its
-    own, and the hooks would have no effect (WeirError). All positions may become later by as much.
+    """Refuse hooks that change the positions that the module is given (WeirError), because weir
+    uses its own positions, and the hooks would have no effect. Hooks that add the same number to
+    all positions are allowed.
     """
     hooks = {
         number: hook
@@ -192,6 +194,6 @@ def _version(tensor: Tensor) -> int:
 
 def _equal(one: Tensor, other: Tensor) -> bool:
     if one.device != other.device or one.dtype != other.dtype:
-        # The model was moved, which is refused elsewhere by a sentence that says so.
+        # The model was moved to another device. That is refused elsewhere, with a better message.
         one, other = one.cpu(), other.to("cpu", one.dtype)
     return torch.equal(one, other)

@@ -1,7 +1,8 @@
-"""Interface of engines that run decode steps in place of the model.
+"""Interface of engines that run decode steps instead of the model.
 
-One kind of machine has one engine: a CPU native steps, of a room above these, a GPU steps under
-`torch.compile`. Hooks and caches know this interface alone, and `weir.compile_steps` chooses.
+Each kind of device has one engine: a CPU has native steps, in a room above this one, and a GPU has
+steps under `torch.compile`. Hooks and caches use only this interface. `weir.compile_steps` chooses
+the engine.
 """
 
 from __future__ import annotations
@@ -20,39 +21,42 @@ Given = dict[str, Any]
 OwnForward = Callable[..., BaseModelOutputWithPast]
 """A decoder's own forward."""
 RunWhole = Callable[[Step, list[int]], Tensor | None]
-"""Runs a step of a token of each row as `StepEngine.step` does, and returns logits [batch,
-vocabulary]; None, with no effect, where the model has to be called."""
+"""Runs a step of one token for each row, like `StepEngine.step`, and returns logits [batch,
+vocabulary]. Returns None without any effect if the model has to be called.
+"""
 
 
 class StepEngine(Protocol):
-    """Runs steps of one token a row over a cache's slots, where it computes what the model does."""
+    """Runs steps of one token for each row over a cache's slots, if it computes the same as the
+    model.
+    """
 
     run: Literal["native", "compiled"]
-    """How its steps run, as `StreamingCache.steps` says it."""
+    """How its steps run, as `StreamingCache.steps` reports it."""
 
     def prepare(self) -> None:
-        """Find out whether the engine computes what the model computes, as far as modules go; does
-        nothing where that is known, and nothing of the model was replaced since.
+        """Find out from the model's modules whether the engine computes the same as the model. Does
+        nothing if that is known and no module was replaced since.
 
-        The attention of the model's configuration is weir's, as during a call, and no other thread
-        calls the model.
+        While this runs, the attention of the model's configuration is weir's, as during a call, and
+        no other thread calls the model.
         """
 
     def step(self, step: Step, given: Given, own: OwnForward) -> BaseModelOutputWithPast | None:
         """Run a step.
 
         Args:
-            step: the token of each row; `largest` is set where the step took effect in the slots.
+            step: the token of each row; `largest` is set if the step has changed the slots.
             given: the decoder's arguments by name.
             own: the model's own forward.
 
         Returns:
-            The decoder's output; None where the step has to be the model's own.
+            The decoder's output; None if the model has to run the step.
         """
 
     def whole_step(self, model: nn.Module, slots: StepSlots) -> RunWhole | None:
-        """Return what runs steps of a model from token ids to logits; None where the model has to
-        be called, as for the first step over some slots.
+        """Return a function that runs steps of a model from token ids to logits; None if the model
+        has to be called, for example for the first step over some slots.
 
         Args:
             model: the causal language model around the decoder.
@@ -60,8 +64,8 @@ class StepEngine(Protocol):
         """
 
     def why_not(self, slots: StepSlots, rows: int) -> str | None:
-        """Return why steps are the model's own now, as far as is known since `prepare` and the last
-        step; None if nothing speaks against the engine's.
+        """Return why the model runs its own steps now, as far as `prepare` and the last step could
+        tell; None if there is no reason against the engine.
 
         Args:
             slots: of the cache.

@@ -15,7 +15,7 @@ from weir.slab import AttentionParams, Step
 
 
 class Attending(Protocol):
-    """Stores what is new in a layer, and answers its queries."""
+    """Stores new tokens in a layer, and answers its queries."""
 
     def attend(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams
@@ -35,7 +35,7 @@ class StreamedCall(Attending, Protocol):
         self, kind: str | None, width: int, device: torch.device
     ) -> tuple[Tensor, Tensor] | None:
         """Return cosines and sines [batch or 1, length, width], float32, for a layer type at the
-        positions of the call; None where no layer rotates.
+        positions of the call; None if no layer rotates.
         """
 
     def step(self) -> Step | None:
@@ -52,13 +52,13 @@ class StreamedCall(Attending, Protocol):
 
 
 class StreamedCache(Protocol):
-    """A cache of weir's."""
+    """A cache of weir, as hooks see it."""
 
     def begin(self, given: Given) -> StreamedCall:
         """Begin a call with the decoder's arguments by name."""
 
     def begin_step(self, tokens: list[int]) -> StreamedCall | None:
-        """Begin a call of a token of each row; None where `begin` has more to look at."""
+        """Begin a call of one token for each row; None if `begin` has more to check."""
 
     def end(self) -> None:
-        """Do what is left to do after a call that has finished."""
+        """Do the remaining work after a call has finished."""

@@ -1,4 +1,4 @@
-"""Check of the PyTorch and transformers versions, before anything is imported from them."""
+"""Checks the versions of PyTorch and transformers before anything is imported from them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def check_versions() -> None:
             f"'{wanted[1]}'"
         )
     if ours.release[:2] > Version(TESTED).release:
-        # Not in weir's name: if warnings of weir were errors, weir could not be imported.
+        # The warning must not point at weir: if warnings in weir were errors, weir could not be
+        # imported.
         warnings.warn_explicit(
             f"weir: transformers {transformers.__version__} is newer than {TESTED}, the newest "
             "version that this weir was tested with. If something fails, run pip install "

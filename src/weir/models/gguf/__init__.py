@@ -1,4 +1,6 @@
-"""GGUF files: headers, configurations, tokenizers and weights, as transformers has them."""
+"""Readers of GGUF files: headers, and configurations, tokenizers and weights in transformers'
+form.
+"""
 
 from weir.models.gguf.config import config_of, read_config
 from weir.models.gguf.files import (

@@ -60,7 +60,7 @@ _F32 = 0
 def read_config(path: Path) -> PretrainedConfig:
     """Read a model's configuration from the header of a GGUF file, or of its shards.
 
-    Raises WeirError if the header is damaged, or says something that weir does not compute.
+    Raises WeirError if the header is damaged, or describes something that weir does not compute.
     """
     return config_of(read_header(path))
 
@@ -88,7 +88,7 @@ def refuse_key(
     Args:
         header: the header with the key.
         key, value: what the header says.
-        why: the reason; it continues "which".
+        why: the reason; it continues a sentence after "which".
         without: what could happen if the key were ignored.
         also: other keys of the header that must be ignored with it, because they mean nothing
             alone.
@@ -126,7 +126,7 @@ class _Builder:
 
     Attributes:
         header: the header.
-        family: the family it is of.
+        family: the model's family.
         fields: the header's fields without those that `WEIR_GGUF_IGNORE` names.
         names: names of all tensors.
     """
@@ -348,7 +348,7 @@ class _Builder:
             return {"sliding_window": window or None}
         slides = self.slides(layers) if window else [False] * layers
         if self.family.kind == "gemma3_text" and not window:
-            # Its code makes a mask for windows even where no layer uses it.
+            # Its code makes a mask for windows even if no layer uses it.
             window = sizes["max_position_embeddings"]
         kinds = ["sliding_attention" if slid else "full_attention" for slid in slides]
         return {"sliding_window": window or None, "layer_types": kinds}
@@ -388,7 +388,7 @@ class _Builder:
         return _twice(full, float(slid))
 
     def scaling(self, rotated: int, theta: float, context: int) -> dict[str, Any]:
-        """Return what scales the frequencies, as transformers' rope parameters."""
+        """Return the scaling of the frequencies, as transformers' rope parameters."""
         kind = self.get("rope.scaling.type")
         factor = self.get("rope.scaling.factor") or self.get("rope.scale_linear") or 1.0
         original = self.get("rope.scaling.original_context_length") or context
@@ -468,7 +468,8 @@ class _Builder:
         elif attention != 1:
             made["attention_factor"] = (0.1 * math.log(factor) + 1) * attention
         if self.family.kind == "gpt_oss":
-            # The model was trained without rounding the range, and no key of the format says so.
+            # The model was trained without rounding the range, which no key of the format can
+            # express.
             made["truncate"] = False
         return made
 
@@ -511,7 +512,7 @@ def read_floats(tensor: TensorInfo) -> tuple[float, ...]:
 def _shorten(value: float) -> float:
     """Return the number with the fewest digits that float32 rounds to a number from a file.
 
-    A file says 9.999999747378752e-06 where the model's own configuration says 1e-05.
+    For example, a file has 9.999999747378752e-06 where the model's own configuration has 1e-05.
     """
     if not math.isfinite(value):
         return value
@@ -532,7 +533,9 @@ def _to_float32(value: float) -> float:
 
 
 def _share(part: int, whole: int) -> float:
-    """Return the share of which `whole` gives `part` when transformers truncates the product."""
+    """Return a share such that transformers, which truncates the product of share and `whole`, gets
+    `part`.
+    """
     share = part / whole
     return share if int(whole * share) == part else math.nextafter(share, 2)
 
@@ -554,7 +557,7 @@ def _of_factors(
     short and long texts.
     """
     largest, periods = max(factors), [theta ** (2 * n / rotated) for n in range(len(factors))]
-    # Every factor between 1 and the largest one says how long the texts of the training were.
+    # Every factor between 1 and the largest one tells how long the training texts were.
     lengths = [
         2 * math.pi * period * (1 + 3 * (1 / factor - 1 / largest) / (1 - 1 / largest))
         for factor, period in zip(factors, periods, strict=True)
@@ -584,7 +587,9 @@ def _of_factors(
 
 
 def _llama3(period: float, factor: float, original: int) -> float:
-    """Return by how much Llama 3.1 divides a frequency, given its period in 2π tokens."""
+    """Return the number by which Llama 3.1 divides a frequency, given its period in units of 2π
+    tokens.
+    """
     turns = original / (2 * math.pi * period)
     if turns < 1:
         return factor
@@ -610,9 +615,9 @@ def _qwen_moe(builder: _Builder, sizes: dict[str, Any], head: int) -> dict[str, 
 
 
 def _gemma(builder: _Builder, sizes: dict[str, Any], head: int) -> dict[str, Any]:
-    """Return by what queries are scaled.
+    """Return the scale of queries.
 
-    Only models of 27 billion parameters differ from the others, and no key says so.
+    Only models of 27 billion parameters differ from the others, and no key tells.
     """
     largest = {"gemma2": 46, "gemma3_text": 62}[builder.family.kind]
     of_27b = sizes["num_hidden_layers"] == largest
@@ -651,8 +656,8 @@ def _falcon(builder: _Builder, sizes: dict[str, Any], head: int) -> dict[str, An
 def _mpt(builder: _Builder, sizes: dict[str, Any], head: int) -> dict[str, Any]:
     """Return MPT's attention.
 
-    transformers computes with one bias of ALiBi and one width of the MLP, whatever the
-    configuration says.
+    transformers always uses the same ALiBi bias and the same MLP width, whatever the configuration
+    says.
     """
     builder.expect("feed_forward_length", sizes["intermediate_size"], 4 * sizes["hidden_size"])
     builder.expect("attention.max_alibi_bias", builder.get("attention.max_alibi_bias"), 8.0)
@@ -668,12 +673,12 @@ def _bloom(builder: _Builder, sizes: dict[str, Any], head: int) -> dict[str, Any
 
 
 def _olmo(builder: _Builder, sizes: dict[str, Any], head: int) -> dict[str, Any]:
-    """Return what clips queries, keys and values; 0 clips nothing."""
+    """Return the value to which queries, keys and values are clipped; 0 means no clipping."""
     return {"clip_qkv": builder.get("attention.clamp_kqv") or None}
 
 
 def _softcaps(builder: _Builder, sizes: dict[str, Any], head: int) -> dict[str, Any]:
-    """Return Gemma's scale, and None for a soft cap of 0."""
+    """Return Gemma's scale and soft caps; a soft cap of 0 becomes None."""
     made = _gemma(builder, sizes, head)
     for suffix in builder.family.keys:
         if builder.get(suffix) == 0:

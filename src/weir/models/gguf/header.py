@@ -1,4 +1,4 @@
-"""Headers of GGUF files, checked before anything trusts the sizes that they declare.
+"""Headers of GGUF files. The sizes that they declare are checked before they are used.
 
 The shards of a split file are read together and give one header.
 
@@ -40,7 +40,7 @@ _SHARD = re.compile(
 )
 """File name of a shard, as llama.cpp's `gguf-split` writes it; the first shard has the number 1."""
 _LISTED = 4
-"""Names that an error lists."""
+"""Largest number of names in an error."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class GGUFHeader:
 
     @property
     def architecture(self) -> str:
-        """Name of the architecture; "" where the header names none."""
+        """Name of the architecture; "" if the header does not have one."""
         return str(self.fields.get("general.architecture", ""))
 
     @property
@@ -117,7 +117,7 @@ class GGUFHeader:
         return sum(math.prod(tensor.shape) for tensor in self.tensors)
 
     def array(self, key: str) -> list[Any]:
-        """Read the items of an array among the fields; of strings, as text.
+        """Read the items of an array among the fields; strings are decoded.
 
         Bytes of a string that are not UTF-8 are kept, as lone surrogates.
         """
@@ -142,10 +142,10 @@ class _Damaged(Exception):
 def read_header(path: Path) -> GGUFHeader:
     """Read and check a file's header, without vocabulary and weights.
 
-    A shard of a split file stands for the whole file: the headers of all shards are merged.
+    If the file is a shard of a split file, the headers of all shards are merged.
 
-    Raises WeirError if the file is no GGUF file or damaged, or if shards are missing or do not
-    belong together.
+    Raises WeirError if the file is damaged or is not a GGUF file, or if shards are missing or do
+    not belong together.
     """
     named = _SHARD.fullmatch(path.name)
     if named is None:

@@ -1,7 +1,8 @@
 """Pre-tokenizers of byte-level BPE, by the names that GGUF files give them.
 
 A file names the rule that cuts a text into words before pairs are merged (`tokenizer.ggml.pre`).
-Several names stand for one rule: llama.cpp has one for each model that was converted.
+Several names can mean the same rule, because llama.cpp has a name for each model that was
+converted.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 
 
 def _modern(digits: str, contractions: str = f"{_CONTRACTIONS}|", signs: str = r"[\r\n]*") -> str:
-    """Return the rule of Llama 3 and Qwen 2, with numbers of so many digits."""
+    """Return the rule of Llama 3 and Qwen 2, with numbers of at most so many digits."""
     return (
         rf"{contractions}[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}"
         rf"| ?[^\s\p{{L}}\p{{N}}]+{signs}|{_TAIL}"
@@ -26,7 +27,9 @@ def _modern(digits: str, contractions: str = f"{_CONTRACTIONS}|", signs: str = r
 
 
 def _cased(digits: str, contractions: str = "") -> str:
-    """Return the rule that cuts where capitals begin, with numbers of so many digits."""
+    """Return the rule that cuts in front of capital letters, with numbers of at most so many
+    digits.
+    """
     before = r"[^\r\n\p{L}\p{N}]?"
     return (
         rf"{before}[{_UPPER}]*[{_LOWER}]+{contractions}|{before}[{_UPPER}]+[{_LOWER}]*{contractions}"
@@ -68,7 +71,7 @@ class PreTokenizer:
         patterns: regular expressions, applied one after the other. Each match is a word, and so is
             the text between two matches.
         whole_words: whether a word that is a token becomes one, even if no merges lead there.
-        bos: whether the beginning token is added where the file does not say.
+        bos: whether the beginning token is added if the file does not say.
         composed: whether characters are composed first (Unicode's form NFC).
     """
 
@@ -78,7 +81,7 @@ class PreTokenizer:
     composed: bool = False
 
     def normalizer(self) -> normalizers.Normalizer | None:
-        """Return the normalizer in front of the rule."""
+        """Return the normalizer that runs before the rule."""
         return normalizers.NFC() if self.composed else None
 
     def make(self) -> pre_tokenizers.PreTokenizer:

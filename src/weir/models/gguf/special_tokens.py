@@ -1,7 +1,7 @@
 """Special tokens of a GGUF file: the beginning of a text, the ends of an answer, and padding.
 
-A file seldom names every token that ends an answer. So, as in llama.cpp, the vocabulary is searched
-for tokens that are known to end one by their text.
+Few files name every token that ends an answer. So, as in llama.cpp, the vocabulary is searched for
+tokens whose text is known to end one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ENDS = frozenset(
     <|endoftext|> </s> <|eom_id|> <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance>
     <eos> <｜end▁of▁sentence｜> <|fim_pad|> <|repo_name|> <|file_sep|>""".split()
 )
-"""Texts of tokens that end an answer, or a file within a repository."""
+"""Texts of tokens that end an answer, or end a file within a repository."""
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """Numbers of token types (`tokenizer.ggml.token_type`)."""
@@ -28,7 +28,7 @@ _EOS_IDS = "tokenizer.ggml.eos_token_ids"
 """Key under which Ollama's converter writes several ids."""
 
 _NONE = (1 << 32) - 1
-"""Id that some converters write if there is no such token."""
+"""Id that some converters write if a special token does not exist."""
 
 _DEFAULTS = {"bos": 1, "eos": 2, "unknown": 0}
 """Ids that apply in a SentencePiece file that names none."""
@@ -80,7 +80,7 @@ class SpecialTokens:
         return cls(named("bos"), eos, named("unknown"), named("padding"), found)
 
     def for_config(self) -> dict[str, Any]:
-        """Return attributes of a configuration: a model stops at every one of `ends`."""
+        """Return attributes for a configuration, which makes a model stop at each of `ends`."""
         eos: Any = list(self.ends) if len(self.ends) > 1 else self.eos
         if self.eos is None and self.ends:
             eos = list(self.ends)
@@ -88,7 +88,7 @@ class SpecialTokens:
 
 
 def _check_id(header: GGUFHeader, key: str, id: Any, tokens: int) -> int | None:
-    """Return the id that a key names; None, with a warning, for one beyond the vocabulary."""
+    """Return the id that a key has; None for an id beyond the vocabulary, with a warning."""
     if type(id) is not int or not 0 <= id < 1 << 32:
         raise WeirError(
             f"{header.path} says {key} = {id!r}, where the id of a token is expected. Use another "
@@ -116,7 +116,7 @@ def _by_text(words: list[str], types: list[int] | None) -> list[int]:
     if types is not None:
         special = ([CONTROL], [USER_DEFINED])
         found = {word: n for word, n in found.items() if types[n : n + 1] in special}
-    # In the format of gpt-oss this token ends a message, and the answer goes on.
+    # In the format of gpt-oss, this token ends a message, but the answer goes on.
     if "<|end|>" in found and (
         {"<|return|>", "<|call|>"} <= found.keys()
         or ("<|flush|>" in found and found.keys() & {"<|call|>", "<|calls|>"})

@@ -65,7 +65,7 @@ _IS_OF_KIND: dict[str, Callable[[Any], bool]] = {
     "text": lambda value: isinstance(value, str),
 }
 _UNSTRIPPED = frozenset({"<unk>", "<s>", "<|endoftext|>"})
-"""Special tokens of Phi 3 that do not swallow the spaces after them."""
+"""Special tokens of Phi 3 that do not absorb the spaces after them."""
 
 
 def read_tokenizer(path: Path) -> PreTrainedTokenizerBase:
@@ -132,7 +132,7 @@ def _check_kinds(header: GGUFHeader) -> None:
 
 
 def _check_keys(header: GGUFHeader) -> None:
-    """Refuse keys that change which tokens a text has and that weir does not follow."""
+    """Refuse keys that change the tokens of a text and that weir does not support."""
     ignored, start = ignored_keys(), "tokenizer.ggml."
     for key, value in header.fields.items():
         name = key.removeprefix(start)
@@ -155,7 +155,7 @@ def _vocabulary(header: GGUFHeader) -> tuple[list[str], list[int]]:
         raise WeirError(
             f"{header.path} has the token {twice[:60]!r} twice. Use another file of the model."
         )
-    _numbers(header, "scores", len(words))  # refused also where they are not needed
+    _numbers(header, "scores", len(words))  # checked even if not needed
     return words, _numbers(header, "token_type", len(words)) or []
 
 
@@ -207,7 +207,9 @@ def _added(header: GGUFHeader, word: str, special: bool) -> AddedToken:
 def _add_ends(
     header: GGUFHeader, made: Tokenizer, words: Sequence[str], special: SpecialTokens, bos: bool
 ) -> None:
-    """Let a text begin and end with tokens, if the file or its kind says so."""
+    """Make the tokenizer add tokens at the beginning and end of a text, if the file or its kind
+    says so.
+    """
     sides = []
     for name, default, id in (("bos", bos, special.bos), ("eos", False, special.eos)):
         wanted = header.fields.get(f"tokenizer.ggml.add_{name}_token", default)
@@ -246,7 +248,7 @@ def _templates(header: GGUFHeader) -> str | dict[str, str] | None:
 def _byte_level(
     header: GGUFHeader, words: list[str], types: list[int], special: SpecialTokens
 ) -> tuple[Tokenizer, bool]:
-    """Return a byte-level BPE, and whether texts begin with a token by default."""
+    """Return a byte-level BPE, and whether texts begin with a beginning token by default."""
     name = header.fields.get("tokenizer.ggml.pre")
     if name is None:
         logging.get_logger(__name__).warning(

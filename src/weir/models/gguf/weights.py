@@ -1,13 +1,13 @@
-"""Weights of GGUF files: which tensors fill which parameter of a model, and reading them.
+"""Weights of GGUF files: finds the tensors of each parameter of a model, and reads them.
 
 `plan_fillings` gives one `Filling` for each parameter of a model without weights. It refuses a file
 that lacks the numbers of a parameter, a file with tensors that nothing reads, and tensors whose
 shape differs from the configuration. So no parameter ever keeps the random numbers of
 transformers' initialization.
 
-The names come from the package gguf, which knows what llama.cpp's converter calls each module. The
-converter also changes the order or the values of some tensors; `LAYOUTS` and the functions below
-say how, per architecture, and undo it.
+The names come from the package gguf, which knows what llama.cpp's converter calls each module. For
+some architectures, the converter also changes the order or the values of tensors. `LAYOUTS` and the
+functions below describe these changes and undo them.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class TensorLayout:
     """Changes that llama.cpp's converter makes to the tensors of an architecture.
 
     Attributes:
-        paired: the rows of query and key projections are ordered so that the two numbers which a
-            rotation mixes are neighbors; transformers has them half a head apart.
+        paired: the rows of query and key projections are ordered so that the two numbers that a
+            rotation mixes are next to each other; in transformers, they are half a head apart.
         shifted_norms: norms are stored with 1 added.
         fused: how transformers orders the rows of a fused query-key-value projection, where the
             file has all queries first: "head" for query, key and value of each head together,
@@ -107,7 +107,7 @@ _JOINED = {
     ),
     r"(?:.*\.)?layers\.(\d+)\.mlp\.gate_up_proj": ("blk.{}.ffn_gate", "blk.{}.ffn_up"),
 }
-"""Modules of which files store the gate and the up projection apart."""
+"""Modules whose gate and up projection are stored separately in files."""
 _BIASES = re.compile(r"blk\.\d+\.((?:attn_(?:q|k|v|output)|ffn_(?:gate|up|down))\.bias)")
 _QKV = ("attn_q", "attn_k", "attn_v")
 _HEAD_NORMS = re.compile(r"model\.layers\.(\d+)\.self_attn\.([qk])_layernorm\.norms\.(\d+)")
@@ -120,12 +120,12 @@ class Filling:
 
     Attributes:
         shape: the parameter's shape.
-        tensors: the tensors that hold its numbers. Their rows, below each other, are the rows of
-            the parameter. Without tensors, all numbers are 0.
+        tensors: the tensors that hold its numbers. Their rows, concatenated, are the rows of the
+            parameter. Without tensors, all numbers are 0.
         columns: numbers of a row.
-        order: the place of each of the parameter's rows among those of the tensors; None for the
+        order: for each row of the parameter, its place among the rows of the tensors; None for the
             same order.
-        less: what is subtracted from every number.
+        less: a number that is subtracted from every number.
         transposed: the last two dimensions of the parameter are swapped after reading.
     """
 
@@ -151,7 +151,7 @@ class Filling:
         return sum(math.prod(_raw_shape(tensor)) for tensor in self.tensors)
 
     def raw_parts(self, most: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield the rows as the file stores them, at most so many at a time, in order.
+        """Yield the rows as the file stores them, in order, in parts of at most `most` rows.
 
         Each part has the number of its first row, and bytes [rows, bytes of a row].
         """
@@ -346,7 +346,7 @@ class _Plan:
         )
 
     def called(self, module: str) -> str | None:
-        """Return what files call a module, without a suffix; None if it is unknown."""
+        """Return the name of a module in files, without a suffix; None if it is unknown."""
         for pattern, called in OWN_NAMES.items():
             if match := re.fullmatch(pattern, module):
                 return called.format(match[1])
@@ -365,12 +365,12 @@ class _Plan:
             self.check(name, tensors, [tuple(half)] * 2)
             outer, inner = math.prod(stored[:experts]), half[experts]
             order = torch.arange(2 * outer * inner).view(2, outer, inner)
-            # gpt-oss has gate and up of a number side by side, all others all of the gate first.
+            # gpt-oss interleaves gate and up; all others have the whole gate first.
             by = (1, 2, 0) if self.config.model_type == "gpt_oss" else (1, 0, 2)
             order = order.permute(by).flatten()
             columns = math.prod(stored[experts + 1 :])
             return Filling(shape, tensors, columns, order, less, transposed)
-        if len(names) == 3:  # queries, keys and values, which the model has in one
+        if len(names) == 3:  # queries, keys and values, which the model fuses
             rows = [math.prod(tensor.shape[1:]) for tensor in tensors]
             if len(stored) == 1:
                 rows = [tensor.shape[0] for tensor in tensors]
@@ -447,7 +447,7 @@ def make_empty(make: Callable[[], PreTrainedModel]) -> PreTrainedModel:
     thread = threading.get_ident()
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
-        # A parameter that is on `meta` already has a second name here, as that of a tied head has.
+        # A parameter that is already on `meta` is a second name for one, like that of a tied head.
         if parameter is None or parameter.is_meta or threading.get_ident() != thread:
             return None
         return nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
@@ -460,7 +460,9 @@ def make_empty(make: Callable[[], PreTrainedModel]) -> PreTrainedModel:
 
 
 def fill(model: nn.Module, values: Iterable[tuple[str, Tensor]]) -> None:
-    """Put values into a model without weights: by name, wherever modules share the parameter."""
+    """Put values into a model without weights, by name, into every module that shares the
+    parameter.
+    """
     holders: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
     for module in model.modules():
         for name, held in (*module._parameters.items(), *module._buffers.items()):
@@ -485,7 +487,7 @@ def _stored(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """Split a parameter's name into what files name, and the suffix that they append."""
+    """Split a parameter's name into the part that files rename, and the suffix."""
     for suffix, theirs in ((".weight", ".weight"), (".bias", ".bias"), ("_bias", ".bias")):
         if name.endswith(suffix):
             return name.removesuffix(suffix), theirs
@@ -513,7 +515,7 @@ def _raw_shape(tensor: TensorInfo) -> tuple[int, int]:
 def _read_rows(tensor: TensorInfo, start: int, stop: int) -> np.ndarray:
     """Read some rows of a tensor: uint8 [rows, bytes].
 
-    They are read, not mapped: pages of a mapped file would count as memory of the process.
+    They are read, not mapped, because pages of a mapped file would count as memory of the process.
     """
     nbytes = _raw_shape(tensor)[1]
     count = (stop - start) * nbytes
@@ -533,5 +535,5 @@ def _dequantized(tensor: TensorInfo, columns: int) -> Iterator[np.ndarray]:
     step = max(1, TOGETHER // max(1, tensor.shape[0]))
     for start in range(0, rows, step):
         raw = _read_rows(tensor, start, min(rows, start + step))
-        # Writable: numbers that the file stores in float32 are a view of what was read.
+        # Make it writable, because float32 numbers are a view of the bytes.
         yield dequantize(raw, _type_of(tensor)).astype(np.float32, copy=False).reshape(-1, columns)
