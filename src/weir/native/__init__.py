@@ -1,30 +1,33 @@
-"""The CPU engine: faster matrix products and whole decode steps in place of a model's own.
+"""The CPU engine: faster matrix products, and whole decode steps that replace a model's own.
 
-What is here:
+The parts:
 
 - *Weights in blocks.* `block_weights` has layers whose weights are the blocks of GGUF files, and
-  `stored_blocks` reads them from a file; `block_formats` says how they lie in memory, and
-  `block_types` how a file stores each type. `quantized_weights` makes them, or torchao's, of the
-  weights of a loaded model. `block_mlp` runs an MLP in blocks whole, for prompts.
+  `stored_blocks` reads them from a file. `block_formats` describes their layout in memory, and
+  `block_types` how a file stores each type. `quantized_weights` quantizes the weights of a loaded
+  model to blocks or with torchao. `block_mlp` runs a whole MLP in blocks, for prompts.
 - *Matrix products of few rows.* `linear_kernels` times PyTorch's products and the kernel's on the
-  weights of a model, and takes the faster. `huge_pages` moves weights to where reading is faster.
-- *Whole decode steps in one call.* `engine` has `NativeStep`, a `StepEngine`. It writes a decoder's
-  weights and a cache's slots by address into a table of operations, which a kernel runs.
+  weights of a model, and uses the faster ones. `huge_pages` moves weights to memory that is read
+  faster.
+- *Whole decode steps in one call.* `engine` has `NativeStep`, a `StepEngine`. It writes the
+  addresses of a decoder's weights and a cache's slots into a table of operations, which a kernel
+  runs.
 
 Supported decoders have the form of Llama's: a norm, attention, a norm and a gated MLP in each
-layer, each with variations that `form` lists. `docs/limits.md` has the families by name. Whether a
-decoder has this form is not taken from its name:
+layer, each with variations that `form` lists. `docs/limits.md` lists the families. weir does not
+trust the name of a decoder:
 
-1. `form` reads the modules and refuses what it does not know, by name.
+1. `form` reads the modules and refuses those that it does not know, by name.
 2. `proof` calls the decoder's own modules with random numbers and compares them with formulas.
 3. `program` makes the table for a cache of some size, and `check` compares each of its operations
    with PyTorch's.
 4. `watch` notices before every step whether a module, a weight or a hook was replaced.
 
-What is refused runs as the model's own step, and `StepEngine.why_not` says why.
+If a decoder is refused, the model runs its own steps, and `StepEngine.why_not` says why.
 
-`kernels` has the numba kernels, and `dispatch` finds them. The engine is above `cache`, which knows
-only the interface, `weir.models.step_engine`. `weir.compile_steps` switches it on (`switching`).
+`kernels` has the numba kernels, and `dispatch` finds them. The engine is in a room above `cache`,
+which uses only the interface `weir.models.step_engine`. `weir.compile_steps` switches it on
+(`switching`).
 """
 
 from weir.native.block_formats import BLOCK, BLOCK_TYPES

@@ -1,26 +1,25 @@
-"""How weights lie in memory that kernels multiply in blocks, for each type of a GGUF file.
+"""The memory layout of weights in blocks that kernels multiply, for each type of a GGUF file.
 
-A *block* is 32 numbers of one output, and a *panel* is 16 outputs, whose blocks lie side by side.
-Two arrays hold a weight:
+A *block* is 32 numbers of one output, and a *panel* is 16 outputs, whose blocks are interleaved.
+A weight is stored in two arrays:
 
-- `codes`, uint8 [panels, blocks, 64 * bits]. Four numbers that follow each other are a *quad*. A
-  block has eight of them, the groups 0 to 7. Vectors of 64 bytes hold one quad of each output.
-  Codes of 8 bits are eight such vectors. Codes of fewer bits are cut into *planes* of 4, 2 or 1
-  bits, lowest bits first, so that a byte of a plane has bits of 2, 4 or 8 groups. `place_of` says
-  which.
-- `scales`, uint8 [panels, units, bytes]. A unit is one block, or eight where blocks share a scale
-  as in ggml's K types. It has 16 scales in float16, then 16 minima in float16 if there are minima.
-  Where blocks share these, factors follow for every block, or for each half of one: 16 numbers of
-  8 bits with a sign, then 16 without for minima.
+- `codes`, uint8 [panels, blocks, 64 * bits]. Four consecutive numbers are a *quad*. A block has
+  eight quads, the groups 0 to 7. A vector of 64 bytes holds one quad of each output. Codes of 8
+  bits are eight such vectors. Codes of fewer bits are cut into *planes* of 4, 2 or 1 bits, lowest
+  bits first, so that a byte of a plane has bits of 2, 4 or 8 groups. `place_of` computes which.
+- `scales`, uint8 [panels, units, bytes]. A unit is one block, or eight blocks that share a scale as
+  in ggml's K types. It has 16 scales in float16, then 16 minima in float16 if there are minima. If
+  blocks share these, they are followed by factors for every block, or for each half of a block: 16
+  signed numbers of 8 bits, then 16 unsigned ones for minima.
 
-A number is `(value - zero) * scale + minimum`. `value` is the code, or what a table has for it.
-Where blocks share scales, a number is `(value - zero) * factor * unit * scale`, less the minimum
-times its factor.
+A number is `(value - zero) * scale + minimum`. `value` is the code, or its entry in a table. If
+blocks share scales, a number is `(value - zero) * factor * unit * scale`, minus the minimum times
+its factor.
 
-Numbers of 16 bits, F16 and BF16, lie in such panels as well, without scales: of each block the
-first number of all outputs, then the second, and so on.
+Numbers of 16 bits, F16 and BF16, are also stored in such panels, without scales: for each block,
+first the first number of all outputs, then the second, and so on.
 
-Format: the types of the ggml project. Codes and scales are kept as the file has them, so that
+Format: the types of the ggml project. Codes and scales are kept as they are in the file, so that
 nothing is rounded.
 """
 
@@ -29,23 +28,24 @@ from __future__ import annotations
 from typing import NamedTuple
 
 BLOCK, PANEL = 32, 16
-"""Of a weight in blocks: numbers of a block, and outputs that lie side by side."""
+"""Numbers in a block, and outputs in a panel."""
 SHARED = 8
 """Blocks that share a scale in ggml's K types."""
 QUADS = BLOCK // 4
 
 
 class BlockFormat(NamedTuple):
-    """A way in which a weight lies in blocks.
+    """The layout of a weight in blocks.
 
     Attributes:
-        planes: bits of each plane of codes; 8 alone for whole bytes, 16 for numbers.
+        planes: bits of each plane of codes; a single 8 for whole bytes, a single 16 for numbers of
+            16 bits.
         zero: the value that stands for 0.
         minima: blocks have a minimum, which is added to their numbers.
         shared: eight blocks share a scale, and each has a factor of it.
-        halves: each half of a block has a factor of its own.
+        halves: each half of a block has a separate factor.
         unit: a power of two by which factors are multiplied.
-        table: the value of each code, for codes that are no numbers.
+        table: the value of each code, for codes that are not numbers themselves.
         number: "half" or "bfloat" for numbers of 16 bits, which need no scale.
     """
 
@@ -65,7 +65,7 @@ class BlockFormat(NamedTuple):
 
     @property
     def per(self) -> int:
-        """Numbers that have one scale."""
+        """How many numbers share a scale."""
         return BLOCK // 2 if self.halves else BLOCK
 
     @property
@@ -75,22 +75,22 @@ class BlockFormat(NamedTuple):
 
     @property
     def code_bytes(self) -> int:
-        """Bytes of the codes of a panel's block."""
+        """Bytes of the codes of one block of a panel."""
         return self.bits * BLOCK * PANEL // 8
 
     @property
     def unit_blocks(self) -> int:
-        """Blocks of a unit of scales."""
+        """Number of blocks in a unit of scales."""
         return SHARED if self.shared else 1
 
     @property
     def heads(self) -> int:
-        """Numbers in float16 that a unit has for each output: 1, or 2 with a minimum."""
+        """How many numbers in float16 a unit has for each output: 1, or 2 with a minimum."""
         return 0 if self.number else 2 if self.minima else 1
 
     @property
     def factors(self) -> int:
-        """Numbers of 8 bits that a block has for each output."""
+        """How many numbers of 8 bits a block has for each output."""
         return self.heads * (2 if self.halves else 1) if self.shared else 0
 
     @property
@@ -100,15 +100,16 @@ class BlockFormat(NamedTuple):
 
     @property
     def bits_per_number(self) -> float:
-        """Bits that a number takes, with its share of scales."""
+        """Bits that a number takes, including its share of scales."""
         scales = self.scale_bytes / self.unit_blocks
         return 8 * (self.code_bytes + scales) / (BLOCK * PANEL)
 
     def place_of(self, plane: int, group: int) -> tuple[int, int]:
-        """Return the vector of a plane that has bits of a group's codes, and how far up they lie.
+        """Return which vector of a plane has the bits of a group's codes, and by how many bits they
+        are shifted.
 
-        In blocks with one scale, the first groups are lowest in all vectors, as in files. Where
-        each half has its own, groups of a half lie together.
+        In blocks with one scale, the first groups have the lowest bits of all vectors, as in files.
+        If each half has its own scale, the groups of a half are stored together.
         """
         bits = self.planes[plane]
         if self.halves:
@@ -121,12 +122,13 @@ _E2M1 = 0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12
 
 
 def _signs(*values: int) -> tuple[int, ...]:
-    """Values with both signs, in order."""
+    """Return values with both signs, in order."""
     return (*(-value for value in reversed(values)), *values)
 
 
 _IQ3_XXS, _IQ3_S = _signs(4, 12, 20, 28, 36, 44, 52, 62), _signs(*range(1, 16, 2))
-# Eight entries, so that the code of -x is that of x with all bits turned over; two are not used.
+# There are eight entries, so that the code of -x is the code of x with all bits inverted; two are
+# not used.
 _IQ2, _IQ1 = _signs(8, 25, 43, 0), _signs(1, 7, 9)
 
 
@@ -137,7 +139,7 @@ def _by_table(
     halves: bool = False,
     unit: float = 1.0,
 ) -> BlockFormat:
-    """A format whose codes stand for values with signs, which its table has with 128 added."""
+    """Make a format whose codes stand for signed values; its table has them with 128 added."""
     table = tuple(value + 128 for value in values)
     return BlockFormat(planes, 128, False, shared, halves, unit, table)
 

@@ -1,9 +1,9 @@
-"""MLPs whose weights lie in blocks, run as one kernel for the many rows of a prompt.
+"""Runs an MLP whose weights are in blocks as one kernel, for the many rows of a prompt.
 
-Three products and a gate between them write and read what a prompt makes of an MLP's width four
-times. The kernel (`native.kernels.mlp_blocks`) takes some rows through all of it. A module is known
-by what its layers are called; that it computes what that says is found out by trying it
-(`module_trials`), and that the kernel multiplies by its weights, with a few rows of its own.
+Three products and a gate between them write and read the intermediate results of a prompt four
+times. The kernel (`native.kernels.mlp_blocks`) instead takes some rows through the whole MLP. A
+module is recognized by the names of its layers. Whether it computes what the names say is tested by
+calling it (`module_trials`), and the kernel's answers are compared with the module's on a few rows.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu"}
 PROBES = 8
 """Rows on which kernel and module are compared once."""
 ROUNDED = 2**-5
-"""By how much of itself an answer may be off where numbers are rounded to 8 bits."""
+"""Largest relative difference of an answer if numbers are rounded to 8 bits."""
 _LAYERS = ("gate_proj", "up_proj", "down_proj")
 
 
 def run_mlps_whole(model: nn.Module) -> None:
-    """Let the kernel run those MLPs of a model that it knows."""
+    """Let the kernel run the MLPs of a model that it supports."""
     for module in model.modules():
         if _weights_of(module) is not None and has_class_forward(module):
             vars(module).pop("forward", None)  # a copy may hold its class's forward
@@ -39,7 +39,7 @@ def run_mlps_whole(model: nn.Module) -> None:
 
 
 class _WholeMLP:
-    """An MLP by the kernel where it can be, else by the module's own forward.
+    """Runs an MLP by the kernel if possible, otherwise by the module's own forward.
 
     Args:
         module: the MLP.
@@ -71,7 +71,7 @@ class _WholeMLP:
 
 
 def _weights_of(module: Any) -> list[BlockWeight] | None:
-    """Return the weights of gate, up and down; None where the kernel cannot run the module."""
+    """Return the weights of gate, up and down; None if the kernel cannot run the module."""
     layers: list[Any] = [getattr(module, name, None) for name in _LAYERS]
     activation = getattr(module, "act_fn", None)
     if type(activation).__name__ not in ACTIVATIONS or _is_hooked(activation):
@@ -86,7 +86,7 @@ def _weights_of(module: Any) -> list[BlockWeight] | None:
 
 
 def _is_bare(layer: BlockLinear) -> bool:
-    """Return whether a layer does no more than multiply, on the CPU."""
+    """Return whether a layer only multiplies, on the CPU."""
     here = layer.bias is None and layer.codes.is_cpu
     return here and not _is_hooked(layer) and has_class_forward(layer)
 

@@ -1,4 +1,4 @@
-"""Types of GGUF's blocks: the bytes of a file's lines, read as codes and scales.
+"""Types of GGUF's blocks: reads codes and scales from the bytes of a file.
 
 Every type of `weir.native.block_formats` is read without rounding. The grids of IQ types are those
 of the `gguf` package.
@@ -20,17 +20,17 @@ from weir.errors import WeirError
 from weir.native.block_formats import BLOCK, BLOCK_TYPES, SHARED
 
 WIDENED = 1.1
-"""weir warns of types that take more than so many times as many bits in memory as in a file."""
+"""weir warns of a type if its bits in memory are more than this multiple of its bits in a file."""
 
 
 class Parts(NamedTuple):
-    """Lines of a weight, taken apart.
+    """Lines (outputs) of a weight, split into codes, scales and factors.
 
     Attributes:
         codes: [lines, inputs], uint8; [lines, 2 * inputs] for numbers of 16 bits.
         heads: scales, and minima if there are any, of every unit [lines, units, 1 or 2], float16.
-        factors: bytes [lines, blocks, factors], for formats that have factors: of each scope (all
-            of a block, or half of it) that of the scale, and that of the minimum if there is one.
+        factors: bytes [lines, blocks, factors], for formats that have factors: for each block, or
+            each half of it, the factor of the scale, and that of the minimum if there is one.
     """
 
     codes: Tensor
@@ -39,7 +39,9 @@ class Parts(NamedTuple):
 
 
 def describe_widened(kinds: Iterable[str]) -> str:
-    """Return a sentence about types that take more bits in memory than in a file; "" for none."""
+    """Return a sentence about types that take more bits in memory than in a file; "" if there are
+    none.
+    """
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     found = []
@@ -64,17 +66,19 @@ def take_apart(raw: Tensor, kind: str) -> Parts:
 
 
 def _halves(parts: Tensor) -> Tensor:
-    """float16 of bytes [..., 2 * numbers]."""
+    """Read bytes [..., 2 * numbers] as float16."""
     return parts.contiguous().view(torch.float16)
 
 
 def _nibbles(packed: Tensor) -> Tensor:
-    """Codes [..., 2 * bytes], of which the first half lies low."""
+    """Split bytes into codes of 4 bits [..., 2 * bytes]; the first half of the codes are the low
+    bits.
+    """
     return torch.cat([packed & 15, packed >> 4], dim=-1)
 
 
 def _shifted(packed: Tensor, bits: int) -> Tensor:
-    """Codes of few bits [..., 8 // bits, bytes] of bytes [..., bytes]; the lowest come first."""
+    """Split bytes [..., bytes] into codes of few bits [..., 8 // bits, bytes], the lowest first."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
     return packed[..., None, :] >> shifts & ((1 << bits) - 1)
 
@@ -90,7 +94,7 @@ def _read_numbers(raw: Tensor) -> Parts:
 
 
 def _read_nibbles(heads: int, fifth: bool = False) -> Callable[[Tensor], Parts]:
-    """A reader of codes of 4 bits, or of 5 bits of which the fifth ones come first."""
+    """Make a reader of codes of 4 bits, or of 5 bits, whose fifth bits are stored first."""
 
     def read(raw: Tensor) -> Parts:
         before = 2 * heads + (4 if fifth else 0)
@@ -105,7 +109,7 @@ def _read_nibbles(heads: int, fifth: bool = False) -> Callable[[Tensor], Parts]:
 
 
 def _read_e8m0(raw: Tensor) -> Parts:
-    """Read MXFP4: a scale is a power of two, of which float16 has those from -24 to 15."""
+    """Read MXFP4. A scale is a power of two; float16 can represent exponents from -24 to 15."""
     parts = raw.unflatten(1, (-1, 1 + BLOCK // 2))
     power = parts[..., :1].int() - 128
     if bool(((power < -24) | (power > 15)).any()):
@@ -117,7 +121,7 @@ def _read_e8m0(raw: Tensor) -> Parts:
 
 
 def _six_bits(packed: Tensor) -> Tensor:
-    """The factors of Q4_K and Q5_K [..., 8, 2]: scale and minimum, of 6 bits each."""
+    """Return the factors of Q4_K and Q5_K [..., 8, 2]: scale and minimum, 6 bits each."""
     low, least, high = packed.unflatten(2, (3, 4)).unbind(2)
     scale = torch.cat([low & 63, high & 15 | low >> 2 & 48], dim=2)
     minimum = torch.cat([least & 63, high >> 4 | least >> 2 & 48], dim=2)
@@ -142,7 +146,7 @@ def _read_q5_k(raw: Tensor) -> Parts:
 
 
 def _by_blocks(factors: Tensor) -> Tensor:
-    """Factors of halves of blocks [lines, units, 16, ...] as `Parts` has them."""
+    """Arrange factors of halves of blocks [lines, units, 16, ...] as in `Parts`."""
     return factors.reshape(len(factors), factors.shape[1] * SHARED, -1)
 
 
@@ -158,7 +162,7 @@ def _read_q3_k(raw: Tensor) -> Parts:
     parts = raw.unflatten(1, (-1, 110))
     high = _shifted(parts[..., :32], 1).unflatten(2, (2, 4))  # [..., 2, 4, 32]
     low = _shifted(parts[..., 32:96].unflatten(2, (2, 32)), 2)
-    codes = low | high << 2  # a bit that is missing stands for 4 less
+    codes = low | high << 2  # a bit that is 0 means 4 less
     least, most = parts[..., 96:104], parts[..., 104:108]
     factors = torch.cat([least & 15, least >> 4], dim=2)
     factors = (factors | _shifted(most, 2).flatten(2) << 4) - 32
@@ -179,7 +183,9 @@ def _read_tq2_0(raw: Tensor) -> Parts:
 
 
 def _read_tq1_0(raw: Tensor) -> Parts:
-    """Read TQ1_0: five codes a byte, and four in the last ones, by powers of three."""
+    """Read TQ1_0, which packs five codes into a byte, and four in the last bytes, by powers of
+    three.
+    """
     parts = raw.unflatten(1, (-1, 54))
     powers = torch.tensor([1, 3, 9, 27, 81], dtype=torch.uint8)[:, None]
     packed = [parts[..., :32], parts[..., 32:48], parts[..., 48:52]]
@@ -193,7 +199,7 @@ def _read_tq1_0(raw: Tensor) -> Parts:
 
 
 def _with_ones(codes: Tensor, heads: Tensor) -> Parts:
-    """Parts of a type whose blocks have no factors: each is 1."""
+    """Make the parts of a type whose blocks have no factors: each factor is 1."""
     return Parts(codes, heads, codes.new_ones(len(codes), codes.shape[1] // BLOCK, 1))
 
 
@@ -207,22 +213,23 @@ def _read_iq4_xs(raw: Tensor) -> Parts:
 
 
 def _pairs(packed: Tensor) -> Tensor:
-    """Numbers of 4 bits, the lower one of each byte first."""
+    """Split bytes into numbers of 4 bits, the lower one of each byte first."""
     return _shifted(packed, 4).movedim(-2, -1).flatten(-2)
 
 
 def _words(packed: Tensor, bits: int) -> np.ndarray:
-    """Whole numbers of bytes [..., bytes], as int64."""
+    """Read bytes [..., bytes] as whole numbers, int64."""
     kind = {16: np.uint16, 32: np.uint32}[bits]
     return np.ascontiguousarray(packed.numpy()).view(kind).astype(np.int64)
 
 
 class _Grid(NamedTuple):
-    """Tables of a type whose codes are places in a grid; eight codes are one number of 64 bits.
+    """Tables of a type whose codes are indexes of a grid; eight codes are one number of 64 bits.
 
     Attributes:
-        codes: of every place the codes of its values, without signs.
-        signs: what turns the codes of positive values into those with signs, by the bits of these.
+        codes: for each index, the codes of its values, without signs.
+        signs: for each combination of sign bits, the mask that converts codes of positive values to
+            signed ones.
     """
 
     codes: np.ndarray
@@ -231,7 +238,7 @@ class _Grid(NamedTuple):
 
 @lru_cache
 def _grid(kind: str) -> _Grid:
-    """Make the tables of a type. Of a table in order, the code of -x is that of x, turned over."""
+    """Make the tables of a type. In an ordered table, the code of -x is the inverted code of x."""
     from gguf import quants
 
     form, of = BLOCK_TYPES[kind], getattr(quants, kind)
@@ -240,7 +247,7 @@ def _grid(kind: str) -> _Grid:
     table = torch.zeros(256, dtype=torch.uint8)
     for code, value in enumerate(form.table):
         table[value] = code
-    if kind.startswith("IQ1"):  # -1, 0 and 1, of which the next higher code is for the other shift
+    if kind.startswith("IQ1"):  # -1, 0 and 1; the next higher codes are for the other shift
         codes = (2 * (values + 1)).to(torch.uint8)
     else:
         codes = table[(values + form.zero).long()]
@@ -252,14 +259,16 @@ def _grid(kind: str) -> _Grid:
 
 @lru_cache
 def _seven_signs() -> np.ndarray:
-    """The eight signs of every number of 7 bits: the last makes the number of them even."""
+    """Return the eight signs of every number of 7 bits; the last sign makes their number even."""
     numbers = np.arange(128)
     odd = np.array([bin(number).count("1") & 1 for number in numbers])
     return numbers | odd << 7
 
 
 def _from_grid(kind: str, places: np.ndarray, signs: np.ndarray) -> Tensor:
-    """Codes [lines, inputs] of places in a grid, and of signs of eight numbers each, as bytes."""
+    """Return the codes [lines, inputs] for indexes of a grid and the signs of eight numbers each,
+    as bytes.
+    """
     grid = _grid(kind)
     codes = np.ascontiguousarray(grid.codes[places]).view(np.uint64) ^ grid.signs[signs].reshape(
         len(places), -1
@@ -272,7 +281,7 @@ def _flat(numbers: np.ndarray) -> np.ndarray:
 
 
 def _odd(numbers: Tensor) -> Tensor:
-    """2 n + 1 as factors of these types are meant, [lines, blocks, factors]."""
+    """Convert stored factors n of these types to 2 n + 1 [lines, blocks, factors]."""
     factors = (2 * numbers + 1).to(torch.uint8)
     return factors.reshape(len(factors), factors.shape[1] * SHARED, -1)
 
@@ -322,7 +331,9 @@ def _read_iq3_s(raw: Tensor) -> Parts:
 
 
 def _shifted_grid(kind: str, places: np.ndarray, lowered: np.ndarray) -> Tensor:
-    """Codes of IQ1_S or IQ1_M: values of a grid an eighth higher, or lower where that is said."""
+    """Return codes of IQ1_S or IQ1_M: values of a grid plus an eighth, or minus an eighth where
+    `lower` says so.
+    """
     ones = np.uint64(0x0101010101010101)
     codes = _grid(kind).codes[places] | np.where(lowered, np.uint64(0), ones)
     return torch.from_numpy(codes.view(np.uint8))
@@ -340,7 +351,7 @@ def _read_iq1_s(raw: Tensor) -> Parts:
 
 
 def _read_iq1_m(raw: Tensor) -> Parts:
-    """Read IQ1_M: the upper 4 bits of each of the last four words are a unit's scale."""
+    """Read IQ1_M. The upper 4 bits of each of the last four words form a unit's scale."""
     parts = raw.unflatten(1, (-1, 56))
     high = _pairs(parts[..., 32:48]).numpy().astype(np.int64)
     places = parts[..., :32].numpy() | (high & 7) << 8

@@ -1,9 +1,10 @@
-"""Weights in GGUF's blocks of 32 numbers: `weir.load(name, weights="q8_0")`, or as a file has them.
+"""Layers with weights in GGUF's blocks of 32 numbers: `weir.load(name, weights="q8_0")`, or as in a
+file.
 
-`weir.native.block_formats` says how blocks of each type lie in memory. On a CPU with AVX2 or VNNI
-a product of any number of rows multiplies the codes as they are (`native.kernels.linear_blocks`),
-after rounding the rows to 8 bits, block by block. Elsewhere each product writes the weight out.
-Knows nothing about caches.
+`weir.native.block_formats` describes the memory layout of each type. On a CPU with AVX2 or VNNI, a
+product of any number of rows multiplies the codes directly (`native.kernels.linear_blocks`), after
+rounding the rows to 8 bits, block by block. On other machines, each product dequantizes the weight.
+This module knows nothing about caches.
 
 Format: the types of the ggml project.
 """
@@ -28,15 +29,15 @@ from weir.native.block_formats import BLOCK, BLOCK_TYPES, PANEL, QUADS, SHARED, 
 from weir.native.block_types import Parts, take_apart
 
 BLOCK_FORMATS = {"q8_0": "Q8_0", "q4_0": "Q4_0", "q4_1": "Q4_1"}
-"""Types that weights are quantized to, by what `weights=` calls them."""
+"""Types that weights can be quantized to, by their names in `weights=`."""
 STORED_FORMATS = tuple(BLOCK_TYPES)
-"""Types of a GGUF file that are multiplied as they are."""
+"""Types of a GGUF file that are multiplied without conversion."""
 TOGETHER = 32 * PANEL
-"""Outputs of a weight that are put into blocks at a time."""
+"""Number of outputs of a weight that are quantized to blocks at a time."""
 LINEAR = ("Linear", "FalconLinear")
-"""Names of classes that compute what `nn.Linear` does; others are not quantized."""
+"""Names of classes that compute the same as `nn.Linear`; others are not quantized."""
 AS_STORED = "gguf"
-"""`weights=` for the blocks of the file that a model was loaded from."""
+"""The value of `weights=` that keeps the blocks of the model's file."""
 
 
 class Blocks:
@@ -44,15 +45,15 @@ class Blocks:
 
     Attributes:
         kind: the type of the blocks, one of `BLOCK_TYPES`.
-        outputs: without those that fill the last panel.
+        outputs: number of outputs, without those that fill up the last panel.
         codes: uint8 [panels, blocks, bytes], as the kernel reads them.
-        scales: the bits of float16, and bytes, as int16 [panels, units, lines, 16], which
-            `to(dtype)` leaves alone.
+        scales: the bits of float16, and bytes, as int16 [panels, units, lines, 16], because
+            `to(dtype)` does not change int16.
 
     Args:
         kind: see the attribute.
-        outputs, inputs: sizes; `inputs` is a multiple of what a unit of the type has.
-        device: of the tensors, which are not set yet.
+        outputs, inputs: sizes; `inputs` is a multiple of the numbers in a unit of the type.
+        device: of the tensors, which are not filled yet.
     """
 
     def __init__(
@@ -67,8 +68,9 @@ class Blocks:
 
     @classmethod
     def quantize(cls, weight: Tensor, kind: str) -> Blocks:
-        """Quantize a weight [outputs, inputs] to one of `BLOCK_FORMATS`, as ggml's reference does,
-        but that codes are of the rounded scale. On the device `meta` any type has a size.
+        """Quantize a weight [outputs, inputs] to one of `BLOCK_FORMATS`, like ggml's reference,
+        except that codes are computed from the rounded scale. On the device `meta`, any type is
+        accepted, and only sizes are set.
         """
         kind = BLOCK_FORMATS.get(kind, kind)
         found = cls(kind, weight.shape[0], weight.shape[1], weight.device)
@@ -83,7 +85,7 @@ class Blocks:
         Args:
             first: the number of the first output, a multiple of `PANEL`.
             data: the bytes of the outputs [outputs, bytes of a line], uint8; a multiple of `PANEL`
-                of outputs, but for the last.
+                of outputs, except in the last call.
         """
         pack = dispatch.pack_blocks(torch.device("cpu"))
         if pack is not None and pack(self.kind, data, self.codes, self.scales, first // PANEL):
@@ -119,7 +121,7 @@ class Blocks:
                 found[vector] |= own[:, :, group] << up
             vectors += found
             below += bits
-        # Four codes at a time, which are moved as one number.
+        # Four codes are moved at a time, as one number.
         quads = torch.stack(vectors, dim=2).view(torch.int32)
         quads = quads.view(-1, PANEL, *quads.shape[1:3]).permute(0, 2, 3, 1)
         self.codes[start:stop] = quads.flatten(2).contiguous().view(torch.uint8)
@@ -145,7 +147,7 @@ def _quantize(weight: Tensor, kind: str) -> Parts:
         parts = parts - scales[..., 1:].float()
     elif form.bits == 8:
         scales = (parts.abs().amax(dim=2, keepdim=True) / 127).half()
-    else:  # the largest number is the code 0, which lies further from the zero than 15
+    else:  # the largest number gets the code 0, which is further from the zero than 15
         largest = parts.gather(2, parts.abs().argmax(dim=2, keepdim=True))
         scales = (largest / -zero).half()
     step = scales[..., :1].float()
@@ -157,7 +159,7 @@ def _quantize(weight: Tensor, kind: str) -> Parts:
 def write_out(
     codes: Tensor, scales: Tensor, kind: str, outputs: int, which: Tensor | None = None
 ) -> Tensor:
-    """Return rows of a weight in blocks as float32 [rows, inputs]; see `Blocks`."""
+    """Dequantize rows of a weight in blocks to float32 [rows, inputs]; see `Blocks`."""
     form = BLOCK_TYPES[kind]
     if form.number:
         stored = torch.float16 if form.number == "half" else torch.bfloat16
@@ -190,7 +192,7 @@ def write_out(
 
 
 def _lines(which: Tensor) -> tuple[Tensor, Tensor]:
-    """The panels of outputs, and their places in these."""
+    """Return the panels of outputs, and their places in the panels."""
     return which // PANEL, which % PANEL
 
 
@@ -208,7 +210,7 @@ def _values_of(quads: Tensor, form: BlockFormat) -> Tensor:
 
 @lru_cache
 def _places(form: BlockFormat, device: torch.device) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-    """Return of each plane the vectors of groups [8] and how far up they lie there [8, 1], and the
+    """Return for each plane the vector of each group [8] and the shift of its bits [8, 1], and the
     table of a format.
     """
     planes, before = [], 0
@@ -223,7 +225,7 @@ def _places(form: BlockFormat, device: torch.device) -> tuple[list[tuple[Tensor,
 
 
 class _InBlocks(nn.Module):
-    """Base of layers with a weight in blocks; `weight` is written out when it is read."""
+    """Base of layers with a weight in blocks; reading `weight` dequantizes it."""
 
     codes: Tensor
     scales: Tensor
@@ -240,11 +242,11 @@ class _InBlocks(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weight written out, in the model's dtype."""
+        """The dequantized weight, in the model's dtype."""
         return self.dequantized()
 
     def dequantized(self) -> Tensor:
-        """Return the weight written out [outputs, inputs], in the model's dtype."""
+        """Return the dequantized weight [outputs, inputs], in the model's dtype."""
         return write_out(self.codes, self.scales, self.kind, self.outputs).to(self.kept_dtype)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
@@ -255,7 +257,7 @@ class _InBlocks(nn.Module):
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        """Save the weight as any model has it, so that `save_pretrained` makes an ordinary one."""
+        """Save the dequantized weight, so that `save_pretrained` writes an ordinary model."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name in ("codes", "scales"):
             del destination[prefix + name]
@@ -263,7 +265,7 @@ class _InBlocks(nn.Module):
 
 
 def has_block_weights(model: nn.Module) -> bool:
-    """Return whether any weight of a model is held in blocks, where its numbers are rounded."""
+    """Return whether any weight of a model is in blocks, so that its numbers are rounded."""
     return any(isinstance(module, _InBlocks) for module in model.modules())
 
 
@@ -280,7 +282,7 @@ class BlockLinear(_InBlocks, nn.Linear):  # type: ignore[override]  # read only
 
 
 class BlockEmbedding(_InBlocks, nn.Embedding):  # type: ignore[override]  # read only
-    """Embedding whose table is in blocks, which it may share with the head."""
+    """Embedding whose table is in blocks; it can share the table with the head."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Look up as `nn.Embedding` does: ids [...] to [..., embedding_dim], times a scale if the
@@ -290,19 +292,21 @@ class BlockEmbedding(_InBlocks, nn.Embedding):  # type: ignore[override]  # read
         kernel = dispatch.block_rows(which, self.codes)
         if kernel is not None:
             rows = kernel(which, self.codes, self.scales, self.num_embeddings, self.kind)
-        if rows is None:  # also where an id is none of the table's, which PyTorch then refuses
+        if rows is None:  # also if an id is not in the table, which PyTorch then refuses
             rows = write_out(self.codes, self.scales, self.kind, self.num_embeddings, which)
         return _scaled(self, rows.to(self.kept_dtype)).view(*input.shape, -1)
 
 
 def _scaled(embedding: nn.Module, rows: Tensor) -> Tensor:
-    """Multiply rows of a table as Gemma's `ScaledWordEmbedding` does, and some others."""
+    """Multiply rows of a table like Gemma's `ScaledWordEmbedding` and some others."""
     scale = getattr(embedding, "embed_scale", None)
     return rows if scale is None else rows * torch.as_tensor(scale).to(rows)
 
 
 def looks_up(embedding: Any) -> bool:
-    """Return whether an embedding does what a `BlockEmbedding` does; some rows are looked up."""
+    """Return whether an embedding computes the same as a `BlockEmbedding`, by looking up some
+    rows.
+    """
     plain = type(embedding) is nn.Embedding
     if plain or not isinstance(embedding, nn.Embedding) or not hasattr(embedding, "embed_scale"):
         return plain
@@ -310,7 +314,7 @@ def looks_up(embedding: Any) -> bool:
         return True
     weight = embedding.weight
     device = torch.device("cpu") if weight.is_meta else weight.device
-    probe = copy.copy(embedding)  # with a small table: the real one may not be loaded yet
+    probe = copy.copy(embedding)  # with a small table, because the real one may not be loaded yet
     table = torch.linspace(-1, 1, 4 * embedding.embedding_dim, dtype=weight.dtype, device=device)
     probe._parameters = {"weight": nn.Parameter(table.view(4, -1), requires_grad=False)}
     probe.padding_idx = None
@@ -320,12 +324,12 @@ def looks_up(embedding: Any) -> bool:
 
 
 def fits_blocks(module: nn.Module) -> bool:
-    """Return whether a linear layer's weight can lie in blocks of one scale."""
+    """Return whether a linear layer's weight can be stored in blocks of one scale."""
     return isinstance(module, nn.Linear) and not module.in_features % BLOCK
 
 
 def put_blocks(model: PreTrainedModel, names: Iterable[str], kind: str) -> None:
-    """Quantize linear layers, and the embedding if it is the head's table; the head to 8 bits.
+    """Quantize linear layers, and the embedding if the head uses its table. The head gets 8 bits.
 
     Args:
         model: any model.
@@ -356,7 +360,7 @@ def put(module: nn.Module, blocks: Blocks) -> None:
 
 
 def warn_without_kernel(model: PreTrainedModel) -> None:
-    """Warn where products of blocks are slower than those of plain weights."""
+    """Warn if products of blocks are slower than those of plain weights."""
     if dispatch.linear_blocks(torch.empty(1, BLOCK, device=model.device)) is None:
         warnings.warn(
             "on this machine, weights in blocks are dequantized for every product, which is slow, "

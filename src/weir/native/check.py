@@ -1,16 +1,16 @@
-"""Check of a table's operations, before the first step of its sizes takes effect.
+"""Checks a table's operations before the first step of its sizes takes effect.
 
-`models.native_proof` has shown what a decoder computes. This file shows that the kernel computes
+`proof` has shown what a decoder computes. This file shows that the kernel computes
 the same, with the real weights and slots.
 
 Each operation's result is compared with PyTorch's, in float32 and from the same inputs that the
-operation read, so that no error grows from one operation to the next. Therefore weights in 16 bits
-need no wider tolerance. Neither do weights in blocks: their inputs are rounded to 8 bits from the
-same numbers, and so in the same way. There is one exception: attention's answers are merged by the
-product that reads them, so that a few of them may be rounded to the neighboring step.
+operation read, so that errors do not accumulate over operations. Therefore weights in 16 bits need
+no wider tolerance. Neither do weights in blocks, because their inputs are rounded to 8 bits from
+the same numbers, and so in the same way. There is one exception: attention's answers are merged by
+the product that reads them, so a few of them may be rounded to the neighboring step.
 
 Rows are at several places of the stream, one of them far beyond any window. Hidden states are
-random, except in the run at the places of the step itself.
+random, except in the run at the step's own places.
 """
 
 from __future__ import annotations
@@ -38,11 +38,13 @@ from weir.native.proof import normalized, rotated
 from weir.slab import Step
 
 PLACES = (7, 1_000_003)
-"""How much further than in the stream rows are tried; the second is beyond any model's window."""
+"""Offsets that are added to the places of rows in trials; the second is beyond any model's
+window.
+"""
 FLIPS = 4
-"""Inputs rounded to 8 bits that two computations may round to neighboring steps."""
+"""Number of inputs that two computations may round to different, neighboring 8-bit steps."""
 ROWS_LOOKED_UP = 8
-"""Embeddings that are looked up in a check, at least."""
+"""Smallest number of embeddings that are looked up in a check."""
 _EPS = torch.finfo(torch.float32).eps
 
 
@@ -53,10 +55,10 @@ def check_program(
 
     Args:
         program: the table.
-        form: what it was made of.
+        form: the form that it was made from.
         step: the step that the program is for.
         embedded: its embeddings [batch, 1, width].
-        every: check all layers; if false one of each kind.
+        every: whether to check all layers; otherwise, one of each kind.
 
     Raises:
         NotNative: an operation computes something else.
@@ -92,7 +94,7 @@ def check_program(
 
 
 def _check_embedding(program: StepProgram, form: ModelForm, factor: float) -> None:
-    """Compare the native look-up with the model's, of the first token, the last and others."""
+    """Compare the native look-up with the model's, for the first token, the last and others."""
     rows, count = len(program.hidden), form.embedding.num_embeddings
     draw = torch.Generator().manual_seed(count)
     ids = torch.randint(count, (max(ROWS_LOOKED_UP, rows),), generator=draw)
@@ -106,7 +108,7 @@ def _check_embedding(program: StepProgram, form: ModelForm, factor: float) -> No
 
 
 def _embeddings(module: Any, ids: Tensor) -> Tensor:
-    """Return what a module looks up, before blocks are rounded to 16 bits."""
+    """Return the embeddings that a module looks up, before blocks are rounded to 16 bits."""
     found: Tensor = module(ids)
     if not isinstance(module, BlockEmbedding):
         return found
@@ -126,17 +128,17 @@ def _compare_product(
 ) -> None:
     """Compare a product of x [rows, inputs] with PyTorch's.
 
-    The rounding of a sum of products is proportional to the sizes of its terms, of which some
-    cancel. For all outputs together these sizes are |W| |x|, and |W| is estimated by the product of
-    the weight with random signs.
+    The rounding error of a sum of products is proportional to the sizes of its terms, of which some
+    cancel. For all outputs together, these sizes are |W| |x|, and |W| is estimated by the product
+    of the weight with random signs.
 
     Args:
         part: the projection.
         got, wanted: [rows, outputs].
-        x: what was multiplied.
-        busy: the rows that count.
-        scale: by what the product was multiplied since [rows].
-        flips: how many inputs may be rounded to neighboring steps, where they are rounded.
+        x: the input.
+        busy: the rows that are compared.
+        scale: the factor by which the product was multiplied afterwards [rows].
+        flips: how many inputs may be rounded to neighboring steps, if inputs are rounded.
     """
     inputs = x.shape[1]
     draw = torch.Generator().manual_seed(inputs)
@@ -163,7 +165,7 @@ def _kind(form: LayerForm, layer: LayerOperations) -> Hashable:
 
 
 class _Trial:
-    """One layer's operations beside PyTorch's."""
+    """Runs one layer's operations next to PyTorch's."""
 
     def __init__(self, name: str, form: LayerForm, layer: LayerOperations, step: Step) -> None:
         self._name, self._form, self._layer, self._step = name, form, layer, step
@@ -201,8 +203,8 @@ class _Trial:
             raise NotNative(f"{self._name}: the native sum is another than the model's")
 
     def _normalize(self, program: StepProgram, norm: Norm | None, x: Tensor) -> Tensor:
-        """Return what the table multiplies, to the bit, so that inputs that are rounded to 8 bits
-        are rounded alike; compares it with the norm.
+        """Return the bit-identical input of the table's products, so that both are rounded to 8
+        bits in the same way, and compare it with the norm.
         """
         found = program.normalize(norm, x)
         wanted = normalized(norm, x.double())
@@ -258,7 +260,7 @@ class _Trial:
             answers = held.decode(*given, part.params, ends, waiting, torch.zeros(batch))
             answers = answers.view(batch, len(numbers), -1)
             found[:, numbers] = answers
-            # A weight is off, relatively, by what its logit is off absolutely.
+            # The relative error of a weight is the absolute error of its logit.
             logit = float(wide["keys"].norm(dim=3).max() * queries.norm(dim=2).max())
             share = _EPS * (32 + 4 * dim**0.5 * (1 + logit * abs(part.params.scale)))
             longest = float(wide["values"].norm(dim=3).max())
@@ -270,7 +272,7 @@ class _Trial:
         return got.flatten(1)
 
     def _merged(self, heads: int) -> Tensor:
-        """The answers of a head's stretches as one [rows, heads, group * width]."""
+        """Merge the answers of a head's stretches [rows, heads, group * width]."""
         layer = self._layer
         batch, group = len(layer.q), layer.partial.shape[1]
         stretches = len(layer.partial) // (batch * heads)

@@ -1,7 +1,7 @@
-"""Selection of the CPU engine's kernels, as `weir.kernels.dispatch` selects those of slots.
+"""Selects the CPU engine's kernels, like `weir.kernels.dispatch` for those of slots.
 
-Each function returns None where there is no such kernel: numba is not installed, the processor
-lacks its instructions, the tensors are none that it reads, or `WEIR_KERNELS` chooses another.
+Each function returns None if there is no such kernel: numba is not installed, the processor lacks
+the instructions, the kernel cannot read the tensors, or `WEIR_KERNELS` chooses another.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # importing the file compiles nothing, but needs numba
     from weir.native.kernels.step import StepTable
 
 BlockWeight = tuple[Tensor, Tensor, int, str]
-"""A weight in blocks: codes, scales, how many outputs, and its type (`native.block_formats`)."""
+"""A weight in blocks: codes, scales, number of outputs, and type (`native.block_formats`)."""
 LinearKernel = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """(x, weight, bias) -> products."""
 Int8Kernel = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -60,11 +60,11 @@ linear_int8: Finder[Int8Kernel] = _TABLE.by_device("linear_int8")
 
 
 def linear_blocks(x: Tensor) -> BlockKernel | None:
-    """The kernel for products with weights in GGUF's blocks (see
-    `weir.native.kernels.linear_blocks`); None where the weight is written out for each.
+    """Return the kernel for products with weights in GGUF's blocks (see
+    `weir.native.kernels.linear_blocks`); None if each product dequantizes the weight.
 
     Args:
-        x: what is multiplied.
+        x: the input.
     """
     if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16):
         return None
@@ -83,7 +83,7 @@ def mlp_blocks(x: Tensor) -> GatedKernel | None:
 def block_function(kind: str, device: torch.device) -> int:
     """Compile products with weights of a type of blocks.
 
-    Returns the address by which a `decode_step` table calls them; 0 if there are none here.
+    Returns the address by which a `decode_step` table calls them; 0 if this machine has none.
     """
     found = _TABLE.find("block_function", device) if device.type == "cpu" else None
     return 0 if found is None else int(found(kind))

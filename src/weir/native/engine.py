@@ -1,13 +1,13 @@
 """Native decode steps: a decoder of Llama's form as one table of operations for a kernel.
 
-A step of a small model is mostly calls: of modules, of PyTorch's operations, of compiled programs.
-Where all modules of a decoder are known, their weights and a cache's slots go into a table
-(`weir.native.kernels.step`), and a step is one call.
+A step of a small model spends most of its time on calls: of modules, of PyTorch's operations, of
+compiled programs. If weir knows all modules of a decoder, their weights and a cache's slots go into
+a table (`weir.native.kernels.step`), and a step is one call.
 
-Before the first step the decoder's form is read (`form`) and proved, module by module
-(`native_proof`), and before the first step of a cache's sizes the table's operations are compared
-with PyTorch's (`native_check`). Afterwards `native_watch` notices what is replaced. What is not
-understood is refused by name, and the model's own steps run.
+Before the first step, the decoder's form is read (`form`) and proved, module by module (`proof`).
+Before the first step for a cache's sizes, the table's operations are compared with PyTorch's
+(`check`). Afterwards, `watch` notices replaced modules. A module that weir does not understand is
+refused by name, and the model runs its own steps.
 """
 
 from __future__ import annotations
@@ -43,22 +43,24 @@ from weir.native.watch import Watch
 from weir.slab import AttentionParams, Step, StepSlots
 
 PATIENCE = 1.0
-"""Seconds that the first step or report waits for the kernel: enough where numba has kept it."""
+"""Seconds that the first step or report waits for the kernel: enough if numba has it in its
+cache.
+"""
 WAITING = (
     "compiling the decode step for this machine, which takes half a minute, once; until then, "
     "steps run uncompiled"
 )
 UNFINISHED = "the kernel is still being compiled; steps are native when it is ready"
-"""Reason why steps are not native yet."""
+"""The reason why steps are not native yet."""
 MOST_ROWS = 16
-"""Rows from which on a step is many products, for which PyTorch is made."""
+"""From this number of rows on, PyTorch is faster, because it is made for products of many rows."""
 
 
 class NativeStep:
-    """A decoder's native steps, while its modules are as they were: a `StepEngine`.
+    """A decoder's native steps: a `StepEngine`, valid until a module changes.
 
     Attributes:
-        wait: wait for the kernel to be compiled, however long that takes.
+        wait: whether to wait until the kernel is compiled, however long that takes.
 
     Args:
         spec: of the model.
@@ -81,37 +83,39 @@ class NativeStep:
         self._waited = False
         self._proved: set[Hashable] = set()
         self._whole: tuple[weakref.ref[nn.Module], Whole | None] | None = None
-        try:  # the kernel is often there before the first step is
+        try:  # the kernel is often ready before the first step
             read_decoder(self._decoder, self._attentions())
         except NotNative:
             return
         self._start_compiling()
 
     def prepare(self) -> None:
-        """Read the decoder's form and prove it, unless that holds; see `StepEngine.prepare`."""
+        """Read the decoder's form and prove it, unless the last proof still holds; see
+        `StepEngine.prepare`.
+        """
         if self._watch is not None and self._watch.holds():
             return
         parts = (getattr(self._decoder, name, None) for name in ("layers", "norm"))
-        rotary = getattr(self._decoder, "rotary_emb", None)  # caches watch the rest of it
+        rotary = getattr(self._decoder, "rotary_emb", None)  # caches watch its other attributes
         # The decoder's own hooks run around every kind of step.
         self._watch = Watch(self._decoder, parts, [rotary] if isinstance(rotary, nn.Module) else [])
         self._whole = None
         self._form, self._reason, self._proved = None, None, set()
         try:
             with torch.no_grad():
-                attentions = self._attentions()  # those of now
+                attentions = self._attentions()  # the current ones
                 form = read_decoder(self._decoder, attentions)
                 self._params = prove(self._spec, form, attentions)
             self._form = form
         except NotNative as error:
             self._reason = str(error)
-        except Exception as error:  # whatever others' modules raise when they are tried
+        except Exception as error:  # modules of others can raise anything
             self._reason = f"trying its modules failed: {_first_line(error)}"
 
     @property
     def reason(self) -> str | None:
-        """Why no step of the decoder is native, as far as its modules go; None if nothing speaks
-        against it.
+        """Why no step of the decoder can be native because of its modules; None if there is no
+        reason.
         """
         return self._reason
 
@@ -143,7 +147,7 @@ class NativeStep:
                 slots.refused = key, reason
                 return own(**given)
             slots.program, slots.refused = program, None
-            if program.kind not in self._proved:  # the usual step overwrites what trials wrote
+            if program.kind not in self._proved:  # the step overwrites the results of trials
                 self._proved.add(program.kind)
                 output = own(**given)
                 hidden = output.last_hidden_state
@@ -155,7 +159,7 @@ class NativeStep:
         return BaseModelOutputWithPast(last_hidden_state=hidden, **{CACHE: given.get(CACHE)})
 
     def whole_step(self, model: nn.Module, slots: StepSlots) -> RunWhole | None:
-        """Return what runs a model's steps; see `StepEngine.whole_step`."""
+        """Return a function that runs a model's steps; see `StepEngine.whole_step`."""
         program = slots.program
         if slots.asker is None or slots.asker() is not model:
             slots.asker, slots.program = weakref.ref(model), None
@@ -181,8 +185,8 @@ class NativeStep:
     def _make_program(
         self, form: DecoderForm, watch: Watch, step: Step, given: Given
     ) -> StepProgram:
-        """Make the table of whole steps if logits are asked for, else of the decoder's, and check
-        it if none of its kind was checked before.
+        """Make the table of whole steps if logits are wanted, otherwise of the decoder's steps.
+        Check it if none of its kind was checked before.
         """
         whole = self._read_whole(form, step.slots)
         while True:
@@ -195,12 +199,12 @@ class NativeStep:
             except NotNative:
                 if whole is None:
                     raise
-            # What is around the decoder may be all that differs.
+            # Perhaps only the part around the decoder differs.
             self._whole, whole = (whole.model, None), None
 
     def _read_whole(self, form: DecoderForm, slots: StepSlots) -> Whole | None:
-        """Return the model whose logits are asked for; None where it computes more than its decoder
-        and its head, so that it has to be called.
+        """Return the model whose logits are wanted; None if it computes more than its decoder and
+        its head, so that it has to be called.
         """
         model = None if slots.asker is None else slots.asker()
         if model is None:
@@ -208,7 +212,7 @@ class NativeStep:
         known = self._whole
         if known is None or known[0]() is not model:
             reference, made = weakref.ref(model), None
-            with suppress(Exception), torch.no_grad():  # whatever others' modules raise
+            with suppress(Exception), torch.no_grad():  # modules of others can raise anything
                 found = read_model(model, self._decoder, form)
                 prove_model(model, self._decoder, found, form.norm.width)
                 parts = found.embedding, found.head.module
@@ -217,7 +221,9 @@ class NativeStep:
         return known[1]
 
     def why_not(self, slots: StepSlots, rows: int) -> str | None:
-        """Return why steps over a cache's slots are the model's own; see `StepEngine.why_not`."""
+        """Return why the model runs its own steps over a cache's slots; see
+        `StepEngine.why_not`.
+        """
         if self._reason is not None:
             return self._reason
         if slots.reason is not None:
@@ -226,14 +232,14 @@ class NativeStep:
             return f"it has {rows} rows, and native steps have {MOST_ROWS} at most"
         if slots.refused is not None:
             return slots.refused[1]
-        # Where the first step waits for the kernel, no step runs without it.
+        # If the first step waits for the kernel, no step runs without it.
         return None if self.wait or self._is_compiled() else UNFINISHED
 
     def _attentions(self) -> list[nn.Module]:
         return attention_modules(self._decoder) if hasattr(self._decoder, "layers") else []
 
     def _trial_embedding(self, given: Given, batch: int) -> Tensor:
-        """Return the step's embeddings, or random ones where a user's hook would be called."""
+        """Return the step's embeddings, or random ones if a user's hook would be called."""
         module = self._embedding()
         hooked = has_hooks(module._forward_hooks, module._forward_pre_hooks)
         if given.get("inputs_embeds") is None and hooked:
@@ -242,7 +248,7 @@ class NativeStep:
         return self._embedded(given)
 
     def _is_compiled(self) -> bool:
-        """Return whether the kernel is there; a thread compiles it, and the first call waits."""
+        """Return whether the kernel is ready. A thread compiles it, and the first call waits."""
         thread = self._compiling or self._start_compiling()
         if not self._waited:
             self._waited = True

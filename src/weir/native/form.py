@@ -1,9 +1,10 @@
-"""The form of a decoder whose steps can be native: what each of its layers computes, and with what.
+"""The form of a decoder whose steps can be native: what each of its layers computes, and with which
+weights.
 
-A form is read from the names and classes of modules. Names prove nothing, so `models.native_proof`
-compares the form with the modules themselves before a step relies on it. Whatever a form does not
-account for is refused by name: a hook, a replaced forward, a wrapped or parametrized module, a
-module or parameter that the form has no place for.
+A form is read from the names and classes of modules. Names prove nothing, so `proof` compares the
+form with the modules themselves before a step relies on it. Everything that a form does not cover
+is refused by name: a hook, a replaced forward, a wrapped or parametrized module, or a module or
+parameter that has no place in the form.
 """
 
 from __future__ import annotations
@@ -35,27 +36,28 @@ PARTS = ("embed_tokens", "layers", "norm")
 
 _LINEARS: dict[type, Any] = {nn.Linear: nn.Linear.forward}
 _LINEARS |= {kind: kind.forward for kind in (Int8Linear, BlockLinear)}
-"""Classes of linear layers that a table can multiply by, and their forwards."""
+"""Classes of linear layers that a table supports, and their forwards."""
 _EMBEDDINGS: dict[type, Any] = {nn.Embedding: nn.Embedding.forward}
 _EMBEDDINGS[BlockEmbedding] = BlockEmbedding.forward
-"""Classes of embeddings that a table can look up rows of, and their forwards."""
+"""Classes of embeddings that a table supports, and their forwards."""
 _TOGETHER = 2**14
-"""Outputs of a 16-bit weight that are made float32 at a time."""
+"""Number of outputs of a 16-bit weight that are converted to float32 at a time."""
 
 
 class NotNative(Exception):
-    """No native step can be made of a decoder or of slots; the message says why."""
+    """A decoder or slots do not support native steps; the message says why."""
 
 
 class Weight(NamedTuple):
-    """A linear layer's weight, as a table has it.
+    """A linear layer's weight, in the form that a table needs.
 
     Attributes:
         numbers: [outputs, inputs], float32, bfloat16 or int8; or the codes of `Blocks`.
-        scale: of each output, float32, for int8; or the scales of `Blocks`.
+        scale: the scale of each output, float32, for int8; or the scales of `Blocks`.
         bias: float32 or bfloat16; None for none.
         outputs, inputs: sizes.
-        function: for `Blocks` what multiplies with them (`dispatch.block_function`), else 0.
+        function: for `Blocks`, the address of the function that multiplies with them
+            (`dispatch.block_function`), otherwise 0.
     """
 
     numbers: Tensor
@@ -67,10 +69,10 @@ class Weight(NamedTuple):
 
 
 class Projection(NamedTuple):
-    """A linear layer, or some outputs of one that several projections share.
+    """A linear layer, or some outputs of a layer that several projections share.
 
     Attributes:
-        name: of the module, below its layer.
+        name: the name of the module within its layer.
         module: the linear layer.
         start, stop: its outputs.
     """
@@ -86,7 +88,7 @@ class Projection(NamedTuple):
         return self.stop - self.start
 
     def weight(self) -> Weight:
-        """Return the weight of these outputs, in the memory of the layer's own."""
+        """Return the weight of these outputs, which shares memory with the layer's weight."""
         module, some = self.module, slice(self.start, self.stop)
         bias = None if module.bias is None else module.bias[some]
         sizes = self.outputs, module.in_features
@@ -102,7 +104,7 @@ class Projection(NamedTuple):
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply float32 numbers [rows, inputs] as the module does, without rounding to 16 bits.
 
-        Inputs of weights in blocks are rounded to 8 bits, as they always are.
+        Inputs of weights in blocks are rounded to 8 bits, as always.
         """
         module = self.module
         if type(module) is nn.Linear:
@@ -157,12 +159,12 @@ class Norm(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LayerForm:
-    """Computation of a decoder's layer.
+    """The computation of a decoder's layer.
 
         x += factor * after_attention(o(attention(q(y), k(y), v(y)))), y = before_attention(x)
         x += factor * after_mlp(down(activation(gate(y)) * up(y))),    y = before_mlp(x)
 
-    Norms that are None are left out. `q_norm` and `k_norm` normalize queries and keys before they
+    Norms that are None are skipped. `q_norm` and `k_norm` normalize queries and keys before they
     are rotated: each head separately, or all heads together.
     """
 
@@ -201,12 +203,12 @@ class LayerForm:
 
 @dataclass(frozen=True, eq=False)
 class DecoderForm:
-    """Computation of a decoder: embeddings times a factor, layers, and a norm.
+    """The computation of a decoder: embeddings times a factor, layers, and a norm.
 
     Attributes:
-        layers: of each layer.
+        layers: the form of each layer.
         norm: the last norm.
-        factor: by which embeddings are multiplied before the first layer.
+        factor: the factor by which embeddings are multiplied before the first layer.
     """
 
     layers: list[LayerForm]
@@ -216,12 +218,12 @@ class DecoderForm:
 
 @dataclass(frozen=True, eq=False)
 class ModelForm:
-    """Computation of a causal language model around its decoder.
+    """The computation of a causal language model around its decoder.
 
-    Logits are the head's product of the decoder's hidden state, and nothing else.
+    Logits are the product of the head with the decoder's hidden state, and nothing else.
 
     Attributes:
-        embedding: looks up the decoder's inputs.
+        embedding: the module that looks up the decoder's inputs.
         head: the projection.
     """
 
@@ -238,7 +240,7 @@ def read_model(model: Any, decoder: Any, form: DecoderForm) -> ModelForm:
         form: of the decoder.
 
     Raises:
-        NotNative: it has none that whole steps know; the decoder's steps are native all the same.
+        NotNative: whole steps do not support its form. The decoder's steps can still be native.
     """
     head = model.get_output_embeddings()
     embedding = decoder.embed_tokens
@@ -274,7 +276,7 @@ def read_decoder(decoder: Any, attentions: Sequence[nn.Module]) -> DecoderForm:
         attentions: the attention module of each layer.
 
     Raises:
-        NotNative: it has none that native steps know.
+        NotNative: native steps do not support its form.
     """
     for name in PARTS:
         if not hasattr(decoder, name):
@@ -290,7 +292,7 @@ def read_decoder(decoder: Any, attentions: Sequence[nn.Module]) -> DecoderForm:
             refuse_changed(name, module)
     for index, attention in enumerate(attentions):
         number = getattr(attention, "layer_idx", index)
-        if number != index:  # its keys and values are in the slots of that layer
+        if number != index:  # its keys and values are in the slots of another layer
             raise NotNative(f"layers.{index} has the number {number} (layer_idx)")
     layers = [
         read_layer(f"layers.{index}", layer, attention)
@@ -301,7 +303,7 @@ def read_decoder(decoder: Any, attentions: Sequence[nn.Module]) -> DecoderForm:
 
 
 def read_layer(name: str, layer: Any, attention: Any) -> LayerForm:
-    """Read the form of a decoder's layer; NotNative if it has none that native steps know."""
+    """Read the form of a decoder's layer; NotNative if native steps do not support it."""
     for below, module in layer.named_modules():
         refuse_changed(f"{name}.{below}" if below else name, module)
     mlp = getattr(layer, "mlp", None)
@@ -371,7 +373,7 @@ def _mlp_projections(name: str, mlp: Any) -> Iterator[Projection]:
 
 
 def _what(module: nn.Module) -> str:
-    """Return what a module is: its class, by its full name where that says whose it is."""
+    """Describe a module by its class, with the full name if that tells who made it."""
     kind = type(module)
     known = kind.__module__.startswith(("transformers.", "torch."))
     name = kind.__name__ if known else f"{kind.__module__}.{kind.__qualname__}"
@@ -379,7 +381,9 @@ def _what(module: nn.Module) -> str:
 
 
 def _projection(name: str, module: Any) -> Projection:
-    """Check a linear layer. Another kind of weight is another branch here and in `weight`."""
+    """Check a linear layer. To support another kind of weight, add a branch here and in
+    `weight`.
+    """
     if module is None:
         raise NotNative(f"{name} does not exist")
     if type(module) not in _LINEARS:
@@ -469,8 +473,8 @@ def _factor(module: Any, attribute: str, name: str) -> float:
 
 
 def _refuse_others(name: str, layer: nn.Module, form: LayerForm, activation: Any) -> None:
-    """Refuse modules with tensors that a form has no place for, and those in training, which may
-    drop something out.
+    """Refuse modules with tensors that have no place in a form, and modules in training mode, which
+    may use dropout.
     """
     known = {id(part.module) for part in form.projections} | {id(activation)}
     known |= {id(norm.module) for norm in form.norms}
@@ -489,7 +493,9 @@ def _held(module: nn.Module) -> list[str]:
 
 
 def refuse_changed(name: str, module: nn.Module) -> None:
-    """Refuse a module with hooks, compiled, or with another forward than its class's; NotNative."""
+    """Refuse a module that has hooks, is compiled, or has another forward than its class
+    (NotNative).
+    """
     if has_hooks(module._forward_hooks, module._forward_pre_hooks):
         raise NotNative(f"{name} has a forward hook")
     if getattr(module, "_compiled_call_impl", None) is not None or "_orig_mod" in module._modules:

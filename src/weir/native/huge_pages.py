@@ -1,7 +1,7 @@
-"""Weights in huge pages.
+"""Stores weights in huge pages.
 
-A decode step reads all weights, in Linux from pages of 4 KB. With pages of 2 MB a sum over a weight
-was a quarter faster on one machine (`docs/speed.md`).
+A decode step reads all weights, by default from pages of 4 KB on Linux. With pages of 2 MB, a sum
+over a weight was a quarter faster on one machine (`docs/speed.md`).
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ LINE = 64
 MODE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 """Linux's setting for large pages."""
 ALONE = 2**24
-"""Weights of this many bytes or more get a memory mapping of their own."""
+"""Weights of at least this many bytes get a separate memory mapping."""
 SPARE = 1.25
 """Weights are moved only if this many times their bytes are free."""
 
 CHUNK = 2**26
-"""Bytes of memory that `LargePages` takes from the system at a time."""
+"""Bytes of memory that `LargePages` requests from the system at a time."""
 
 _MOVED = WeakTensorKeyDictionary()
-"""The address each moved tensor got; a tensor elsewhere has since been given other memory."""
+"""The address that each moved tensor got. A tensor at another address has been given other memory
+since.
+"""
 
 
 @torch.inference_mode(False)  # tensors made in inference mode can never be trained
@@ -39,9 +41,9 @@ _MOVED = WeakTensorKeyDictionary()
 def move_to_huge_pages(weights: Iterable[Tensor]) -> int:
     """Move contiguous CPU tensors into memory with large pages, and return the bytes moved now.
 
-    Each stays the same object. Its old memory is freed unless a view or a `detach()` holds it,
-    which no longer follows the tensor. Nothing happens without large pages or with too little
-    memory.
+    Each tensor stays the same object. Its old memory is freed unless a view or a `detach()` holds
+    it; such a view no longer follows the tensor. Does nothing without large pages or with too
+    little memory.
     """
     free = free_memory(torch.device("cpu"))
     weights = [weight for weight in weights if not weight.is_inference()]
@@ -50,7 +52,7 @@ def move_to_huge_pages(weights: Iterable[Tensor]) -> int:
     needed = sum(_round_up(weight.nbytes, LINE) for weight in moving)
     if needed < LARGE_PAGE or not _has_large_pages() or free is None or free < SPARE * needed:
         return 0
-    # A mapping is freed with its last tensor, so large weights get mappings of their own.
+    # A mapping is freed with its last tensor, so large weights get separate mappings.
     together = [weight for weight in moving if weight.nbytes < ALONE]
     groups = [together, *([weight] for weight in moving if weight.nbytes >= ALONE)]
     return sum(_move(group) for group in groups if group)
@@ -59,8 +61,8 @@ def move_to_huge_pages(weights: Iterable[Tensor]) -> int:
 class LargePages:
     """Memory in large pages for tensors that are written later.
 
-    Weights that are written there need not be moved by `move_to_huge_pages`, which holds them twice
-    while it moves them. Where the system has no large pages, tensors get ordinary memory.
+    Weights that are written there do not have to be moved by `move_to_huge_pages`, which holds them
+    twice during the move. If the system has no large pages, tensors get ordinary memory.
     """
 
     def __init__(self) -> None:
@@ -84,7 +86,7 @@ class LargePages:
         return made
 
     def _take(self, nbytes: int) -> None:
-        """Map memory for so many bytes; the rest of the memory mapped before stays unused."""
+        """Map memory for so many bytes. The rest of the previous mapping stays unused."""
         self._memory = None
         free = free_memory(torch.device("cpu"))
         if not _has_large_pages() or free is None or free < SPARE * nbytes:
@@ -97,8 +99,7 @@ class LargePages:
 def _map(nbytes: int) -> tuple[mmap.mmap, int] | None:
     """Map memory in large pages.
 
-    Returns the mapping and where in it the first large page begins; None where the system refuses
-    it.
+    Returns the mapping, and where in it the first large page begins; None if the system refuses it.
     """
     try:
         memory = mmap.mmap(-1, nbytes + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -110,13 +111,14 @@ def _map(nbytes: int) -> tuple[mmap.mmap, int] | None:
 
 
 def _move(weights: Sequence[Tensor]) -> int:
-    """Move tensors into one mapping; return their bytes, or 0 where the system refuses it."""
+    """Move tensors into one mapping, and return their bytes, or 0 if the system refuses it."""
     needed = sum(_round_up(weight.nbytes, LINE) for weight in weights)
     if (mapped := _map(needed)) is None:
         return 0
     memory, place = mapped
     for weight in weights:
-        # One `frombuffer` per weight: slices of one tensor would be saved as one storage.
+        # Use one `frombuffer` for each weight, because slices of one tensor would be saved as one
+        # storage.
         moved = torch.frombuffer(memory, dtype=weight.dtype, count=weight.numel(), offset=place)
         weight.data = moved.view(weight.shape).copy_(weight)
         _MOVED[weight] = weight.data_ptr()

@@ -1,8 +1,8 @@
 """Choice of the faster matrix product for decode steps: PyTorch's or weir's kernel.
 
 PyTorch passes matrix products to a BLAS. With the few rows of a decode step, a BLAS reaches full
-memory bandwidth on one machine and a fifth of it on another. So both ways are timed on the model's
-own weights, and the timings are kept for the next start. Knows nothing about caches.
+memory bandwidth on one machine and a fifth of it on another. So weir times both ways on the model's
+own weights, and saves the timings for the next start. This module knows nothing about caches.
 """
 
 from __future__ import annotations
@@ -30,23 +30,24 @@ from weir.native.huge_pages import move_to_huge_pages
 ROWS = (1, 2, 4, 8, 16, 32)
 """Numbers of rows that are timed; other numbers use the choice for the next larger one."""
 CLEAR = 1.05
-"""Speedup from which weir's kernel is chosen."""
+"""Smallest speedup for which weir's kernel is chosen."""
 BEYOND_CACHES = 2**26
-"""Bytes of weights that a timing round reads, if the model has as many: more than most processors
-cache, since in a decode step every weight comes from memory."""
+"""Bytes of weights that a timing round reads, if the model has as many. It is more than most
+processors can cache, because in a decode step every weight comes from memory.
+"""
 ROUNDS = range(5, 12)
 _FORWARD = nn.Linear.forward
-"""Forward of the linear layers that a kernel may compute instead."""
+"""Forward of the linear layers that a kernel can replace."""
 KERNEL = "kernel 6"
-"""Version of weir's kernel and of its timing; after a change everything is timed again."""
+"""Version of weir's kernel and of its timing. After a change, everything is timed again."""
 CALLS = 64
-"""Most calls per weight in a timing round."""
+"""Largest number of calls per weight in a timing round."""
 _COPIED = frozenset(
     {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.uint8}
 )
-"""Dtypes of weights that are moved; PyTorch cannot copy some of the others."""
+"""Dtypes of weights that are moved, because PyTorch cannot copy some of the others."""
 ENOUGH = 0.05
-"""Seconds after which a timing ends, once it has made the fewest `ROUNDS`."""
+"""Seconds after which a timing ends, if it has made the smallest number of `ROUNDS`."""
 
 
 @dataclass(frozen=True, order=True)
@@ -76,11 +77,11 @@ def choose_products(
 ) -> dict[str, float]:
     """Let a model's linear layers use the faster product for few rows on this machine.
 
-    This affects `nn.Linear` on a CPU, in float32 or bfloat16, without gradients; everything else,
-    prompts too, is unchanged. The model's weights are moved into large pages of memory, where Linux
-    has them (`models.memory`), and may be changed, moved or loaded afterwards; views of a weight
-    taken before no longer follow it. Outputs differ by rounding only. Without numba nothing
-    happens.
+    This affects `nn.Linear` on a CPU, in float32 or bfloat16, without gradients. Everything else,
+    including prompts, is unchanged. The model's weights are moved into large pages of memory, if
+    Linux has them (`native.huge_pages`). They can be changed, moved or loaded afterwards, but older
+    views of a weight no longer follow it. Outputs differ only by rounding. Does nothing without
+    numba.
 
     Args:
         model: any module.
@@ -89,7 +90,8 @@ def choose_products(
             If the file cannot be written, the next process times everything again.
 
     Returns:
-        PyTorch's time over weir's, by product; weir's kernel is used from `CLEAR` on.
+        PyTorch's time divided by weir's, by product. weir's kernel is used if this is at least
+        `CLEAR`.
 
     Raises:
         WeirError: `model` is not a module.
@@ -136,7 +138,7 @@ def choose_products(
 
 
 def _expand(faster: Sequence[bool]) -> tuple[int, ...]:
-    """Return all numbers of rows for which weir's kernel is faster, from those of `ROWS`."""
+    """Return all numbers of rows for which weir's kernel is faster, based on those in `ROWS`."""
     return tuple(n for n in range(1, ROWS[-1] + 1) if faster[bisect_left(ROWS, n)])
 
 
@@ -151,7 +153,7 @@ class _LinearPatch(MethodPatch):
         super().__init__(module, "forward", self._multiply)
 
     def __call__(self, input: Tensor) -> Tensor:
-        """Multiply as `nn.Linear` does; PyTorch's compiler follows the layer's own product."""
+        """Multiply like `nn.Linear`; PyTorch's compiler sees the layer's own product."""
         if torch.compiler.is_compiling():
             function: Any = type(self._linear).forward
             followed: Tensor = function(self._linear, input)
@@ -191,8 +193,8 @@ def _is_plain_linear(module: nn.Module) -> bool:
 def _movable(model: nn.Module) -> list[Tensor]:
     """Return the CPU parameters that share memory with no other tensor or process.
 
-    These include parameters that no linear layer uses: a memory-mapped file is released only when
-    all of its weights have moved.
+    These include parameters that no linear layer uses, because a memory-mapped file is released
+    only after all its weights have moved.
     """
     held = sorted(
         (t for t in (*model.parameters(), *model.buffers()) if _has_address(t)),
@@ -242,18 +244,19 @@ def _end(t: Tensor) -> int:
 
 @torch.no_grad()
 def _gain(modules: Sequence[nn.Linear], rows: int, kernel: Callable[..., Tensor]) -> float:
-    """Time a product: PyTorch's time over weir's.
+    """Time a product, and return PyTorch's time divided by weir's.
 
-    The rounds alternate. The shortest counts, because other work on the machine only adds time, and
-    the result is kept.
+    The rounds alternate. The shortest one counts, because other work on the machine only adds time,
+    and the result is saved.
     """
     weight = modules[0].weight
     size = weight.numel() * weight.element_size()
     some = modules[: max(1, BEYOND_CACHES // size)]
-    drawn = torch.Generator().manual_seed(0)  # leaves the global generator alone
+    drawn = torch.Generator().manual_seed(0)  # does not use the global generator
     shape = (rows, weight.shape[1])
     x = torch.randn(shape, generator=drawn, dtype=weight.dtype, device=weight.device)
-    # Small products are repeated, since the clock is coarse; the smallest are all call overhead.
+    # Small products are repeated, because the clock is coarse. The smallest ones are only call
+    # overhead.
     again = range(min(CALLS, max(1, 2**22 // (size * len(some)))))
 
     def timed(way: Callable[[Tensor, Tensor, Tensor | None], Tensor]) -> float:
@@ -265,7 +268,7 @@ def _gain(modules: Sequence[nn.Linear], rows: int, kernel: Callable[..., Tensor]
 
     ways = (nn.functional.linear, kernel)
     for way in ways:
-        way(x, weight, modules[0].bias)  # numba compiles
+        way(x, weight, modules[0].bias)  # so that numba compiles
     times: list[tuple[float, ...]] = []
     until = time.perf_counter() + ENOUGH
     while len(times) < ROUNDS.start or (len(times) < ROUNDS.stop and time.perf_counter() < until):

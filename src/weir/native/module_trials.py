@@ -1,9 +1,9 @@
-"""Trials of modules on random numbers, to find out what they compute.
+"""Tries modules on random numbers to find out what they compute.
 
-A name proves nothing: a subclass, a patch or another release may compute something else under it.
-So a copy of a module is called on several rows of random numbers of several sizes, with stand-ins
-for its large weights, and its answers are compared with a formula in float64. A difference that is
-larger than float32 rounding means another computation.
+A name proves nothing, because a subclass, a patch or another release may compute something else
+under the same name. So a copy of a module is called on several rows of random numbers of several
+sizes, with stand-ins for its large weights, and its answers are compared with a formula in float64.
+A difference larger than float32 rounding means that the module computes something else.
 """
 
 from __future__ import annotations
@@ -17,24 +17,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 _SIZES = (30.0, 3.0, 1.0, 0.1, 1e-3)
-"""Sizes of the numbers that modules are tried on: from those of attention sinks to those next to
-which the epsilon of a norm is large."""
+"""Sizes of the numbers that modules are tried on: from those of attention sinks down to those for
+which the epsilon of a norm is large.
+"""
 _EPS = torch.finfo(torch.float32).eps
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": partial(F.gelu, approximate="tanh"),
 }
-"""Activations that kernels know, by functions that a program cannot replace afterwards."""
+"""Activations that kernels support, with functions that a program cannot replace afterwards."""
 
 
 def copy_module(module: Any, parts: Mapping[int, nn.Module] | None = None) -> Any:
-    """Return a copy of a module with float32 parameters, to call with numbers of one's own.
+    """Return a copy of a module with float32 parameters, which can be called with trial numbers.
 
     Attributes are shared. The copy has its class's forward, and no patches.
 
     Args:
-        module: any module whose own parameters are few.
-        parts: what replaces modules below it, by their `id`; others are copied too.
+        module: any module that has few parameters itself.
+        parts: replacements for modules below it, by their `id`; other modules are copied, too.
     """
     found = object.__new__(type(module))
     vars(found).update(vars(module))
@@ -52,11 +53,12 @@ def copy_module(module: Any, parts: Mapping[int, nn.Module] | None = None) -> An
 
 
 def trial_rows(width: int, epsilon: float | None = None) -> Tensor:
-    """Return rows of random numbers [rows, width], float32, of many sizes, and not around zero.
+    """Return rows of random numbers [rows, width], float32, of many sizes and with a mean that is
+    not zero.
 
     Args:
         width: of a row.
-        epsilon: of a norm; one row is so small that it decides.
+        epsilon: the epsilon of a norm; one row is so small that epsilon dominates.
     """
     draw = torch.Generator().manual_seed(width)
     sizes = torch.tensor([*_SIZES, 1e-3 if epsilon is None else max(epsilon, 1e-30) ** 0.5])
@@ -64,10 +66,10 @@ def trial_rows(width: int, epsilon: float | None = None) -> Tensor:
 
 
 def is_rounding(got: Tensor, wanted: Tensor, terms: int) -> bool:
-    """Return whether numbers [rows, ...] differ from others by no more than float32 explains.
+    """Return whether numbers [rows, ...] differ from others by no more than float32 rounding.
 
-    A layer rounds a number some 32 times, and a sum of n terms is off by up to `4 eps sqrt(n)` of
-    its size. What counts is the largest number of a row.
+    A layer rounds a number about 32 times, and a sum of n terms is off by up to `4 eps sqrt(n)` of
+    its size. The bound is relative to the largest number of a row.
     """
     if got.shape != wanted.shape or not bool(got.isfinite().all()):
         return False
@@ -77,7 +79,9 @@ def is_rounding(got: Tensor, wanted: Tensor, terms: int) -> bool:
 
 
 def activation_of(activation: Callable[[Tensor], Tensor]) -> str | None:
-    """Return the kernels' name of an activation, found by trying it; None if it has none."""
+    """Return the kernels' name of an activation, which is tried; None if kernels do not support
+    it.
+    """
     x = torch.linspace(-30, 30, 1201)
     with torch.no_grad():
         answer = activation(x.clone()).double()
@@ -94,10 +98,10 @@ def activate(name: str, x: Tensor) -> Tensor:
 
 
 class StandIn(nn.Module):
-    """A stand-in for a linear layer: each output is a multiple of one input, and a bias.
+    """A stand-in for a linear layer: each output is a multiple of one input, plus a bias.
 
-    It is linear, differs from every other one, and costs nothing, so that what a layer does with
-    its projections is seen without their weights.
+    It is linear, differs from every other stand-in, and is cheap, so it shows what a layer does
+    with its projections without their weights.
     """
 
     def __init__(self, module: nn.Linear, seed: int) -> None:
@@ -125,7 +129,7 @@ class StandIn(nn.Module):
 def is_gated_mlp(module: Any) -> bool:
     """Return whether a module computes `down_proj(act_fn(gate_proj(x)) * up_proj(x))`.
 
-    Its own hooks are not called: they run around its forward, whatever that is.
+    Its own hooks are not called, because they run around its forward, whatever that is.
     """
     layers = [module.gate_proj, module.up_proj, module.down_proj]
     activation = activation_of(module.act_fn)

@@ -1,7 +1,8 @@
-"""The table of a native step: a decoder's form, and a cache's slots, as operations for a kernel.
+"""The table of a native step: describes a decoder's form and a cache's slots as operations for a
+kernel.
 
-Weights and slots are in the table by address, so a table serves until a module, a weight or a slab
-is replaced. Knows nothing about caches but what a call hands over, `slab.Step`.
+The table has the addresses of weights and slots, so it is valid until a module, a weight or a slab
+is replaced. All that it knows about caches is the `slab.Step` of a call.
 """
 
 from __future__ import annotations
@@ -26,24 +27,25 @@ from weir.slab import AttentionParams, DecodeSlots, HeldPart, Rotary, Step, bloc
 
 
 class OutOfDate(Exception):
-    """Slots that were attended to with other parameters than the modules have now; a step of the
-    model's own brings them up to date.
+    """The slots were used with other attention parameters than the modules have now. A step of the
+    model itself updates them.
     """
 
 
 @dataclass(frozen=True, eq=False)
 class LayerOperations:
-    """The operations of one layer, and the memory that they leave their results in.
+    """The operations of one layer, and the memory for their results.
 
     Attributes:
-        first, mlp, stop: operations in the table: of attention from the first, of the MLP from the
-            second on.
+        first, mlp, stop: numbers of operations in the table: those of attention begin at `first`,
+            those of the MLP at `mlp`, and both end before `stop`.
         parts: the layer's slots (`slab.HeldPart`).
-        spans: of each part, the row in the program's spans.
-        q, k, v, o, gate, up, down: products [rows, outputs], of q and k normalized if all heads are
-            together.
-        partial: answers and sums of each stretch of each head, as `kernels.cpu.decode` writes them.
-        gated: what `down` multiplies.
+        spans: for each part, its row in the program's spans.
+        q, k, v, o, gate, up, down: products [rows, outputs]; q and k are normalized if all heads
+            are normalized together.
+        partial: answers and sums of each stretch of each head, in the layout of
+            `kernels.cpu.decode`.
+        gated: the input of `down`.
     """
 
     first: int
@@ -68,7 +70,7 @@ Fields = dict[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class Whole:
-    """A model around a decoder, which computes what its form says.
+    """A model around a decoder; its form has been proved.
 
     Attributes:
         model: the causal language model.
@@ -86,13 +88,13 @@ class StepProgram:
 
     Attributes:
         largest: the largest absolute key or value of each layer, row and head in the last step.
-        kind: what tells it from others that need a proof of their own.
+        kind: a key that is the same for programs that can share a proof.
         table: the operations.
         layers: those of each layer.
-        hidden: [rows, width], float32, what layers read and add to.
-        normed: [rows, width], float32, what the head multiplies.
-        logits: [rows, vocabulary], float32, of the last step or check; None without a head.
-        dtype: of what a step returns.
+        hidden: [rows, width], float32, which layers read and add to.
+        normed: [rows, width], float32, the input of the head.
+        logits: [rows, vocabulary], float32, from the last step or check; None without a head.
+        dtype: the dtype of a step's result.
         whole: the model around the decoder, if steps go from token ids to logits.
 
     Args:
@@ -132,7 +134,7 @@ class StepProgram:
         self._tokens = np.zeros(batch, np.int64)
         if whole is not None:
             self._add_embedding(whole.form, form.factor)
-        self._first = len(table)  # of the operations of a decoder
+        self._first = len(table)  # the first operation of the decoder
         self._angles = self._add_angles([part.rotary for part in parts])
         self._before_layers = len(table)
         most = max(sum(part.slots.keys.shape[1] for part in layer) for layer in held)
@@ -155,16 +157,16 @@ class StepProgram:
             memory = {"x": self.normed, "source": "plain"}
             self._logits_at = table.multiply([head.weight()], [self.logits], **memory)["out"]
         table.finish()
-        # A step takes longer to make these than to use them.
+        # Making these takes longer than using them in a step.
         self._embedded = self.hidden[:, None]
         self._onto = table.operations["onto"][self._last :]
         self._normed_at = self.normed.data_ptr()
 
     def fits(self, watch: Watch, step: Step) -> bool:
-        """Return whether modules, slots and threads are those it was made for."""
+        """Return whether modules, slots and threads are those that it was made for."""
         if watch is not self._watch or torch.get_num_threads() != self._threads:
             return False
-        if step.slots.slabs is not self._slabs:  # another list, after a fold
+        if step.slots.slabs is not self._slabs:  # after a fold, it is another list
             if len(step.slots.slabs) != len(self._slabs):
                 return False
             if not all(map(operator.is_, step.slots.slabs, self._slabs)):
@@ -193,7 +195,7 @@ class StepProgram:
 
     @property
     def top(self) -> float:
-        """The largest of `largest`; NaN if one of them is."""
+        """The largest of `largest`; NaN if one of them is NaN."""
         return float(np.maximum.reduce(self._largest))
 
     def _place(self, step: Step) -> None:
@@ -213,8 +215,8 @@ class StepProgram:
         self.table.run(layer.mlp, layer.stop)
 
     def normalize(self, norm: Norm | None, x: Tensor) -> Tensor:
-        """Return numbers [rows, width] as an operation with this norm multiplies them, to the bit;
-        without one they are multiplied as they are.
+        """Return numbers [rows, width] bit-identical to the input of an operation with this norm;
+        without a norm, they are returned unchanged.
         """
         if norm is None:
             return x
@@ -233,7 +235,9 @@ class StepProgram:
         return self.normed
 
     def look_up(self, ids: Tensor) -> Tensor:
-        """Return the embeddings of ids [batch] as the first layer gets them, which is `hidden`."""
+        """Write the embeddings of ids [batch] into `hidden`, the input of the first layer, and
+        return it.
+        """
         self._tokens[:] = ids.numpy()
         self.table.run(0, self._first)
         return self.hidden
@@ -269,7 +273,7 @@ class StepProgram:
         return [{} if rotary is None else known[id(rotary)] for rotary in rotaries]
 
     def _add_layer(self, form: LayerForm, first: int, parts: Sequence[HeldPart]) -> LayerOperations:
-        """Add a layer; `first` is the number of its first part among all."""
+        """Add a layer; `first` is the number of its first part among those of all layers."""
         start = len(self.table)
         attention = self._add_attention(form, first, parts)
         middle = len(self.table)
@@ -299,7 +303,7 @@ class StepProgram:
             else:
                 of_heads = _norms_of_heads(form.q_norm, form.k_norm)
         o = form.o.weight()
-        # Parts differ in length, so that each head is read by all threads.
+        # Parts differ in length, so all threads share each head.
         stretches = table.stretches(heads if len(parts) == 1 else 1)
         partial = table.memory(batch * heads * stretches, group, width + 2)
         answered = {"stretches": stretches, "all_heads": heads, "partial": partial}
@@ -339,7 +343,7 @@ class StepProgram:
         return [*outs, partial]
 
     def _add_mlp(self, form: LayerForm) -> list[Tensor]:
-        """Add a layer's MLP; returns the memory of gate, up, down and what lies between."""
+        """Add a layer's MLP; returns the memory of gate, up, down and the input of down."""
         table = self.table
         pair = [form.gate.weight(), form.up.weight()]
         gate, up, gated = (table.memory(table.rows, form.gate.outputs) for _ in range(3))
@@ -350,7 +354,7 @@ class StepProgram:
         return [gate, up, down, gated]
 
     def _from(self, norm: Norm | None) -> Fields:
-        """The hidden state as an input, through a norm if there is one."""
+        """Return the hidden state as an input, through a norm if there is one."""
         if norm is None:
             return {"x": self.hidden, "source": "plain"}
         return {"x": self.hidden, "source": "norm", **norm.fields()}
@@ -392,7 +396,9 @@ class StepProgram:
 
 
 def _norms_of_heads(query: Norm, key: Norm) -> Fields:
-    """The fields of norms of each head's queries and keys, which share all but their weights."""
+    """Return the fields of the norms of each head's queries and keys, which differ only in their
+    weights.
+    """
     if query[2:] != key[2:] or query.module.weight.dtype != key.module.weight.dtype:
         raise NotNative(f"{query.name} and {key.name} differ in more than their weights")
     fields = {"norm_bits": 8 * query.module.weight.itemsize}

@@ -1,20 +1,20 @@
-"""Proof that a decoder's form is what the decoder computes, before a native step relies on it.
+"""Proves that a decoder computes what its form says, before a native step relies on it.
 
-Neither a name nor the result for one token counts as proof. Each part is tried on several rows of
-random numbers of several sizes, with float32 copies of its small parameters, so that a difference
-is either rounding or another computation:
+Neither a name nor the result for one token is a proof. Each part is tried on several rows of random
+numbers of several sizes, with float32 copies of its small parameters, so that a difference is
+either rounding or another computation:
 
 - the decoder's own forward runs with stand-ins for its layers, its embeddings and its norm, which
-  record what they are given: embeddings times a factor, each layer's answer to the next, a norm;
-- the model's own forward runs with stand-ins for its decoder and its head, where a step is to be
-  whole, from token ids to logits;
+  record their inputs: embeddings times a factor, each layer's answer for the next, a norm;
+- the model's own forward runs with stand-ins for its decoder and its head, if a whole step goes
+  from token ids to logits;
 - each layer's own forward runs with stand-ins for its large weights, and with a cache that records
   queries, keys and values and answers with random numbers. Rows are at several positions, one of
   them far beyond any window.
 
-Stand-ins for weights make this as cheap as a few norms, however large the model is. That the
-weights themselves are multiplied as the table says follows from their class and is checked by
-`native_check`.
+With stand-ins for weights, this is as cheap as a few norms, however large the model is. That the
+weights themselves are multiplied as the table says follows from their class, and is checked by
+`check`.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _try_decoder(spec: ModelSpec, form: DecoderForm) -> list[tuple[tuple[Any, ..
 
 
 def prove_model(model: Any, decoder: nn.Module, form: ModelForm, width: int) -> None:
-    """Prove that a model's logits are its head's product of what its decoder answers.
+    """Prove that a model's logits are the product of its head with the decoder's output.
 
     Args:
         model: the causal language model.
@@ -146,7 +146,7 @@ def prove_model(model: Any, decoder: nn.Module, form: ModelForm, width: int) -> 
 
 
 class _Recorder(nn.Module):
-    """A stand-in for a module: it keeps what it is called with, and answers random numbers."""
+    """A stand-in for a module that records its arguments and returns random numbers."""
 
     def __init__(self, module: nn.Module, answer: Callable[[], Any]) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class _Recorder(nn.Module):
 
 
 class _TrialRotary(nn.Module):
-    """A stand-in for a rotary embedding: cosines and sines at `PLACES`, as weir makes them."""
+    """A stand-in for a rotary embedding that returns weir's cosines and sines at `PLACES`."""
 
     def __init__(self, rotary: nn.Module, spec: ModelSpec) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ class _TrialRotary(nn.Module):
 
 
 class _TrialCache(MasklessCache):
-    """A cache for one call of one layer: it records the call, and answers random numbers."""
+    """A cache for one call of one layer that records the call and answers with random numbers."""
 
     def __init__(self, answers: Tensor | None = None) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ class _TrialCache(MasklessCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> Any:
-        """Hand keys and values on to weir's attention."""
+        """Pass keys and values on to weir's attention."""
         return (self, None, key_states), value_states
 
     def attend(
@@ -213,7 +213,7 @@ class _TrialCache(MasklessCache):
 
 
 class _LayerTrial:
-    """A layer's own forward beside its form."""
+    """Runs a layer's own forward next to its form."""
 
     def __init__(self, name: str, layer: Any, form: LayerForm, spec: ModelLayerSpec) -> None:
         self._name, self._layer, self._form, self._spec = name, layer, form, spec
@@ -226,8 +226,8 @@ class _LayerTrial:
         """Compare them; returns how the layer attends.
 
         Args:
-            args, kwargs: what the decoder calls the layer with, of which hidden states and cache
-                are replaced.
+            args, kwargs: the arguments with which the decoder calls the layer; hidden states and
+                cache are replaced.
             attention: its attention module.
         """
         for part in self._form.projections:
@@ -276,7 +276,7 @@ class _LayerTrial:
         return out[:, part.start : part.stop]
 
     def _attended(self, x: Tensor) -> list[Tensor]:
-        """Queries, keys and values [rows, heads, dim] of hidden states."""
+        """Compute the queries, keys and values [rows, heads, dim] of hidden states."""
         form, heads = self._form, self._spec.heads
         y = normalized(form.before_attention, x)
         found = []
@@ -296,7 +296,7 @@ class _LayerTrial:
         return found
 
     def _answered(self, x: Tensor, answers: Tensor) -> Tensor:
-        """The layer's output, given what attention answers [rows, heads, dim]."""
+        """Compute the layer's output from the answers of attention [rows, heads, dim]."""
         form = self._form
         out = self._project(form.o, answers.flatten(1))
         x = x + form.factor * normalized(form.after_attention, out)
@@ -324,7 +324,7 @@ def _try_linear(part: Projection) -> None:
     """Try PyTorch's linear layer on a few outputs of a projection."""
     module = part.module
     if type(module) is not nn.Linear:
-        return  # weir's own, whose forward is that of its class
+        return  # weir's own class, whose forward has been checked
     some = slice(part.start, part.start + 4)
     copy = object.__new__(nn.Linear)
     vars(copy).update(vars(module))

@@ -1,9 +1,10 @@
-"""Weights of 8 and 4 bits: `weir.load(name, weights="int8")` through torchao, "q8_0" in blocks.
+"""Quantizes weights to 8 and 4 bits: `weir.load(name, weights="int8")` with torchao, "q8_0" in
+blocks.
 
 The weight of every linear layer becomes integers with scales, made and stored by torchao;
-embeddings, norms and experts held in one tensor are unchanged. If embedding and head share one
-table, the embedding keeps it and the head gets a quantized copy: at batch 1 the head is the largest
-weight that a step reads. Knows nothing about caches.
+embeddings, norms, and experts that are stored in one tensor are unchanged. If embedding and head
+share one table, the embedding keeps it and the head gets a quantized copy, because at batch 1 the
+head is the largest weight that a step reads. This module knows nothing about caches.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ from weir.native.linear_kernels import choose_products
 from weir.native.stored_blocks import shrink_to_stored
 
 BITS = ("int8", "int4")
-"""Kinds of weights that torchao makes: 8 bits, a scale a row; 4 bits, one for `GROUP` numbers."""
+"""Kinds of weights that torchao makes: 8 bits with a scale for each row, and 4 bits with one for
+each `GROUP` numbers.
+"""
 GROUP = 32
 """Numbers of 4 bits that share a scale: the smallest group that torchao has a kernel for."""
 LINES = 16
@@ -71,14 +74,14 @@ def check_not_quantized(name: str, config: Any) -> None:
 def quantize_weights(model: PreTrainedModel, weights: str) -> None:
     """Quantize the weights of all linear layers to 8 or 4 bits, permanently.
 
-    The model cannot be trained afterwards, except for adapters beside its weights.
+    The model cannot be trained afterwards, except for adapters.
 
     Args:
         model: any model, on its final device.
         weights: one of `BITS` or `BLOCK_FORMATS`.
 
-    WeirError if torchao is needed and not installed, or cannot quantize on this device, or if no
-    layer can be quantized.
+    Raises WeirError if torchao is needed but not installed or cannot quantize on this device, or if
+    no layer can be quantized.
     """
     if weights == AS_STORED:
         raise WeirError(
@@ -98,24 +101,31 @@ def quantize_weights(model: PreTrainedModel, weights: str) -> None:
 
 
 def run_blocks(model: PreTrainedModel) -> None:
-    """Let kernels run whole MLPs of a model in blocks, and warn where none multiplies them."""
+    """Let kernels run whole MLPs of a model in blocks, and warn if no kernel can multiply
+    blocks.
+    """
     run_mlps_whole(model)
     warn_without_kernel(model)
 
 
 def finish_quantized(model: PreTrainedModel) -> None:
-    """Finish a model whose weights have few bits: it cannot be trained, nor be loaded into."""
+    """Finish a model whose weights have few bits: disable training, and loading of weights into
+    it.
+    """
     model.register_load_state_dict_pre_hook(_refuse_plain_weights)
     model.config.tie_word_embeddings = False
     model.requires_grad_(False)
     for parameter in model.parameters():
         if type(parameter) is nn.Parameter and parameter.ndim == 1:
-            # Norms and biases of a folder lie in a mapped file, and would keep all of it in memory.
+            # Norms and biases from a folder are views of a mapped file, and would keep all of it in
+            # memory.
             parameter.data = parameter.data.clone()
 
 
 def _quantize_by_torchao(model: PreTrainedModel, bits: dict[str, int]) -> None:
-    """Quantize layers, of which the bits are given by name (WeirError: `quantize_weights`)."""
+    """Quantize layers; `bits` has the number of bits for each layer's name (WeirError:
+    `quantize_weights`).
+    """
     try:
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
     except ImportError:
@@ -146,8 +156,8 @@ def _quantize_by_torchao(model: PreTrainedModel, bits: dict[str, int]) -> None:
 
 
 def shrink(skeleton: PreTrainedModel, weights: str, path: Path | None = None) -> None:
-    """Give a model on the device `meta` tensors of the sizes that `quantize_weights` would make,
-    with its errors; torchao is not needed.
+    """Give a model on the device `meta` tensors of the sizes that `quantize_weights` would make.
+    Raises the same errors, but does not need torchao.
     """
     bits = _bits(skeleton, weights)
     if weights == AS_STORED:
@@ -169,7 +179,8 @@ def shrink(skeleton: PreTrainedModel, weights: str, path: Path | None = None) ->
 def _bits(model: PreTrainedModel, weights: str) -> dict[str, int]:
     """Return the bits for each linear layer's weight, by the layer's name.
 
-    With "int4" the head gets 8 bits, and so do layers whose shape the 4-bit kernel does not take.
+    With "int4", the head gets 8 bits, and so do layers whose shape the 4-bit kernel does not
+    support.
     """
     check_bits(weights)
     head = model.get_output_embeddings()
@@ -201,8 +212,8 @@ class QuantizedLinear(nn.Linear):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> QuantizedLinear:
         """Move to another device or dtype, replacing the weight by a new one.
 
-        PyTorch would swap the contents of two such weights, and fails where a compiled program
-        holds a reference.
+        PyTorch would swap the contents of two such weights, which fails if a compiled program holds
+        a reference.
         """
         weight, self._parameters["weight"] = self.weight, None
         try:
@@ -261,13 +272,13 @@ class Int8Linear(QuantizedLinear):
         return out if self.bias is None else out + self.bias
 
     def dequantized(self) -> Tensor:
-        """Return the weight written out [out_features, in_features], in the dtype of its scales."""
+        """Return the dequantized weight [out_features, in_features], in the dtype of its scales."""
         weight: Any = self.weight
         found: Tensor = weight.dequantize()
         return found
 
     def take_apart(self) -> None:
-        """Read numbers and scales from the weight; call again when the weight may have changed."""
+        """Read numbers and scales from the weight. Call it again if the weight may have changed."""
         self.numbers = self._numbers_of_weight()
         weight: Any = self.weight
         self.scales = None if self.numbers is None else weight.scale.flatten()

@@ -1,7 +1,7 @@
 """Weights that stay in the blocks of their GGUF file: `weir.load(name, weights="gguf")`.
 
-The blocks are read from the file into the order that kernels multiply them in, some rows at a time,
-and are neither dequantized nor stored elsewhere. Knows nothing about caches.
+The blocks are read from the file, some rows at a time, and put into the order that kernels need.
+They are neither dequantized nor stored elsewhere. This module knows nothing about caches.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from weir.native.huge_pages import LargePages
 TOGETHER = 1 << 20
 """Bytes of a file that a thread reads at a time."""
 AHEAD = 2
-"""Weights for each thread that are read before they are needed."""
+"""Number of weights for each thread that are read before they are needed."""
 
 
 def stored_in_blocks(
     model: PreTrainedModel, fillings: Mapping[str, Filling]
 ) -> dict[str, list[nn.Module]]:
-    """Return the parameters whose blocks can be multiplied, with the modules that have them.
+    """Return the parameters whose blocks can be multiplied, and the modules that have them.
 
-    A table that the embedding and the head share is listed for both, or for the head alone where
-    the embedding computes something that blocks cannot. A model of which no layer but the head is
-    linear has none.
+    A table that the embedding and the head share is listed for both, or only for the head if the
+    embedding computes something that blocks do not support. For a model in which only the head is
+    linear, the result is empty.
 
     Args:
         model: a model without weights.
@@ -68,12 +68,12 @@ def put_stored_blocks(
 
     Args:
         model: a model without weights.
-        found: the parameters in question, as `stored_in_blocks` returns them.
+        found: the parameters, as `stored_in_blocks` returns them.
         fillings: the tensors of each parameter.
-        advance: called with the bytes that were read.
+        advance: called with the number of bytes that were read.
 
     Returns:
-        The parameters that no module needs any more.
+        The parameters that no module needs any longer.
     """
     for name, blocks in _read_ahead({name: fillings[name] for name in found}):
         for module in found[name]:
@@ -96,13 +96,13 @@ def shrink_to_stored(skeleton: PreTrainedModel, fillings: Mapping[str, Filling])
 
 
 def _read_ahead(fillings: Mapping[str, Filling]) -> Iterator[tuple[str, Blocks]]:
-    """Yield the blocks of each parameter, which threads read meanwhile."""
+    """Yield the blocks of each parameter, which threads read ahead."""
     pages, threads = LargePages(), torch.get_num_threads()
     waiting: deque[tuple[str, Blocks, Future[None]]] = deque()
     with ThreadPoolExecutor(threads) as pool:
         for name, filling in fillings.items():
             blocks = Blocks(filling.kind, *filling.shape)
-            # In place of memory that nothing has written to, and that therefore takes no room.
+            # This replaces memory that was never written to, and therefore takes no space.
             blocks.codes = pages.empty(blocks.codes.shape, blocks.codes.dtype)
             blocks.scales = pages.empty(blocks.scales.shape, blocks.scales.dtype)
             waiting.append((name, blocks, pool.submit(_read, blocks, filling)))

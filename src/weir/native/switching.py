@@ -1,4 +1,4 @@
-"""Which engine runs a model's decode steps: `weir.compile_steps(model)`."""
+"""Chooses the engine for a model's decode steps: `weir.compile_steps(model)`."""
 
 from __future__ import annotations
 
@@ -36,39 +36,39 @@ def compile_steps(
     torch_compile: bool = True,
     **options: Any,
 ) -> bool:
-    """Run decode steps of a model with weir caches, present and future ones, by an engine.
+    """Let an engine run a model's decode steps with all its weir caches, existing and later ones.
 
-    A decode step is one token for each row. On a CPU, a step is one call of a kernel where weir
-    knows what the decoder computes, and the model's own step elsewhere; `stream.report()["steps"]`
-    says which and why. The kernel is compiled once for a machine, in a thread. Matrix products are
-    those of `choose_products`, which is called here.
+    A decode step is one token for each row. On a CPU, a step is one call of a kernel if weir knows
+    what the decoder computes; otherwise, the model runs the step itself. `stream.report()["steps"]`
+    says which, and why. The kernel is compiled once for each machine, in a thread. This function
+    also calls `choose_products`.
 
-    On a GPU, a step runs under `torch.compile`, which compiles each batch size and cache size when
-    it is met, up to PyTorch's limit. The first step waits for it, and standard error says so. Where
-    it fails, steps run uncompiled after one sentence there.
+    On a GPU, a step runs under `torch.compile`, which compiles each batch size and cache size at
+    its first use, up to PyTorch's limit. The first step waits for the compilation, and a notice on
+    standard error says so. If compilation fails, steps run uncompiled, and another notice says why.
 
-    Rows may be at different positions of their streams. Outputs differ by rounding only. After
-    loading, training or moving weights, or after modules of the model are replaced, an engine finds
-    out again what it can run.
+    Rows can be at different positions of their streams. Outputs differ only by rounding. After
+    weights are loaded, trained or moved, or modules of the model are replaced, an engine finds out
+    again what it can run.
 
     Args:
         model: the causal language model.
-        on: False leaves steps to the model; the chosen products stay.
-        strict: raise a WeirError where steps cannot be compiled, wait for the CPU's kernel, and
-            write nothing to standard error; for callers that report the waiting themselves.
-        torch_compile: False leaves `torch.compile` out on a GPU, and `strict` does not raise on a
-            CPU.
-        options: for `torch.compile`: `mode`, `backend`, `options`; on a GPU only.
+        on: False lets the model run its steps again; the chosen products stay.
+        strict: raise a WeirError if steps cannot be compiled, wait for the CPU's kernel, and write
+            nothing to standard error. Use it if the caller tells the user about the wait.
+        torch_compile: with False, `torch.compile` is not used on a GPU, and `strict` does not raise
+            on a CPU.
+        options: for `torch.compile`, only on a GPU: `mode`, `backend`, `options`.
 
     Returns:
         Whether `torch.compile` is used.
 
     Raises:
-        WeirError: weir cannot serve the model, `torch.compile` has no such option, is left out or
-            not used on this device and given options.
+        WeirError: weir does not support the model, `torch.compile` has no such option, or options
+            are given although `torch.compile` is turned off or not used on this device.
     """
     if not on:
-        # Also a model that was changed so that weir cannot serve it.
+        # This must also work for a model that was changed so that weir no longer supports it.
         choose_engine(transformers_model(model).get_decoder(), NOT_ASKED)
         return False
     spec = describe(model)
@@ -83,7 +83,7 @@ def compile_steps(
             f"{', '.join(options)} is for torch.compile, which weir uses only on a GPU. This "
             "model is on a CPU, where steps are native or run in PyTorch. Leave out the options."
         )
-    # Weights are moved, so no other thread may be in a call, which would read their old memory.
+    # Weights are moved, so no other thread may be in a call that reads their old memory.
     with forward_lock_of(spec.config):
         choose_products(model)
     if on_cpu:
@@ -93,7 +93,9 @@ def compile_steps(
 
 
 def _choose_native(spec: ModelSpec, wait: bool, required: bool) -> None:
-    """Let the CPU engine run steps; with both `wait` and `required` a WeirError where it cannot."""
+    """Let the CPU engine run steps. With both `wait` and `required`, raises a WeirError if it
+    cannot.
+    """
     kernel = dispatch.decode_step(torch.device("cpu"))
     chosen = Chosen(None, NO_KERNEL) if kernel is None else Chosen(partial(NativeStep, wait=wait))
     choose_engine(spec.decoder, chosen)
@@ -112,7 +114,7 @@ def _choose_native(spec: ModelSpec, wait: bool, required: bool) -> None:
 
 def _choose_compiled(spec: ModelSpec, options: dict[str, Any], strict: bool) -> bool:
     """Let steps run under `torch.compile`; returns whether the decoder can be compiled."""
-    engine = CompiledStep(options, strict)  # refuses options
+    engine = CompiledStep(options, strict)  # checks the options
     if spec.kind in OWN_FAMILIES:
         reason = f"{spec.kind} has its own attention code"
         choose_engine(spec.decoder, Chosen(None, reason))
@@ -126,4 +128,4 @@ def _choose_compiled(spec: ModelSpec, options: dict[str, Any], strict: bool) -> 
 
 
 NO_KERNEL = "numba is not installed, or WEIR_KERNELS chooses other kernels"
-"""Reason why no step is native."""
+"""The reason why no step is native."""

@@ -1,11 +1,11 @@
 """Notices when modules of a decoder have changed since its form was read.
 
-The check runs before every step. A step pushes everything that the check reads out of the
-processor's caches, so that checking 30 layers takes half a millisecond. So only what a layer
-computes from is checked: weights and their memory, modules, numbers and forwards. Hooks are checked
-only if any were registered in this process since the last check. Classes, and the functions that
-their methods read from their files and from libraries (`torch.nn.functional.silu`), are checked
-once each, not once a layer.
+The check runs before every step. A step evicts everything that the check reads from the processor's
+caches, so checking 30 layers takes half a millisecond. So only the inputs of a layer's computation
+are checked: weights and their memory, modules, numbers and forwards. Hooks are checked only if any
+were registered in this process since the last check. Classes, and the functions that their methods
+read from their files and from libraries (`torch.nn.functional.silu`), are checked once each, not
+once for each layer.
 """
 
 from __future__ import annotations
@@ -24,17 +24,20 @@ from weir.models import has_hooks
 
 _READ = {"training", "numbers", "scales", "residual_multiplier", "embedding_multiplier"}
 _READ |= {"layer_idx"}
-"""Attributes of modules that are read, besides parameters, modules, functions and fractions."""
+"""Attributes of modules that are watched, in addition to parameters, modules, functions and
+fractions.
+"""
 _OF_EMBEDDINGS = {"max_norm", "embed_scale"}
-"""Attributes of embeddings that are read, whether they have them or not."""
+"""Attributes of embeddings that are watched, whether they exist or not."""
 
 
 class Watch:
-    """Record of everything that a module's forward and some modules below it compute from.
+    """Records everything that a module's forward, and some modules below it, depend on.
 
     Args:
-        owner: the module, of which the forward is watched, and no other method.
-        parts: the modules below it, each with all of its own; those that are none are left out.
+        owner: the module; of its methods, only the forward is watched.
+        parts: the modules below it, each with all of its submodules; entries that are not modules
+            are ignored.
         hooked: further modules whose hooks are watched.
     """
 
@@ -45,7 +48,7 @@ class Watch:
             torch_modules._global_forward_hooks,
             torch_modules._global_forward_pre_hooks,
         ]
-        self._handles = -1  # how many hooks had been registered at the last look
+        self._handles = -1  # number of registered hooks at the last check
         weights: list[Any] = []
         modules = [owner]
         for part in parts:
@@ -65,7 +68,7 @@ class Watch:
         for module in (*modules[1:], *hooked):
             self._hooks += [module._forward_hooks, module._forward_pre_hooks]
         self._modules, self._types = modules, list(map(type, modules))
-        # A weight that torchao has packed has no memory of its own.
+        # A weight that torchao has packed has no memory address.
         self._weights = [t for t in weights if t is not None and type(t.data) is Tensor]
         self._read: set[tuple[int, str]] = set()
         self._classes: list[type] = []
@@ -85,8 +88,8 @@ class Watch:
         self._functions = list(functions)
 
     def holds(self) -> bool:
-        """Return whether everything is as it was."""
-        # By identity: a tensor compared with another has no truth value.
+        """Return whether nothing has changed."""
+        # Compare by identity, because the comparison of two tensors has no truth value.
         held, memory, functions = self._look()
         if not all(map(operator.is_, held, self._held)) or list(memory) != self._memory:
             return False
@@ -102,15 +105,17 @@ class Watch:
         return True
 
     def _look(self) -> tuple[Iterator[Any], Iterator[int], Iterator[Any]]:
-        """Return what is held now, where weights lie, and functions; each is looked up when it is
-        read, so that a check fetches it into the processor's caches once.
+        """Return the current attributes, the addresses of weights, and functions. Each is looked up
+        when it is read, so that a check fetches it into the processor's caches once.
         """
         held = map(dict.get, self._dicts, self._names)
         functions = map(getattr, self._classes, self._methods)
         return held, map(Tensor.data_ptr, self._weights), functions
 
     def _watch_settings(self, owner: nn.Module) -> None:
-        """Watch what the owner's forward reads of its configuration, by all names in its code."""
+        """Watch the settings of the configuration that the owner's forward may read: all names in
+        its code.
+        """
         settings = vars(owner.config) if hasattr(owner, "config") else {}
         function: Any = inspect.unwrap(type(owner).forward)
         read = [name for name in function.__code__.co_names if name in settings]
@@ -118,11 +123,11 @@ class Watch:
         self._names += read
 
     def _watch_names(self, method: Callable[..., Any]) -> None:
-        """Watch the functions that a method reads, and those that functions of its file read.
+        """Watch the functions that a method uses, and those that functions of its file use.
 
-        A method reads functions from its file by their names, and from libraries by a module's name
-        and an attribute (`nn.functional.silu`). The bytecode has all these names in one list, so
-        each is looked up in each module that the method can reach.
+        A method refers to functions of its file by their names, and to those of libraries by a
+        module's name and an attribute (`nn.functional.silu`). The bytecode has all these names in
+        one list, so each is looked up in each module that the method can reach.
         """
         todo, seen = [method], set[Any]()
         while todo:
@@ -142,9 +147,11 @@ class Watch:
 
 
 def _reads(function: FunctionType) -> Iterator[tuple[dict[str, Any], str]]:
-    """Return the functions that a function's code reads: the names of a module, and one of them."""
+    """Return the functions that a function's code uses, as the names of a module and a name in
+    it.
+    """
     names, reached = function.__code__.co_names, [function.__globals__]
-    for held in reached:  # modules that it reads are added meanwhile
+    for held in reached:  # modules that it uses are added during the loop
         for name in names:
             named = held.get(name)
             if isinstance(named, ModuleType):
@@ -155,12 +162,14 @@ def _reads(function: FunctionType) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def _decides(value: Any) -> bool:
-    """Return whether an attribute may be a number or a function that a forward uses."""
+    """Return whether an attribute may be a number or function that a forward uses."""
     return type(value) is float or (callable(value) and not isinstance(value, nn.Module | type))
 
 
 def _methods_of(kind: type) -> Iterator[str]:
-    """Return the names of a class's methods that are not PyTorch's, and of what runs a forward."""
+    """Return the names of a class's methods that are not PyTorch's, and of the methods that run a
+    forward.
+    """
     yield "forward"
     yield "__call__"
     for part in kind.__mro__:

@@ -1,9 +1,9 @@
-"""Rows of a weight in blocks written out on the CPU, as an embedding looks them up.
+"""Dequantizes rows of a weight in blocks on the CPU, for look-ups in an embedding.
 
-A step looks up one row. In PyTorch that is some thirty operations of a few microseconds each, more
-when a step has just streamed all weights through the processor's caches. One loop serves all types:
-what it has to know of a type is in a short table. `weir.native.block_weights.write_out` is the
-readable reference, and both give the same numbers to the bit.
+A step looks up one row. In PyTorch, that takes about thirty operations of a few microseconds each,
+and more after a step has streamed all weights through the processor's caches. One loop serves all
+types, with a short table that describes the type. `weir.native.block_weights.write_out` is the
+readable reference, and both give bit-identical numbers.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from weir.native.block_formats import BLOCK, BLOCK_TYPES, PANEL, QUADS
 from weir.native.kernels.linear_blocks import SUPPORTED as BLOCKS_SUPPORTED
 
 SUPPORTED = BLOCKS_SUPPORTED
-"""Whether the processor reads float16, as products with blocks need too."""
+"""Whether the processor can read float16, which products with blocks also need."""
 _NUMBERS = {"": 0, "half": 1, "bfloat": 2}
 
 
 @intrinsic
 def _half(_typing: Any, bits: Any) -> Any:
-    """float32 of the bits of a float16."""
+    """Convert the bits of a float16 to float32."""
 
     def write(_context: Any, builder: ir.IRBuilder, _signature: Any, given: Any) -> Any:
         return builder.fpext(builder.bitcast(given[0], ir.HalfType()), FLOAT)
@@ -50,7 +50,7 @@ def _half(_typing: Any, bits: Any) -> Any:
 
 @njit(nogil=True)
 def _code(places: np.ndarray, planes: int, block: int, lane: int, group: int, number: int) -> int:
-    """One code of a block at an address."""
+    """Read one code of the block at an address."""
     code, below = 0, 0
     for plane in range(planes):
         at = plane * (1 + 2 * QUADS)
@@ -74,14 +74,14 @@ def _read_rows(
     unit: float,
     out: int,
 ) -> bool:
-    """Write out rows; returns False, and leaves them, where there is no such row.
+    """Dequantize rows. Returns False and writes nothing if a row does not exist.
 
     Args:
-        which: address of their numbers, int64 [rows].
-        rows, outputs: how many there are, and how many the weight has.
-        blocks, units: of a line, and units of scales.
-        codes, scales: addresses of the weight's (`kernels.block_formats`).
-        form: address of what `_form_of` tells of the type.
+        which: address of the numbers of the rows, int64 [rows].
+        rows, outputs: number of rows to read, and of rows in the weight.
+        blocks, units: blocks and units of scales in a row of the weight.
+        codes, scales: addresses of the weight's codes and scales (`native.block_formats`).
+        form: address of the description of the type (`_form_of`).
         table: address of the value of each code, or 0 where codes are values.
         unit: a factor of all scales.
         out: address of float32 [rows, 32 * blocks].
@@ -135,9 +135,9 @@ _compiled_read = compile_kernel(_read_rows)
 
 
 def _look_up(address: int) -> None:
-    """`_read_rows` with arguments in memory: integers, but for the address of the last factor.
+    """Call `_read_rows` with arguments in memory: integers, and for the factor its address.
 
-    Where there is no such row, all rows become NaN.
+    If a row does not exist, all rows become NaN.
     """
     n = longs_at(address, (1, 11))[0]
     sizes, weight = (n[1], n[2], n[3], n[4]), (n[5], n[6], n[7], n[8])
@@ -147,7 +147,7 @@ def _look_up(address: int) -> None:
 
 
 def block_reader(which: np.ndarray, blocks: Any, out: Tensor) -> tuple[int, np.ndarray, list[Any]]:
-    """Describe how a step table looks up rows, the same memory at every step.
+    """Describe how a step table looks up rows, with the same memory in every step.
 
     Args:
         which: the numbers of the rows, int64 [rows].
@@ -155,8 +155,8 @@ def block_reader(which: np.ndarray, blocks: Any, out: Tensor) -> tuple[int, np.n
         out: float32 [rows, inputs].
 
     Returns:
-        The address of a function, what it is called with the address of, and what has to stay in
-        memory meanwhile.
+        The address of a function, the array whose address is its argument, and the objects that
+        must stay in memory while it is used.
     """
     form, table, unit = _form_of(blocks.kind)
     factor = np.array([unit], np.float64)
@@ -176,7 +176,7 @@ def _look_up_at() -> int:
 
 @lru_cache
 def _form_of(kind: str) -> tuple[np.ndarray, np.ndarray | None, float]:
-    """Return the description of a type that `_read_rows` takes.
+    """Return the description of a type for `_read_rows`.
 
     It has three parts: sizes, with the bits of each plane and the place of each group in it; the
     values of codes, or None if codes are values; and the factor of scales.
@@ -198,7 +198,7 @@ def _form_of(kind: str) -> tuple[np.ndarray, np.ndarray | None, float]:
 def block_rows(
     which: Tensor, codes: Tensor, scales: Tensor, outputs: int, kind: str
 ) -> Tensor | None:
-    """Return rows of a weight in float32 [rows, inputs]; None where it has no such row.
+    """Return rows of a weight in float32 [rows, inputs]; None if a row does not exist.
 
     Args:
         which: the numbers of the rows, int64 [rows].

@@ -1,4 +1,4 @@
-"""The gate of an MLP on the CPU: an activation times what it lets through."""
+"""The gate of an MLP on the CPU: an activation times the up projection."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _TOP = np.float32(87.0)
 
 
 def _gate(gate_at: int, up_at: int, count: int, activation: int, scratch: int, to: int) -> None:
-    """`activation(gate) * up` of float32 [count], in place of either or elsewhere; `scratch` is
-    memory of twice as many numbers.
+    """Compute `activation(gate) * up` of float32 [count]; the output can be the memory of either
+    input. `scratch` has twice as many numbers.
     """
     gate, up = floats_at(gate_at, (1, count))[0], floats_at(up_at, (1, count))[0]
     out, near_one = floats_at(to, (1, count))[0], floats_at(scratch, (1, count))[0]

@@ -1,27 +1,28 @@
-"""Products of a few rows with a weight on the CPU: what `torch.nn.functional.linear` does.
+"""Products of a few rows with a weight on the CPU, like `torch.nn.functional.linear`.
 
-A decode step multiplies few rows with every weight, so that nothing ought to take time but to read
-the weights once, in order. A BLAS is made for many rows, and how near it comes with few differs
-from machine to machine; so `weir.choose_products` measures. Sums are float32, in another order than
-PyTorch's; numbers of bfloat16, and of 8 bits, are widened on the way. There are three ways:
+A decode step multiplies few rows with every weight, so ideally it takes only the time to read the
+weights once, in order. A BLAS is made for many rows, and how close it comes to this with few rows
+differs between machines, so `weir.choose_products` measures. Sums are float32, in another order
+than PyTorch's. Numbers of bfloat16 and 8 bits are converted to float32 while they are read. There
+are three ways:
 
-- Line by line, with one row, and with a few of a weight in float32 or bfloat16.
-- Two lines of 8 bits at a time, with a few rows. What comes next is asked for before it is needed:
-  a processor fetches ahead what is read in order, but not past the end of a page of 4 KB, which is
-  seven lines of 576 numbers. Each number is made a float once, for all rows, and multiplied into
-  sums that stay in registers. A sum is added up in an order of its own: it does not depend on how
-  many rows there are, nor on where the line lies.
-- Tile by tile, with 5 and more rows. For each number of a weight that is read there is a product
-  for every row, and to make them at the pace of the processor, sums have to stay in its registers.
-  A *tile* is the product of 8 or 16 rows, a vector of them, with 12 lines of the weight: its 12
-  vectors of sums fit into the registers of all processors with vectors of 8 numbers (16 of them,
-  AVX2) and more. In each of its steps one number of every row is loaded, as one vector, and for
-  each line one number that all rows share. Meanwhile the lines of the next tile are fetched from
-  memory. Each sum is added up in the order of the line's numbers, so it does not depend on how many
-  rows there are, or on which.
+- Line by line: for one row, and for a few rows with a weight in float32 or bfloat16. A line has the
+  weights of one output.
+- Two lines of 8 bits at a time: for a few rows. The next numbers are prefetched, because a
+  processor prefetches memory that is read in order, but not beyond the end of a page of 4 KB, which
+  is seven lines of 576 numbers. Each number is converted to a float once for all rows, and
+  multiplied into sums that stay in registers. The order in which a sum is added up does not depend
+  on the number of rows or on the place of the line.
+- Tile by tile: for 5 or more rows. Each number of a weight is multiplied with every row, and sums
+  have to stay in registers so that the processor can do this at full speed. A *tile* is the product
+  of a vector of 8 or 16 rows with 12 lines of the weight. Its 12 vectors of sums fit into the
+  registers of all processors with AVX2 (16 registers of 8 numbers) or more. Each step of a tile
+  loads one number of every row as one vector, and for each line one number that all rows share,
+  while the lines of the next tile are fetched from memory. Each sum is added up in the order of the
+  line's numbers, so it does not depend on the other rows.
 
-Roofline: the larger of a weight's bytes over the bandwidth of memory, and two operations for each
-number and row over the processor's pace.
+Roofline: the larger of the weight's bytes divided by the memory bandwidth, and two operations for
+each number and row divided by the processor's speed.
 """
 
 from __future__ import annotations
@@ -69,24 +70,26 @@ from weir.kernels.cpu.vectors import (
 )
 
 _WORTH_A_THREAD = 2**15
-"""Numbers of a weight below which a thread of their own costs more than it saves."""
+"""For fewer numbers of a weight than this, a separate thread costs more than it saves."""
 _SOME = 5
-"""Rows from which on tiles are faster than line by line."""
+"""From this number of rows on, tiles are faster than line by line."""
 LINES = 12
-"""Lines of a weight in a tile; no weight may have fewer."""
+"""Lines of a weight in a tile; every weight must have at least as many."""
 _STEPS = 16
-"""Steps of a tile in which it reads one line of the processor's cache from each of its lines."""
+"""Steps of a tile in which it reads one cache line from each of its lines."""
 TOGETHER = 4
-"""Rows that are multiplied at once with two lines of 8 bits, at most."""
+"""Largest number of rows that are multiplied at once with two lines of 8 bits."""
 _AHEAD = 2**13
-"""Bytes from what is read of these to what is asked for: of 1,024 to 8,192 the fastest here, by a
-fifth."""
+"""Distance of the prefetch for these lines in bytes. Among 1,024 to 8,192, this was the fastest
+here, by a fifth.
+"""
 _WIDTH = 16
-"""Numbers of their vectors; a processor that has none so wide takes two for it."""
+"""Numbers in a vector for these lines; a processor without such wide vectors uses two."""
 _Product = tuple[int, int, int, int, int, int, int]
-"""Rows, inputs and outputs; and addresses of float32 [rows, inputs], of the weight [outputs,
-inputs], of float32 [outputs] or 0: what is added to sums, or with int8 what they are multiplied by;
-and of float32 [rows, outputs], the answers."""
+"""Rows, inputs and outputs, and addresses: of float32 [rows, inputs]; of the weight [outputs,
+inputs]; of float32 [outputs], or 0, which is added to sums, or with int8 multiplied by them; and of
+float32 [rows, outputs], the answers.
+"""
 
 
 # --- line by line
@@ -94,7 +97,7 @@ and of float32 [rows, outputs], the answers."""
 
 @njit(nogil=True, fastmath=set(ANY_ORDER))
 def _two_products(a: np.ndarray, b: np.ndarray, row: np.ndarray) -> tuple[np.float32, np.float32]:
-    """Inner products of two lines, as they are stored, with a row."""
+    """Compute the inner products of two lines, as they are stored, with a row."""
     p = q = np.float32(0.0)
     for j in range(row.shape[0]):
         p += as_float(a[j]) * row[j]
@@ -103,14 +106,15 @@ def _two_products(a: np.ndarray, b: np.ndarray, row: np.ndarray) -> tuple[np.flo
 
 
 def _one_row(bits: int, product: _Product, start: int, stop: int) -> None:
-    """One row with two lines at a time, far from each other: processors fetch ahead what is read in
-    order, and two such streams come faster than one. Of an odd number the last is read twice.
+    """Multiply one row with two lines at a time that are far from each other, because processors
+    prefetch memory that is read in order, and two such streams are faster than one. If the number
+    of lines is odd, the last is read twice.
 
-    All ways to multiply are called so: with integers, since numba takes longer to look at arrays
-    than it takes to multiply with a small one.
+    All ways to multiply are called with integers, because numba takes longer to unpack arrays than
+    to multiply with a small weight.
 
     Args:
-        bits: of a number of the weight: 32 for float32, 16 for bfloat16, 8 for int8.
+        bits: bits of a number of the weight: 32 for float32, 16 for bfloat16, 8 for int8.
         product: sizes and addresses.
         start, stop: the outputs that are written.
     """
@@ -135,8 +139,8 @@ def _one_row(bits: int, product: _Product, start: int, stop: int) -> None:
 
 
 def _few_rows(bits: int, product: _Product, start: int, stop: int) -> None:
-    """As `_one_row`, of float32 and bfloat16: row by row with a line, which stays near after the
-    first.
+    """Do the same as `_one_row` for a few rows and float32 or bfloat16: multiply row by row with
+    each line, which stays in the cache after the first row.
     """
     rows, inputs, outputs, x, weight, added, out = product
     given, found = floats_at(x, (rows, inputs)), floats_at(out, (rows, outputs))
@@ -164,12 +168,12 @@ def _few_rows(bits: int, product: _Product, start: int, stop: int) -> None:
 def _multiply_pair(
     builder: ir.IRBuilder, x: Any, one: Any, other: Any, inputs: Any, sums: Any, rows: Any
 ) -> None:
-    """`sums[i, row] = sum over j of x[row, j] * line i[j]` of two lines.
+    """Compute `sums[i, row] = sum over j of x[row, j] * line i[j]` for two lines.
 
     Args:
-        builder: of the code.
+        builder: builds the code.
         x: address of float32 [rows, inputs].
-        one, other: addresses of int8 [inputs], the lines.
+        one, other: addresses of the lines, int8 [inputs].
         inputs: of the weight.
         sums: address of float32 [2, rows], which are written.
         rows: 1 to `TOGETHER`.
@@ -219,7 +223,9 @@ def _multiply_pair(
 
 
 def _add_up(builder: ir.IRBuilder, numbers: Any) -> Any:
-    """The sum of a vector's numbers: half added to half, until one is left."""
+    """Compute the sum of a vector's numbers by adding one half to the other until one number is
+    left.
+    """
     while numbers.type.count > 1:
         half = numbers.type.count // 2
         halves = range(half), range(half, 2 * half)
@@ -228,13 +234,13 @@ def _add_up(builder: ir.IRBuilder, numbers: Any) -> Any:
 
 
 def _few_rows_int8(together: int, product: _Product, start: int, stop: int) -> None:
-    """As `_one_row`, of int8: up to `together` rows at once, `TOGETHER` at most."""
+    """Do the same as `_one_row` for int8 and up to `together` rows at once, at most `TOGETHER`."""
     rows, inputs, outputs, x, numbers, scale, out = product
     scales, found = floats_at(scale, (1, outputs)), floats_at(out, (rows, outputs))
     sums = np.empty(2 * TOGETHER, np.float32)
     half = (stop - start + 1) // 2
     for i in range(start, start + half):
-        far = min(i + half, stop - 1)  # of an odd number the last is made twice
+        far = min(i + half, stop - 1)  # if odd, the last is computed twice
         one, other, to = numbers + i * inputs, numbers + far * inputs, sums.ctypes.data
         for first in range(0, rows, together):
             some = min(together, rows - first)
@@ -253,16 +259,17 @@ def _multiply_tile(
 ) -> None:
     """`sums[i, row] = sum over j of x[j, row] * lines[i, j]`.
 
-    numba would make vectors along `j`, whose parts would have to be added up in the end, for each
+    numba would make vectors along `j`, whose parts would have to be added up at the end of each
     sum.
 
     Args:
-        builder: of the code.
+        builder: builds the code.
         x: address of float32 [inputs, lanes].
         lines: address of float32 [LINES, inputs].
         inputs: of the weight.
         sums: address of float32 [LINES, lanes], which are written.
-        ahead: address of what is read next, to be fetched meanwhile; it need not exist.
+        ahead: address of the memory that is read next, which is prefetched; it does not have to
+            exist.
         lanes: 8 or 16.
     """
 
@@ -296,15 +303,15 @@ def _multiply_tile(
 
 @njit(nogil=True)
 def _pack(x: np.ndarray, lanes: int) -> np.ndarray:
-    """Rows in panels of `lanes`, or of 8 where that holds the last of them.
+    """Arrange rows in panels of `lanes`, or of 8 if the last rows fit in 8.
 
     Args:
         x: [rows, inputs].
         lanes: 8 or 16.
 
     Returns:
-        [rows, as a multiple of 8, * inputs]. The panel of row `r` begins at `r * inputs`; rows
-        that do not exist are zeros.
+        [rows * inputs], with rows rounded up to a multiple of 8. The panel of row `r` begins at `r
+        * inputs`; rows that do not exist are zeros.
     """
     rows, inputs = x.shape
     padded = (rows + 7) // 8 * 8
@@ -316,7 +323,7 @@ def _pack(x: np.ndarray, lanes: int) -> np.ndarray:
 
 @njit(nogil=True)
 def _widen(lines: np.ndarray, first: int, wide: np.ndarray) -> None:
-    """Lines of a weight from `first` on, as float32."""
+    """Convert the lines of a weight from `first` on to float32."""
     count, inputs = wide.shape
     for i in range(count):
         narrow, line = lines[first + i], wide[i]
@@ -325,9 +332,10 @@ def _widen(lines: np.ndarray, first: int, wide: np.ndarray) -> None:
 
 
 def _tiles(widest: int, bits: int, product: _Product, start: int, stop: int) -> None:
-    """Tile by tile; the last begins earlier where it would not be full, and makes some again.
+    """Multiply tile by tile. If the last tile would not be full, it begins earlier and computes
+    some outputs again.
 
-    An answer is written once and whole: another thread may be making the same one.
+    An answer is written in one store, because another thread may be writing the same one.
 
     Args:
         widest: 8 or 16.
@@ -372,7 +380,7 @@ _compiled_few_rows_int8, _compiled_tiles = compile_kernel(_few_rows_int8), compi
 
 
 _ONE, _TILES, _FEW, _FEW_INT8 = range(4)
-"""Ways to multiply."""
+"""The ways to multiply."""
 
 
 def way_of(rows: int, bits: int, outputs: int) -> tuple[int, int]:
@@ -381,7 +389,7 @@ def way_of(rows: int, bits: int, outputs: int) -> tuple[int, int]:
         return _ONE, bits
     if rows >= _SOME and outputs >= LINES:
         return _TILES, lanes() << 8 | bits
-    # Of 8 bits as many rows as there are registers for, with the sums of two lines.
+    # With 8 bits, as many rows as the registers have room for, with the sums of two lines.
     return (_FEW, bits) if bits > 8 else (_FEW_INT8, lanes() // 4)
 
 
@@ -401,9 +409,9 @@ def multiply_part(
 ) -> tuple[int, int]:
     """Multiply with one of `parts` parts of a weight; returns the range of its outputs.
 
-    `way` and `first` are from `way_of`, the others those of a `_Product`.
+    `way` and `first` come from `way_of`; the other arguments are those of a `_Product`.
     """
-    # Of whole tiles, but for what is left over.
+    # Parts consist of whole tiles, except for the remainder.
     whole = outputs // LINES
     start = LINES * (whole * part // parts)
     stop = LINES * (whole * (part + 1) // parts) if part + 1 < parts else outputs
@@ -421,7 +429,7 @@ def multiply_part(
 
 
 def _multiply_parts(address: int) -> None:
-    """Products of some outputs, part after part; threads share them."""
+    """Multiply part after part; threads share the parts."""
     n = longs_at(address, (1, 11))[0]
     part = take_part(address)
     while part < n[1]:
@@ -433,7 +441,8 @@ _multiply_together = TeamKernel(_multiply_parts)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`torch.nn.functional.linear` without gradients; refuses what that refuses, in its words.
+    """Compute `torch.nn.functional.linear` without gradients. Invalid arguments raise PyTorch's own
+    errors.
 
     Args:
         x: [..., inputs], of the weight's type.
@@ -450,7 +459,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def linear_int8(x: Tensor, numbers: Tensor, scale: Tensor) -> Tensor:
-    """`torch.nn.functional.linear` of a weight of 8 bits, `numbers * scale[:, None]`.
+    """Compute `torch.nn.functional.linear` with a weight of 8 bits, `numbers * scale[:, None]`.
 
     Args:
         x: [..., inputs], float32 or bfloat16, without gradients.
@@ -469,8 +478,8 @@ def linear_int8(x: Tensor, numbers: Tensor, scale: Tensor) -> Tensor:
 def _multiply(
     x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None
 ) -> Tensor | None:
-    """The product, in float32; None where sizes do not go together, which machine code that gets
-    addresses would not notice.
+    """Compute the product in float32. Returns None if sizes do not match, which compiled code that
+    only gets addresses would not notice.
     """
     outputs, inputs = weight.shape
     *before, width = x.shape or (0,)
@@ -499,5 +508,5 @@ def _multiply(
 
 
 def _as_floats(t: Tensor) -> Tensor:
-    """A tensor as kernels read it by its address: float32 and contiguous."""
+    """Convert a tensor to the form that kernels read by address: float32 and contiguous."""
     return t if t.dtype is torch.float32 and t.is_contiguous() else t.float().contiguous()

@@ -1,16 +1,17 @@
-"""Products with weights in blocks of 32 numbers of few bits, as GGUF files have them, on the CPU.
+"""Products on the CPU with weights in blocks of 32 numbers of few bits, as in GGUF files.
 
-Rows are quantized to 8 bits, block by block, and multiplied as whole numbers, which are added up by
-fours: with AVX-512 VNNI 64 products an instruction, with AVX2 32 in a few. What llama.cpp does with
-these types too; it is the only way in which a processor multiplies several rows faster than in
-float32, and one row at the pace of memory. Whole sums are exact, so both ways give the same.
+Rows are quantized to 8 bits, block by block, and multiplied as whole numbers that are added up in
+fours: with AVX-512 VNNI, 64 products in one instruction, with AVX2, 32 in a few. llama.cpp does the
+same with these types. Only in this way does a processor multiply several rows faster than in
+float32, and one row at the speed of memory. Sums of whole numbers are exact, so both instruction
+sets give the same result.
 
-`weir.native.block_formats` says how a weight lies in memory: in *panels* of 16 outputs, so that
-sums of 16 outputs are one vector or two. Each type has a function, which is compiled when the first
-weight of the type is multiplied; others call it by its address.
+`weir.native.block_formats` describes the memory layout of a weight: *panels* of 16 outputs, so that
+the sums of 16 outputs are one or two vectors. Each type has a function, which is compiled when the
+first weight of the type is multiplied, and which is called by its address.
 
-Roofline: the larger of the weight's bytes over the bandwidth of memory, and 128 operations a cycle
-(AVX2: 64).
+Roofline: the larger of the weight's bytes divided by the memory bandwidth, and the time at 128
+operations per cycle (AVX2: 64).
 """
 
 from __future__ import annotations
@@ -60,16 +61,19 @@ from weir.kernels.cpu.vectors import (
 from weir.native.block_formats import BLOCK, BLOCK_TYPES, PANEL, QUADS, SHARED, BlockFormat
 
 LEAST_TOGETHER, MOST_TOGETHER = 32, 64
-"""Rows that a thread rounds and takes through a weight: few stay near, many read it seldom."""
+"""Smallest and largest number of rows that a thread rounds and multiplies with a weight at once:
+few rows stay in the cache, and with many the weight is read less often.
+"""
 _HALF, SHORT = ir.HalfType(), ir.IntType(16)
 _WORTH_A_THREAD = 2**16
-"""Products of numbers below which a thread of their own costs more than it saves."""
+"""For fewer products of numbers than this, a separate thread costs more than it saves."""
 _AHEAD = 2**13
-"""How many bytes ahead of its reading a single row prefetches, into the first cache. Compared with
-4 KB into the second cache, this is faster by a tenth from memory, and by a quarter from the third
-cache. Codes of 8 bits are not prefetched: the processor does so by itself, and where it is asked as
-well, it reads them 6% slower, or no faster while other programs use the memory. Codes of fewer
-bits are read a tenth slower without."""
+"""Distance in bytes at which the product of a single row prefetches into the first cache. Compared
+with 4 KB into the second cache, this is faster by a tenth from memory, and by a quarter from the
+third cache. Codes of 8 bits are not prefetched, because the processor does so automatically: with
+explicit prefetching, it reads them 6% slower, or no faster while other programs use the memory.
+Codes of fewer bits are read a tenth slower without prefetching.
+"""
 
 
 _FEATURES = llvmlite.binding.get_host_cpu_features()
@@ -77,14 +81,17 @@ _OTHER_PROCESSOR = os.environ.get("NUMBA_CPU_NAME") or os.environ.get("NUMBA_CPU
 _VNNI = lanes() == PANEL and bool(_FEATURES.get("avx512vnni"))
 _NEEDED = ("avx512vnni",) if _VNNI else ("avx2", "fma", "f16c")
 SUPPORTED = not _OTHER_PROCESSOR and all(_FEATURES.get(name) for name in _NEEDED)
-"""Whether numba compiles for a processor with VNNI on vectors of 64 bytes, or one with AVX2."""
+"""Whether numba compiles for a processor that has VNNI on vectors of 64 bytes, or AVX2."""
 _LANES = PANEL if _VNNI else PANEL // 2
-"""Whole sums of a vector."""
+"""Whole-number sums in a vector."""
 TOGETHER = 8 if _VNNI else 4
-"""Rows multiplied at once, at most: so many whole sums of a panel fit into registers."""
+"""Largest number of rows that are multiplied at once; the sums of a panel for so many rows fit into
+registers.
+"""
 _CHAINS = 2 if _VNNI else 1
-"""Partial sums of each output, for numbers of 16 bits: a single sum would wait for each addition.
-There are as many for any number of rows, so that a row has the same answer alone and among others.
+"""Number of partial sums of each output for numbers of 16 bits, because a single sum would wait for
+each addition. Their number does not depend on the number of rows, so that a row has the same answer
+alone and among others.
 """
 _INTS, _SHORTS, _BYTES = (ir.VectorType(ir.IntType(32 // n), n * _LANES) for n in (1, 2, 4))
 
@@ -94,18 +101,18 @@ def _bytes(builder: ir.IRBuilder, address: Any, place: Any) -> Any:
 
 
 def _ints(builder: ir.IRBuilder, pointer: Any) -> Any:
-    """A vector of numbers of 32 bits at a pointer."""
+    """Load a vector of numbers of 32 bits from a pointer."""
     return builder.load(builder.bitcast(pointer, _INTS.as_pointer()), align=1)
 
 
 def _spread(builder: ir.IRBuilder, number: Any) -> Any:
-    """A vector of one number of 32 bits."""
+    """Make a vector with copies of one number of 32 bits."""
     alone = builder.insert_element(ir.Constant(_INTS, ir.Undefined), number, INT(0))
     return builder.shuffle_vector(alone, alone, ir.Constant(_INTS, [0] * _LANES))
 
 
 def _halves(builder: ir.IRBuilder, address: Any, place: Any) -> Any:
-    """Numbers of float16 as float32, `place` numbers behind an address."""
+    """Load float16 numbers as float32, `place` numbers after an address."""
     start = builder.gep(builder.inttoptr(address, _HALF.as_pointer()), [place])
     vector = builder.bitcast(start, ir.VectorType(_HALF, _LANES).as_pointer())
     return builder.fpext(builder.load(vector, align=2), ir.VectorType(FLOAT, _LANES))
@@ -118,17 +125,20 @@ def _instruction(builder: ir.IRBuilder, name: str, result: Any, *given: Any) -> 
 
 
 class _WholeSums:
-    """Whole sums of codes times the numbers of some rows, over the numbers that share a scale.
+    """Whole-number sums of codes times the numbers of some rows, over the numbers that share a
+    scale.
 
-    VNNI adds unsigned values times signed numbers, by fours, in 32 bits. AVX2 adds pairs of them in
-    16 bits. Sums of small values stay there until all are added. Of the largest, two would not
-    fit: values are signed then, and the sign goes from the value to what it is multiplied with.
+    VNNI adds products of unsigned values and signed numbers in fours, in 32 bits. AVX2 adds pairs
+    of them in 16 bits. Sums of small values stay in 16 bits until all are added. Two products of
+    the largest values would not fit, so values are then signed, and the sign is moved from the
+    value to the other factor.
 
     Args:
-        builder: of the code.
-        form: of the weight.
-        sums: of the numbers of each row, by which sums begin for the value that stands for 0.
-        parts: vectors of a panel's sums.
+        builder: builds the code.
+        form: the format of the weight.
+        sums: the sum of each row's numbers, which gives the initial value of a sum if a value other
+            than 0 stands for 0.
+        parts: number of vectors for the sums of a panel.
     """
 
     def __init__(
@@ -150,7 +160,7 @@ class _WholeSums:
                 builder.store(first, place)
 
     def read(self, values: Any) -> list[Any]:
-        """A vector of values as `add` takes it."""
+        """Convert a vector of values to the form that `add` needs."""
         if not self._signed:
             return [values]
         builder = self._builder
@@ -160,7 +170,7 @@ class _WholeSums:
         return [size, signed]
 
     def add(self, row: int, part: int, values: list[Any], numbers: Any) -> None:
-        """Add products of values with the same four numbers for each output."""
+        """Add the products of values with four numbers, which are the same for each output."""
         builder, place = self._builder, self._totals[row * self._parts + part]
         total = builder.load(place)
         if _VNNI:
@@ -176,7 +186,7 @@ class _WholeSums:
         builder.store(builder.add(total, more), place)
 
     def total(self, row: int, part: int) -> Any:
-        """One of the sums, in float32."""
+        """Return one of the sums, in float32."""
         builder = self._builder
         total = builder.load(self._totals[row * self._parts + part])
         if self._in_16_bits:
@@ -192,11 +202,11 @@ class _WholeSums:
 
 
 class _Codes:
-    """Values of a panel's codes, a vector of quads at a time.
+    """Reads the values of a panel's codes, one vector of quads at a time.
 
     Args:
-        builder: of the code.
-        form: of the weight.
+        builder: builds the code.
+        form: the format of the weight.
         start: pointer to the codes of a block.
     """
 
@@ -204,7 +214,7 @@ class _Codes:
         self._builder, self._form, self._start = builder, form, start
 
     def values(self, group: int, part: int, line: Any = None) -> Any:
-        """The values of a group; with `line`, of the group that many vectors on."""
+        """Return the values of a group; with `line`, those of the group that many vectors later."""
         builder, found, below, before = self._builder, None, 0, 0
         for plane, bits in enumerate(self._form.planes):
             vector, up = self._form.place_of(plane, group)
@@ -246,37 +256,38 @@ def _emit_panel(
     apart: Any,
     next_: Any,
 ) -> None:
-    """Products of a tile of rows with the 16 outputs of a panel.
+    """Emit the products of a tile of rows with the 16 outputs of a panel.
 
     Args:
-        form: of the weight.
-        builder: of the code.
+        form: the format of the weight.
+        builder: builds the code.
         rows: 1, 2, 4 or `TOGETHER`.
-        blocks: of a line.
+        blocks: number of blocks in a line.
         codes: address of the panel's codes [blocks, 64 * bits], uint8.
-        scales: address of its units of scales (`kernels.block_formats`).
+        scales: address of the panel's units of scales (`native.block_formats`).
         x: address of the rows' numbers [blocks, rows, 32], int8.
-        steps: address of what a step of each block of a row is worth [blocks, rows], float32.
+        steps: address of the size of a quantization step in each block of a row [blocks, rows],
+            float32.
         sums: address of the sums of the first and the last 16 numbers of each block of a row
             [blocks, rows, 2], int32.
-        out: address of float32 [rows, 16], which are written.
-        apart: numbers from one row's to the next's.
-        next_: address of what is read next: of it a cache line a block is asked for, into the
-            second cache, where there are `TOGETHER` rows.
+        out: address of the output, float32 [rows, 16].
+        apart: distance between the outputs of two rows, in numbers.
+        next_: address of the memory that is read next. With `TOGETHER` rows, one cache line of it
+            is prefetched into the second cache for each block.
     """
     parts = range(PANEL // _LANES)
     scopes = range(BLOCK // form.per)
     wide = ir.VectorType(FLOAT, _LANES)
 
     def scale_at(unit: Any, head: int, part: int) -> Any:
-        """A unit's scale or minimum of some outputs."""
+        """Load a unit's scale or minimum for some outputs."""
         found = _halves(builder, unit, LONG(head * PANEL + part * _LANES))
         if not head and form.unit != 1.0:
             found = builder.fmul(found, constant(form.unit, _LANES))
         return found
 
     def factor_at(start: Any, head: int, scope: int, part: int) -> Any:
-        """A block's factor of a scale or minimum of some outputs."""
+        """Load a block's factor of a scale or minimum for some outputs."""
         at = LONG((scope * form.heads + head) * PANEL + part * _LANES)
         at = builder.bitcast(builder.gep(start, [at]), ir.VectorType(BYTE, _LANES).as_pointer())
         read = builder.load(at, align=1)
@@ -306,7 +317,8 @@ def _emit_panel(
                 at = builder.mul(within, LONG(form.factors * PANEL))
                 factors = _bytes(builder, unit, builder.add(at, LONG(2 * form.heads * PANEL)))
             read = _Codes(builder, form, _bytes(builder, codes, start))
-            # One address for all rows: with one for each there are too few registers.
+            # Use one address for all rows, because with one for each there would be too few
+            # registers.
             tile = builder.mul(block, LONG(count))
             numbers = _bytes(builder, x, builder.mul(tile, LONG(BLOCK)))
             places = [builder.add(tile, LONG(row)) for row in range(count)]
@@ -327,7 +339,7 @@ def _emit_panel(
                 whole = _WholeSums(builder, form, mine, len(parts))
 
                 def add_group(group: int, line: Any = None, whole: _WholeSums = whole) -> None:
-                    """Multiply the values of a group with numbers of all rows."""
+                    """Multiply the values of a group with the numbers of all rows."""
                     given = [whole.read(read.values(group, part, line)) for part in parts]
                     for row in range(count):
                         at = LONG(row * BLOCK + 4 * group)
@@ -338,7 +350,8 @@ def _emit_panel(
                         for part in parts:
                             whole.add(row, part, given[part], spread)
 
-                # A loop for several rows with AVX2: unrolled, it would need too many registers.
+                # Use a loop for several rows with AVX2, because the unrolled code would need too
+                # many registers.
                 if _VNNI or count == 1 or len(form.planes) > 1 or form.halves:
                     for group in range(scope * form.per // 4, (scope + 1) * form.per // 4):
                         add_group(group)
@@ -398,9 +411,10 @@ def _emit_numbers(
     out: Any,
     apart: Any,
 ) -> None:
-    """Products of a tile of rows with 16 outputs whose weights are numbers of 16 bits.
+    """Emit the products of a tile of rows with 16 outputs whose weights are numbers of 16 bits.
 
-    Arguments are as for `_emit_panel`, but that `x` is the address of float32 [rows, 32 * blocks].
+    Arguments are those of `_emit_panel`, except that `x` is the address of float32 [rows, 32 *
+    blocks].
     """
     parts = range(PANEL // _LANES)
 
@@ -449,12 +463,12 @@ def _emit_numbers(
 
 @lru_cache
 def block_function(kind: str) -> int:
-    """Compile products with weights of a type, and return what `multiply_panels` takes: the address
-    of their function, less than 0 where rows are multiplied as they are and not rounded.
+    """Compile products with weights of a type, and return the address of their function for
+    `multiply_panels`. The address is negated if rows are not rounded before they are multiplied.
     """
     form = BLOCK_TYPES[kind]
 
-    # Each argument has a name, since numba does not pass on starred arguments.
+    # Each argument has a name, because numba does not pass on starred arguments.
     def emit(
         builder: ir.IRBuilder,
         rows: Any,
@@ -509,7 +523,7 @@ def _multiply_panel(
     apart: Any,
     next_: Any,
 ) -> None:
-    """Call a function of `block_function`; arguments as for `_emit_panel`."""
+    """Call a function of `block_function`; arguments are those of `_emit_panel`."""
     given = rows, blocks, codes, scales, x, steps, sums, out, apart, next_
     kind = ir.FunctionType(ir.VoidType(), [LONG] * len(given))
     builder.call(builder.inttoptr(function, kind.as_pointer()), given)
@@ -517,10 +531,13 @@ def _multiply_panel(
 
 @llvm_function
 def _round_block(builder: ir.IRBuilder, x: Any, numbers: Any, step: Any, sums: Any) -> None:
-    """Round a block of 32 numbers to 8 bits by its largest; arguments as for `_quantize`."""
+    """Round a block of 32 numbers to 8 bits, scaled by the largest; arguments are those of
+    `_quantize`.
+    """
     wide = ir.VectorType(INT, BLOCK)
     read = load_at(builder, floats(builder, x), LONG(0), BLOCK)
-    # Of numbers without signs the largest has the largest bits; those of NaN are above all others.
+    # Without signs, the largest number has the largest bits; the bits of NaN are larger than all
+    # others.
     bits = builder.and_(builder.bitcast(read, wide), constant(0x7FFFFFFF, BLOCK, INT))
     most = builder.bitcast(_reduce(builder, "smax", bits), FLOAT)
     worth = builder.fdiv(most, FLOAT(127.0))
@@ -538,7 +555,7 @@ def _round_block(builder: ir.IRBuilder, x: Any, numbers: Any, step: Any, sums: A
 
 
 def _reduce(builder: ir.IRBuilder, name: str, x: Any) -> Any:
-    """One number of all those of a vector of whole ones."""
+    """Reduce a vector of whole numbers to one number."""
     kind = ir.FunctionType(INT, [x.type])
     full = f"llvm.vector.reduce.{name}.v{x.type.count}i32"
     return builder.call(builder.module.declare_intrinsic(full, (), kind), [x])
@@ -546,17 +563,17 @@ def _reduce(builder: ir.IRBuilder, name: str, x: Any) -> Any:
 
 @njit(nogil=True)
 def _tile_of(rows: int) -> int:
-    """How many of so many rows are multiplied at once."""
+    """Return how many of `rows` rows are multiplied at once."""
     return TOGETHER if rows >= TOGETHER else 4 if rows >= 4 else 2 if rows >= 2 else 1
 
 
 def _quantize(rows: int, blocks: int, x: int, numbers: int, steps: int, sums: int) -> None:
-    """Round rows [rows, 32 * blocks] to 8 bits, each block by its largest number.
+    """Round rows [rows, 32 * blocks] to 8 bits, each block scaled by its largest number.
 
     Args:
-        rows, blocks: how many there are.
+        rows, blocks: number of rows, and of blocks in a row.
         x: address of float32.
-        numbers, steps, sums: addresses of what is written, tile by tile; see `_multiply_panel`.
+        numbers, steps, sums: addresses of the outputs, tile by tile; see `_emit_panel`.
     """
     row = 0
     while row < rows:
@@ -585,7 +602,7 @@ def _multiply(
     start: int,
     stop: int,
 ) -> None:
-    """The panels `start` to `stop` of all rows; see `multiply_panels`."""
+    """Multiply all rows with the panels `start` to `stop`; see `multiply_panels`."""
     found = floats_at(out, (rows, outputs))
     sixteen = np.empty((TOGETHER, PANEL), np.float32)
     for panel in range(start, stop):
@@ -600,7 +617,7 @@ def _multiply(
             to, apart = out + 4 * (row * outputs + first), outputs
             if most < PANEL:
                 to, apart = sixteen.ctypes.data, PANEL
-            # Each tile asks for other lines of the next panel, of as many as its blocks.
+            # Each tile prefetches other cache lines of the next panel, one for each block.
             next_ = panel_at[0] + code_bytes + 64 * blocks * (row // TOGETHER)
             _multiply_panel(abs(function), tile, blocks, *panel_at, *given, to, apart, next_)
             if most < PANEL:
@@ -629,17 +646,17 @@ def multiply_panels(
     part: int,
     parts: int,
 ) -> tuple[int, int]:
-    """Multiply with one of some parts of a weight; returns which outputs those are.
+    """Multiply with one of `parts` parts of a weight; returns the range of its outputs.
 
     Args:
-        function: from `block_function`, of the weight's type.
+        function: the function for the weight's type, from `block_function`.
         rows, blocks, outputs: sizes.
-        codes, scales: addresses of the weight's.
-        code_bytes, scale_bytes: from one panel's to the next's.
-        numbers: address of rounded rows, as `round_rows` makes them; of float32 where `function` is
-            less than 0.
-        out: address of float32 [rows, outputs], which are written.
-        part, parts: the number of the part, and of how many.
+        codes, scales: addresses of the weight's codes and scales.
+        code_bytes, scale_bytes: bytes of the codes and scales of a panel.
+        numbers: address of rounded rows from `round_rows`; of float32 rows if `function` is less
+            than 0.
+        out: address of the output, float32 [rows, outputs].
+        part, parts: the number of the part, and the number of parts.
     """
     panels = (outputs + PANEL - 1) // PANEL
     start, stop = panels * part // parts, panels * (part + 1) // parts
@@ -652,19 +669,19 @@ def multiply_panels(
 
 @njit(nogil=True)
 def rounded_size(rows: int, blocks: int) -> int:
-    """Bytes of rounded rows: numbers, steps and sums."""
+    """Return the bytes of rounded rows: numbers, steps and sums."""
     return rows * blocks * (BLOCK + 12)
 
 
 @compile_kernel
 def round_rows(rows: int, blocks: int, x: int, to: int) -> None:
-    """Round rows as `multiply_panels` takes them; see `_quantize`."""
+    """Round rows for `multiply_panels`; see `_quantize`."""
     steps = to + rows * blocks * BLOCK
     _compiled_quantize(rows, blocks, x, to, steps, steps + 4 * rows * blocks)
 
 
 def _multiply_parts(address: int) -> None:
-    """Products of some panels, part after part; threads share them, and each rounds all rows."""
+    """Multiply part after part; threads share the parts, and each thread rounds all rows."""
     n = longs_at(address, (1, 12))[0]
     function, rows, blocks, outputs, numbers = n[2], n[3], n[4], n[5], n[10]
     rounded = np.empty(rounded_size(rows, blocks), np.int8)
@@ -680,7 +697,9 @@ def _multiply_parts(address: int) -> None:
 
 
 def _multiply_rows(address: int) -> None:
-    """Round some rows and multiply them with all panels, part after part; threads share them."""
+    """Round some rows and multiply them with all panels, part after part; threads share the
+    parts.
+    """
     n = longs_at(address, (1, 13))[0]
     some, count, blocks, outputs, function = n[2], n[3], n[4], n[5], n[6]
     rounded = np.empty(rounded_size(some, blocks), np.int8)
@@ -701,7 +720,7 @@ _multiply_together, _multiply_many = TeamKernel(_multiply_parts), TeamKernel(_mu
 
 
 def memory_of(codes: Tensor, scales: Tensor) -> tuple[int, int, int, int]:
-    """Return where a weight's codes and scales lie, each with the bytes of a panel."""
+    """Return the addresses of a weight's codes and scales, each with the bytes of a panel."""
     panels = codes.shape[0]
     return codes.data_ptr(), codes.nbytes // panels, scales.data_ptr(), scales.nbytes // panels
 
@@ -713,27 +732,28 @@ def threads_of(rows: int, codes: Tensor) -> int:
 
 
 def rows_of_part(rows: int, threads: int) -> int:
-    """Return how many rows make a part of work that threads share; 0 where they are too few, and
-    threads share the outputs.
+    """Return how many rows make up one part of the work that threads share; 0 if there are too few
+    rows, so that threads share the outputs.
     """
     some = min(MOST_TOGETHER, rows // (threads * PARTS) // TOGETHER * TOGETHER)
     return some if some >= LEAST_TOGETHER else 0
 
 
 def linear_blocks(x: Tensor, codes: Tensor, scales: Tensor, outputs: int, kind: str) -> Tensor:
-    """Product of rows with a weight in blocks, the rows rounded to 8 bits block by block; not for
-    numbers of 16 bits.
+    """Multiply rows with a weight in blocks, after rounding the rows to 8 bits block by block. Not
+    for numbers of 16 bits.
 
     Args:
         x: [..., inputs], float32 or bfloat16, without gradients; inputs a multiple of 32.
-        codes, scales: of the weight (`kernels.block_formats`).
+        codes, scales: of the weight (`native.block_formats`).
         outputs: of the weight, padded to a multiple of 16 in `codes`.
         kind: the type of the blocks.
 
     Returns:
         [..., outputs], of the type of `x`.
     """
-    # Every call of PyTorch's takes its time: a step has just pushed it out of the caches.
+    # Every call of PyTorch takes noticeable time, because a step has evicted its code from the
+    # caches.
     given = x if x.dtype == torch.float32 and x.is_contiguous() else x.float().contiguous()
     blocks = codes.shape[1]
     rows = given.numel() // (blocks * BLOCK)

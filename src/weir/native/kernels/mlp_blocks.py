@@ -1,9 +1,9 @@
-"""A gated MLP of many rows with weights in blocks, on the CPU.
+"""A gated MLP with weights in blocks, for many rows, on the CPU.
 
-Some rows go through all three products before the next: what lies between them stays in the
-processor's cache, and a row is rounded once for gate and up. Threads take rows.
+Some rows go through all three products before the next rows, so intermediate results stay in the
+processor's cache, and a row is rounded once for gate and up. Threads share the rows.
 
-Roofline: that of `linear_blocks`.
+Roofline: the same as for `linear_blocks`.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from weir.native.kernels.linear_blocks import (
 )
 
 SUPPORTED = BLOCKS_SUPPORTED
-"""Whether there are products with blocks on this processor."""
+"""Whether this processor supports products with blocks."""
 
 
 def _run_rows(address: int) -> None:
-    """Some rows, part after part; threads share them."""
+    """Run the rows part after part; threads share the parts."""
     n = longs_at(address, (1, 25))[0]
     some, count, blocks, inner, outputs, activation = n[2], n[3], n[4], n[5], n[6], n[7]
     gate_function, up_function, down_function = n[8], n[9], n[10]
@@ -74,13 +74,14 @@ _run_together = TeamKernel(_run_rows)
 def mlp_blocks(
     x: Tensor, gate: BlockWeight, up: BlockWeight, down: BlockWeight, activation: str
 ) -> Tensor | None:
-    """`down(activation(gate(x)) * up(x))`, as `linear_blocks` multiplies; None for too few rows.
+    """Compute `down(activation(gate(x)) * up(x))` with the products of `linear_blocks`; None for
+    too few rows.
 
     Args:
-        x: [..., inputs], float32 or bfloat16, without gradients. Nothing between the products is
+        x: [..., inputs], float32 or bfloat16, without gradients. Intermediate results are not
             rounded to bfloat16.
-        gate, up: weights with as many outputs each, a multiple of 32; their types may differ.
-        down: a weight of as many inputs.
+        gate, up: weights with the same number of outputs, a multiple of 32; their types can differ.
+        down: a weight with that number of inputs.
         activation: one of `ACTIVATIONS`.
     """
     blocks, inner, outputs = gate[0].shape[1], down[0].shape[1], down[2]

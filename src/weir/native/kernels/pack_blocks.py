@@ -1,10 +1,11 @@
-"""Blocks of a GGUF file put into panels on the CPU, for the commonest types.
+"""Puts blocks of a GGUF file into panels on the CPU, for the most common types.
 
-A file has a line of an output after the other; `weir.native.block_formats` says how panels lie. A
-unit of 16 lines is taken apart into bytes, which stay in the processor's nearest cache, and cut
-into planes from there. `weir.native.block_types` is the readable reference.
+A file stores one line (output) after the other; `weir.native.block_formats` describes panels. A
+unit of 16 lines is split into bytes, which stay in the processor's first cache, and these are then
+cut into planes. `weir.native.block_types` is the readable reference.
 
-Roofline: the file's bytes read and about as many written, over the bandwidth of memory.
+Roofline: the file's bytes, which are read, and about as many written, divided by the memory
+bandwidth.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ _SHARED = ("Q2_K", 84), ("Q3_K", 110), ("Q4_K", 144), ("Q5_K", 176), ("Q6_K", 21
 _SIZES = dict((*_BYTES, *_SHARED))
 """Bytes of a unit in a file, by type."""
 KINDS = tuple(_SIZES)
-"""Types that this kernel knows."""
+"""Types that this kernel supports."""
 Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, IQ4_NL, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS = range(len(_SIZES))
 _WORTH_A_THREAD = 2**20
-"""Bytes below which a thread of their own costs more than it saves."""
+"""For fewer bytes than this, a separate thread costs more than it saves."""
 
 
 def _read(builder: ir.IRBuilder, address: Any, count: int) -> Any:
-    """A vector of bytes at an address."""
+    """Load a vector of bytes from an address."""
     kind = ir.VectorType(BYTE, count).as_pointer()
     return builder.load(builder.inttoptr(address, kind), align=1)
 
@@ -52,17 +53,17 @@ def _write(builder: ir.IRBuilder, vector: Any, address: Any) -> None:
     builder.store(vector, builder.inttoptr(address, vector.type.as_pointer()), align=1)
 
 
-# These are written as vectors. Of loops LLVM would make loops of single bytes, since it cannot know
-# that the codes do not overlap the bytes that are read. For types of small units, those take four
-# times as long as everything else.
+# These functions use vectors explicitly. LLVM would compile loops to code that handles single
+# bytes, because it cannot know that the codes do not overlap the bytes that are read. For types
+# with small units, such loops take four times as long as everything else.
 
 
 @llvm_function
 def _nibbles(builder: ir.IRBuilder, data: Any, count: Any, codes: Any) -> None:
-    """Codes of `count` bytes: those that lie low, then those that lie high.
+    """Split `count` bytes into codes: first the low halves of all bytes, then the high halves.
 
     Args:
-        builder: of the code.
+        builder: builds the code.
         data, codes: addresses.
         count: a multiple of 16.
     """
@@ -76,7 +77,7 @@ def _nibbles(builder: ir.IRBuilder, data: Any, count: Any, codes: Any) -> None:
 
 @llvm_function
 def _bytes(builder: ir.IRBuilder, data: Any, codes: Any) -> None:
-    """Codes of 32 bytes with signs, which codes of 8 bits do not have."""
+    """Convert 32 signed bytes to codes of 8 bits, which have no sign."""
     signed = _read(builder, data, BLOCK)
     _write(builder, builder.xor(signed, constant(128, BLOCK, BYTE)), codes)
 
@@ -86,9 +87,9 @@ def _add_pairs(builder: ir.IRBuilder, data: Any, codes: Any, up: Any) -> None:
     """Add pairs of bits of 32 bytes to 128 codes, the lowest of all bytes first.
 
     Args:
-        builder: of the code.
+        builder: builds the code.
         data, codes: addresses.
-        up: the place of the lower bit in a code.
+        up: the position of the lower bit in a code.
     """
     read, move = _read(builder, data, BLOCK), _spread(builder, up)
     for part in range(4):
@@ -102,9 +103,9 @@ def _add_bits(builder: ir.IRBuilder, data: Any, codes: Any, up: Any) -> None:
     """Add single bits of 32 bytes to 256 codes, the lowest of all bytes first.
 
     Args:
-        builder: of the code.
+        builder: builds the code.
         data, codes: addresses.
-        up: the place of the bit in a code.
+        up: the position of the bit in a code.
     """
     read = _read(builder, data, BLOCK)
     worth = _spread(builder, builder.shl(LONG(1), up))
@@ -115,7 +116,7 @@ def _add_bits(builder: ir.IRBuilder, data: Any, codes: Any, up: Any) -> None:
 
 @llvm_function
 def _add_fifth(builder: ir.IRBuilder, data: Any, codes: Any) -> None:
-    """Add a fifth bit to 32 codes, of 32 bits that follow each other."""
+    """Add a fifth bit to 32 codes, from 32 consecutive bits."""
     read = _read(builder, data, 4)
     each = shuffle(builder, read, read, [i // 8 for i in range(BLOCK)])
     kind = ir.VectorType(BYTE, BLOCK)
@@ -124,7 +125,7 @@ def _add_fifth(builder: ir.IRBuilder, data: Any, codes: Any) -> None:
 
 
 def _spread(builder: ir.IRBuilder, number: Any) -> Any:
-    """A vector of 32 bytes, each of them a number of 64 bits cut short."""
+    """Make a vector of 32 bytes, each of them the lowest byte of a number of 64 bits."""
     vector = ir.VectorType(BYTE, BLOCK)
     alone = builder.insert_element(
         ir.Constant(vector, ir.Undefined), builder.trunc(number, BYTE), INT(0)
@@ -145,7 +146,7 @@ def _add(builder: ir.IRBuilder, found: Any, codes: Any) -> None:
 
 @njit(nogil=True)
 def _six_bits(raw: int, at: int, factors: np.ndarray) -> None:
-    """Factors and minima of Q4_K and Q5_K, of 6 bits each."""
+    """Read the factors and minima of Q4_K and Q5_K, which have 6 bits each."""
     data = ubytes_at(raw + at, (3, 4))
     for i in range(4):
         low, least, high = data[0, i], data[1, i], data[2, i]
@@ -156,7 +157,7 @@ def _six_bits(raw: int, at: int, factors: np.ndarray) -> None:
 
 @njit(nogil=True)
 def _take_apart(kind: int, raw: int, heads: np.ndarray, factors: np.ndarray, codes: int) -> None:
-    """The scales and factors of a unit at an address, and its codes at another."""
+    """Write the scales and factors of a unit to one address, and its codes to another."""
     data = ubytes_at(raw, WHOLE)[0]
     at = 0
     if kind == Q2_K:
@@ -216,13 +217,13 @@ _LAYOUTS = sorted({(BLOCK_TYPES[kind].planes, BLOCK_TYPES[kind].halves) for kind
 
 @llvm_function
 def _cut(builder: ir.IRBuilder, layout: Any, apart: Any, step: Any, out: Any) -> None:
-    """Planes of a block, of the codes of 16 outputs.
+    """Write the planes of a block from the codes of 16 outputs.
 
     Args:
-        builder: of the code.
-        layout: number of the planes and halves of the type, among `_LAYOUTS`.
+        builder: builds the code.
+        layout: the index in `_LAYOUTS` of the type's planes and halves.
         apart: address of the 32 codes of the first output, uint8.
-        step: bytes from one output's to the next's.
+        step: bytes between the codes of two outputs.
         out: address of the block's codes.
     """
     wide, narrow = ir.VectorType(INT, PANEL), ir.VectorType(INT, QUADS)
@@ -234,7 +235,7 @@ def _cut(builder: ir.IRBuilder, layout: Any, apart: Any, step: Any, out: Any) ->
         for i in range(PANEL):
             at = builder.add(apart, builder.mul(step, LONG(i)))
             lines.append(builder.load(builder.inttoptr(at, narrow.as_pointer()), align=1))
-        # Squares of 8 quads of 8 outputs each.
+        # Process squares of 8 quads and 8 outputs.
         one, other = transpose(builder, lines[:QUADS]), transpose(builder, lines[QUADS:])
         groups = [shuffle(builder, *pair, range(PANEL)) for pair in zip(one, other, strict=True)]
         below = vectors = 0
@@ -281,14 +282,14 @@ def _pack(
         kind: number of the type.
         data: address of the lines.
         line, size: bytes of a line, and of a unit.
-        outputs: lines.
-        units: of a line.
-        blocks: of a unit.
-        heads: float16 of a unit.
-        factors: of a block.
+        outputs: number of lines.
+        units: number of units in a line.
+        blocks: number of blocks in a unit.
+        heads: number of float16 values in a unit.
+        factors: number of factors in a block.
         layout: see `_cut`.
-        vectors: of 64 bytes of a block's codes.
-        codes, scales: addresses of what is written.
+        vectors: number of vectors of 64 bytes in a block's codes.
+        codes, scales: addresses of the outputs.
         start, stop: panels.
     """
     halves, taken = np.zeros(heads, np.int16), np.zeros(max(1, factors * blocks), np.uint8)
@@ -322,12 +323,12 @@ _compiled_pack = compile_kernel(_pack)
 
 
 def pack_blocks(kind: str, data: Any, codes: Tensor, scales: Tensor, first: int) -> bool:
-    """Put lines of a file into panels; returns False for types that this kernel does not know.
+    """Put lines of a file into panels; returns False for types that this kernel does not support.
 
     Args:
         kind: the type of the blocks.
         data: uint8 [outputs, bytes of a line], an array of NumPy.
-        codes, scales: of the whole weight, contiguous.
+        codes, scales: those of the whole weight, contiguous.
         first: the panel of the first line.
     """
     if kind not in _SIZES:

@@ -1,12 +1,12 @@
-"""A whole decode step of a decoder in one call: tables of operations, which threads run together.
+"""Runs a whole decode step of a decoder in one call, from a table of operations that threads share.
 
-An *operation* is a norm and the products behind it, attention of some heads, a table of angles, or
-the rows of an embedding.
-Each has parts, which threads take until none are left; then they wait for those that others took.
-Addresses and sizes are in tables that are made once (`models.native_program`); a step changes a few
-numbers. Numbers between operations are float32, whatever the weights are.
+An *operation* is a norm and the products after it, attention of some heads, a table of angles, or
+the rows of an embedding. Each operation has parts, which threads take until none are left. Then
+they wait for the parts that other threads took. Addresses and sizes are in tables that are made
+once (`native.program`); a step changes only a few numbers. Numbers between operations are float32,
+whatever the weights are.
 
-Roofline: the bytes of all weights and slots over the bandwidth of memory.
+Roofline: the bytes of all weights and slots divided by the memory bandwidth.
 """
 
 from __future__ import annotations
@@ -45,17 +45,21 @@ ANGLES, PRODUCTS, ATTENTION, NORMS, LOOK_UP = range(5)
 PLAIN, NORM, MERGE = range(3)
 """Inputs of a product: numbers in memory, normalized ones, or merged answers."""
 STORE, ADD, GATE = range(3)
-"""Uses of products: they are stored, added to numbers, or one is the gate of the other."""
+"""What is done with products: they are stored, added to numbers, or one is the gate of the
+other.
+"""
 PRODUCT = np.dtype(
     [
         (name, np.int64)
         for name in (
-            # From `linear.way_of`; address of the weight; of float32 scales for 8 bits, or 0.
+            # From `linear.way_of`; the address of the weight; the address of float32 scales for 8
+            # bits, or 0.
             *("way", "first", "outputs", "weight", "scale"),
-            # Of a weight in blocks: the function from `block_function`, and bytes of a panel's
-            # codes and scales. Of others 0.
+            # For a weight in blocks: the function from `block_function`, and the bytes of a panel's
+            # codes and scales. Otherwise 0.
             *("function", "code_bytes", "scale_bytes"),
-            # Address of a bias, or 0, and bits of its numbers; address of float32 [rows, outputs].
+            # The address of a bias, or 0, and the bits of its numbers; the address of the output,
+            # float32 [rows, outputs].
             *("bias", "bias_bits", "out", "parts"),
         )
     ]
@@ -65,44 +69,46 @@ OPERATION = np.dtype(
     [
         (name, np.int64)
         for name in (
-            # All: what it is, its parts, and of how many operations, itself the last, a thread
-            # waits for behind it.
+            # All kinds: the kind, the number of parts, and how many operations, of which this is
+            # the last, a thread waits for after it.
             *("kind", "parts", "waits", "rows"),
-            # Products: what is multiplied [rows, inputs], where from, and what of it is made.
+            # Products: the input [rows, inputs], where it comes from, and what is done with the
+            # products.
             *("inputs", "source", "x"),
-            # Norms: weight, bias or 0, bits of both, and whether the mean is subtracted first.
+            # Norms: weight, bias or 0, the bits of both, and whether the mean is subtracted first.
             *("weight", "weight_bits", "bias", "bias_bits", "centered"),
-            # Whether there are weights in blocks, which multiply what is rounded to 8 bits.
+            # Whether there are weights in blocks, whose inputs are rounded to 8 bits.
             "rounded",
             *("products", "count", "then", "onto", "activation"),
-            # Attention and merging: stretches of each head, KV heads of the model and of this
-            # part, their numbers, and queries of each.
+            # Attention and merging: the number of stretches of each head, of KV heads of the model
+            # and of this part, the numbers of these heads, and the queries of each.
             *("stretches", "all_heads", "heads", "numbers", "group", "dim", "width"),
             # Addresses: float32 queries [rows, query_width], keys and values [rows, ...].
             *("queries", "keys", "values", "query_width", "key_width", "value_width"),
-            # Rotated pairs of numbers, and tables [rows, half]; norms of queries and keys.
+            # The number of rotated pairs, and tables [rows, half]; norms of queries and keys.
             *("half", "cosines", "sines", "query_norm", "key_norm", "norm_bits"),
-            # A `HELD`; the first slot and each row's newest one; how many a query sees, 0 for all.
+            # A `HELD`; the first slot, and each row's newest one; how many slots a query sees, 0
+            # for all.
             *("held", "span", "window"),
-            # The buffer of queries [rows, heads, places, group * dim] or 0; tokens of a tail
-            # [rows], and how many of them share the first place.
+            # The buffer of queries [rows, heads, places, group * dim], or 0; the number of tokens
+            # in each tail [rows], and how many of them share the first place.
             *("waiting_queries", "places", "waiting", "unasked"),
             # Addresses of float32 [rows, all_heads, stretches, group, width + 2], and of [rows,
-            # all_heads], of which each row's first numbers are this part's.
+            # all_heads]; the first numbers of each row belong to this part.
             *("partial", "largest"),
             # Memory that is read next.
             *("ahead", "ahead_bytes"),
-            # Angles: places in the stream [rows], and turns of each pair at a place, float64.
+            # Angles: places in the stream [rows], and the turns of each pair per place, float64.
             *("where", "turns"),
-            # Embeddings, of which `where` has the token ids and `weight` the numbers: how many
-            # there are; of weights in blocks what `block_rows.block_reader` returns, or 0.
+            # Embeddings (`where` has the token ids, and `weight` the numbers): how many there are;
+            # for weights in blocks, the result of `block_rows.block_reader`, otherwise 0.
             *("tokens", "reader", "lookup"),
         )
     ]
-    # Of norms, and what they add to their weights; by which cosines and sines are multiplied; by
-    # which numbers are multiplied before they are added to others.
+    # The epsilon of norms, and the number that they add to their weights; the factor of cosines and
+    # sines; the factor of numbers that are added to others.
     + [(name, np.float64) for name in ("epsilon", "offset", "scaling", "factor")]
-    # Parts that are taken and done, in a cache line of their own.
+    # The numbers of parts that are taken and done, in a separate cache line.
     + [(f"_{i}", np.int64) for i in range(8)]
     + [("taken", np.int64), ("done", np.int64)]
     + [(f"__{i}", np.int64) for i in range(6)]
@@ -116,7 +122,7 @@ _SIGN = np.int32(0x7FFFFFFF)
 
 @njit(nogil=True)
 def _stored(at: int, bits: int, i: int) -> np.float32:
-    """A number of a float32 or bfloat16 array at an address."""
+    """Load a number of a float32 or bfloat16 array at an address."""
     if bits == 32:
         return floats_at(at, WHOLE)[0, i]
     return as_float(shorts_at(at, WHOLE)[0, i])
@@ -125,7 +131,9 @@ def _stored(at: int, bits: int, i: int) -> np.float32:
 def _norm(
     x_at: int, weight: int, bits: int, epsilon: float, offset: float, dim: int, to: int
 ) -> None:
-    """`x / sqrt(mean(x^2) + epsilon) * (weight + offset)` of float32 [dim], in place or not."""
+    """Compute `x / sqrt(mean(x^2) + epsilon) * (weight + offset)` of float32 [dim], in place or
+    not.
+    """
     x, out = floats_at(x_at, (1, dim))[0], floats_at(to, (1, dim))[0]
     more = np.float32(offset)
     total = np.float32(0.0)
@@ -153,7 +161,9 @@ def _layer_norm(
     dim: int,
     to: int,
 ) -> None:
-    """`(x - mean) / sqrt(variance + epsilon) * (weight + offset) + bias` of float32 [dim]."""
+    """Compute `(x - mean) / sqrt(variance + epsilon) * (weight + offset) + bias` of float32
+    [dim].
+    """
     x, out = floats_at(x_at, (1, dim))[0], floats_at(to, (1, dim))[0]
     more = np.float32(offset)
     total = np.float32(0.0)
@@ -182,8 +192,8 @@ def _rotate(x_at: int, half: int, cosines: int, sines: int) -> None:
 
 
 def _copy(x_at: int, count: int, to: int, bits: int) -> np.int32:
-    """Store float32 numbers as float32 or bfloat16; returns the bits of the largest, without sign,
-    of which those of NaN are the most.
+    """Store float32 numbers as float32 or bfloat16. Returns the bits of the largest absolute
+    number; those of NaN are larger than all others.
     """
     x, numbers = floats_at(x_at, (1, count))[0], ints_at(x_at, (1, count))[0]
     top = np.int32(0)
@@ -211,7 +221,9 @@ _compiled_norm, _compiled_layer_norm, _compiled_rotate, _compiled_copy = (
 
 @njit(nogil=True)
 def _angles(n: np.record) -> None:
-    """Cosines and sines [rows, half] of each row's place; turns are taken off in float64."""
+    """Compute cosines and sines [rows, half] of each row's place; whole turns are subtracted in
+    float64.
+    """
     turns, where = doubles_at(n.turns, (1, n.half))[0], longs_at(n.where, (1, n.rows))[0]
     cos, sin = floats_at(n.cosines, (n.rows, n.half)), floats_at(n.sines, (n.rows, n.half))
     for row in range(n.rows):
@@ -231,7 +243,7 @@ def _call_reader(builder: ir.IRBuilder, function: Any, lookup: Any) -> None:
 
 @njit(nogil=True)
 def _look_up(n: np.record) -> None:
-    """Each row's embedding [rows, inputs], times a factor; NaN where there is none of its id."""
+    """Look up each row's embedding [rows, inputs], times a factor; NaN if its id does not exist."""
     if n.reader:
         _call_reader(n.reader, n.lookup)
     ids, factor = longs_at(n.where, (1, n.rows))[0], np.float32(n.factor)
@@ -244,13 +256,13 @@ def _look_up(n: np.record) -> None:
         elif 0 <= ids[row] < n.tokens:
             for i in range(n.inputs):
                 out[i] = _stored(n.weight, n.weight_bits, first + i) * factor
-        else:  # keys of NaN are refused
+        else:  # keys with NaN are refused
             out[:] = np.float32(np.nan)
 
 
 @njit(nogil=True)
 def _normalize(n: np.record, x: int, to: int) -> None:
-    """An operation's norm of one row."""
+    """Compute an operation's norm of one row."""
     if n.centered:
         bias = n.bias, n.bias_bits
         sizes = n.epsilon, n.offset, n.inputs
@@ -261,7 +273,7 @@ def _normalize(n: np.record, x: int, to: int) -> None:
 
 @njit(nogil=True)
 def _add_norms(n: np.record, private: int) -> None:
-    """Norms of all rows, which are stored or added to numbers."""
+    """Compute norms of all rows, which are stored or added to numbers."""
     for row in range(n.rows):
         at = 4 * row * n.inputs
         if n.then != ADD:
@@ -276,7 +288,9 @@ def _add_norms(n: np.record, private: int) -> None:
 
 @njit(nogil=True)
 def _prepare(n: np.record, private: int) -> int:
-    """The address of what an operation multiplies: in this thread's memory where it was made."""
+    """Prepare an operation's input and return its address, which is in this thread's memory if the
+    input had to be computed.
+    """
     if n.source == PLAIN:
         return n.x
     if n.source == NORM:
@@ -296,7 +310,9 @@ def _prepare(n: np.record, private: int) -> int:
 
 @njit(nogil=True)
 def _multiply(n: np.record, part: int, x: int, rounded: int, scratch: int) -> None:
-    """One part of an operation's products; `rounded` is what `round_rows` makes of `x`."""
+    """Compute one part of an operation's products; `rounded` is the result of `round_rows` for
+    `x`.
+    """
     products = _products_at(n.products, (1, n.count))[0]
     which = 0
     if n.then != GATE:
@@ -335,7 +351,9 @@ def _multiply(n: np.record, part: int, x: int, rounded: int, scratch: int) -> No
 
 @njit(nogil=True)
 def _attend(n: np.record, part: int, scratch: int) -> None:
-    """One stretch of the slots of one head: its new key is stored by who reads the last stretch."""
+    """Attend to one stretch of the slots of one head. The thread that reads the last stretch stores
+    the new key.
+    """
     unit, stretch = part // n.stretches, part % n.stretches
     row, local = unit // n.heads, unit % n.heads
     head = longs_at(n.numbers, WHOLE)[0, local]
@@ -378,7 +396,7 @@ def _attend(n: np.record, part: int, scratch: int) -> None:
     found = n.partial + 4 * at * n.stretches * (size + 2 * n.group)
     sums = found + 4 * (n.stretches * size + stretch * 2 * n.group)
     sunk = 1 if stretch == 0 else 0
-    # Each part asks for its share of the weight that comes next.
+    # Each part prefetches its share of the next weight.
     ahead = n.ahead + n.ahead_bytes * part // n.parts
     stop = n.ahead + n.ahead_bytes * (part + 1) // n.parts
     to = found + 4 * stretch * size
@@ -386,7 +404,7 @@ def _attend(n: np.record, part: int, scratch: int) -> None:
 
 
 def _run_step(address: int) -> None:
-    """All operations of a step, as one of some threads."""
+    """Run all operations of a step as one of several threads."""
     numbers = longs_at(address, (1, 6))[0]
     table, count, private, size = numbers[2], numbers[3], numbers[4], numbers[5]
     private += 4 * size * take_part(address)
@@ -420,7 +438,7 @@ def _run_step(address: int) -> None:
 
 _run_together = TeamKernel(_run_step)
 _WORTH_A_PART = 2**15
-"""Numbers of a weight below which a part of their own costs more than it saves."""
+"""For fewer numbers of a weight than this, a separate part costs more than it saves."""
 _MOST_STRETCHES = 4
 
 
@@ -441,14 +459,14 @@ _CODES: dict[str, int] = {
 
 
 class StepTable:
-    """The operations of a step, in order; made once, and run at every step.
+    """The operations of a step, in order. It is made once, and run in every step.
 
     Attributes:
-        operations: an array of `OPERATION`, once `finish` was called.
+        operations: an array of `OPERATION`, after `finish` was called.
 
     Args:
-        rows: of the batch.
-        threads: as many as PyTorch has.
+        rows: number of rows in the batch.
+        threads: number of threads, the same as PyTorch's.
     """
 
     operations: np.ndarray
@@ -461,19 +479,19 @@ class StepTable:
 
     @staticmethod
     def compile() -> None:
-        """Compile the kernel, or read what numba has kept."""
+        """Compile the kernel, or load it from numba's cache."""
         _run_together.compile()
 
     def memory(self, *shape: int) -> Tensor:
-        """Memory of float32 that the operations share."""
-        with torch.inference_mode(False):  # steps in and outside inference mode write it
+        """Allocate float32 memory that the operations share."""
+        with torch.inference_mode(False):  # steps inside and outside inference mode write to it
             self._held.append(torch.zeros(shape))
         found: Tensor = self._held[-1]
         return found
 
     def add(self, kind: str, parts: int = 1, *, waits: int = 1, **fields: Any) -> int:
-        """Add an operation, and return its number; fields are those of `OPERATION`, a tensor for
-        its address and a word for its number.
+        """Add an operation, and return its number. Fields are those of `OPERATION`; pass a tensor
+        for an address, and a name for a constant.
         """
         self._held += [t for t in fields.values() if isinstance(t, Tensor | np.ndarray)]
         fields = {"factor": 1.0, **fields}
@@ -482,8 +500,8 @@ class StepTable:
         return len(self._made) - 1
 
     def multiply(self, weights: Sequence[Any], outs: Sequence[Tensor], **fields: Any) -> np.ndarray:
-        """Add products of one input with some weights (`native.form.Weight`), and return
-        their table, which may be changed between steps.
+        """Add products of one input with some weights (`native.form.Weight`), and return their
+        table, which can be changed between steps.
         """
         products = np.zeros(len(weights), PRODUCT)
         inputs = weights[0].inputs
@@ -505,7 +523,7 @@ class StepTable:
         gated = fields.get("then") == "gate"
         if gated:
             # A part has the same outputs of both weights. Weights in blocks are divided into
-            # panels and others into tiles, so a pair of one of each stays undivided.
+            # panels, others into tiles, so a pair with one of each is not divided.
             alike = len({bool(weight.function) for weight in weights}) == 1
             products["parts"] = products["parts"].min() if alike else 1
         parts = int(products["parts"][0] if gated else products["parts"].sum())
@@ -518,9 +536,9 @@ class StepTable:
     def add_attention(
         self, held: np.ndarray, heads: int, slots: int, waits: int, **fields: Any
     ) -> int:
-        """Add attention of some heads, for which `stretches` are given."""
+        """Add attention of some heads, given the number of stretches of each."""
         group, dim, width = (int(held[0][name]) for name in ("group", "dim", "width"))
-        # In Python, so that numba need not compile a sum.
+        # In Python, so that numba does not have to compile a sum.
         size = (group + 1) * dim + scratch_size.py_func(group, dim, width, slots)
         self._needed = max(self._needed, size)
         sizes = {"heads": heads, "group": group, "dim": dim, "width": width}
@@ -533,7 +551,9 @@ class StepTable:
         return hold(*slots)
 
     def stretches(self, heads: int) -> int:
-        """In how many stretches to read each of some heads, so that all threads have as much."""
+        """Return in how many stretches to read each of some heads, so that all threads have the
+        same amount of work.
+        """
         units = self.rows * heads
 
         def longest(count: int) -> float:
@@ -548,7 +568,7 @@ class StepTable:
             for name, value in made.items():
                 at[name] = value
         self._private = self.memory(self.threads, self._needed)
-        # What a step needs of these: NumPy takes its time to look it up.
+        # Values that a step needs from these, because NumPy is slow to look them up.
         self._counters = self.operations["taken"], self.operations["done"]
         self._start = self.operations.ctypes.data
         self._memory = self._private.data_ptr(), self._private.shape[1]
@@ -560,7 +580,7 @@ class StepTable:
     def run(self, first: int = 0, stop: int | None = None) -> None:
         """Run all operations, or those from `first` on and before `stop`.
 
-        What lies before `first` must have run.
+        Operations before `first` must have run.
         """
         stop = len(self._made) if stop is None else stop
         for counts in self._counters:
