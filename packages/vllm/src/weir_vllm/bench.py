@@ -15,9 +15,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from itertools import cycle
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+Rounds = Iterator[tuple[str, dict[str, Any]]]
+"""Measurements of one side, each with the name of the group that it belongs to."""
 SETTINGS = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
@@ -62,6 +67,17 @@ def make_engine(options: argparse.Namespace, policy: str | None, **more: Any) ->
     return LLM(**settings)
 
 
+class Clock:
+    """A moment: the time, and the time that processors have worked for this process."""
+
+    def __init__(self) -> None:
+        self.wall, self.cpu = time.perf_counter(), time.process_time()
+
+    def since(self, earlier: Clock) -> tuple[float, float]:
+        """Return the seconds since an earlier moment, and those that processors worked."""
+        return self.wall - earlier.wall, self.cpu - earlier.cpu
+
+
 def pool_of(engine: Any) -> Any:
     """Return the pool of blocks of an engine in this process."""
     return engine.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
@@ -90,13 +106,18 @@ def run_steps(engine: Any) -> Iterator[tuple[int, list[Any]]]:
         yield pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(), outputs
 
 
-def speed(options: argparse.Namespace) -> None:
+def speed(options: argparse.Namespace) -> Rounds:
     """Time prompts and decode steps of 1, 4 and 16 sequences, with the policy or without."""
-    policy = None if options.side == "stock" else options.policy
-    engine = make_engine(options, policy)
+    stock = options.side == "stock"
+    room = max(options.window, options.prompt + options.steps + 1)
+    engine = make_engine(
+        options,
+        None if stock else options.policy,
+        max_num_seqs=max(options.sequences),
+        max_model_len=room if stock else options.length,
+    )
     vocabulary = engine.model_config.get_vocab_size()
     for sequences in options.sequences:
-        best: dict[str, float] = {}
         for turn in range(options.repeat + 1):  # the first warms up
             for at in range(sequences):
                 prompt = random_prompt(options.prompt, vocabulary, seed=turn * 100 + at)
@@ -105,34 +126,40 @@ def speed(options: argparse.Namespace) -> None:
                     {"prompt_token_ids": prompt},
                     sampling(options.steps + 1),
                 )
-            began, first, steps, peak = time.perf_counter(), 0.0, 0, 0
+            began, first, steps, peak, held_by_steps = Clock(), None, 0, 0, 0
             answered: set[str] = set()
             for held, outputs in run_steps(engine):
                 peak = max(peak, held)
                 answered |= {o.request_id for o in outputs if o.outputs[0].token_ids}
                 if len(answered) == sequences:
-                    if not first:
-                        first = time.perf_counter()
+                    if first is None:
+                        first = Clock()
                     else:
                         steps += 1
-            ended = time.perf_counter()
-            if turn:
-                found = {"prompt_s": first - began, "step_ms": 1000 * (ended - first) / steps}
-                best = {key: min(value, best.get(key, value)) for key, value in found.items()}
-        say(
-            side=options.side,
-            sequences=sequences,
-            prompt=options.prompt,
-            policy=policy,
-            **{key: round(value, 3) for key, value in best.items()},
-            prompt_tokens_per_s=round(sequences * options.prompt / best["prompt_s"]),
-            tokens_per_s=round(1000 * sequences / best["step_ms"], 1),
-            peak_blocks=peak,
-            resident_mib=round(resident()),
-        )
+                        held_by_steps = max(held_by_steps, held)
+            ended = Clock()
+            assert first is not None
+            figures = {"sequences": sequences, "prompt": options.prompt, "policy": options.policy}
+            if stock:
+                del figures["policy"]
+            prompt_s, prompt_cpu_s = first.since(began)
+            steps_s, steps_cpu_s = ended.since(first)
+            yield (
+                ("warm-up" if not turn else f"{sequences} sequences"),
+                figures
+                | {
+                    "prompt_s": round(prompt_s, 4),
+                    "prompt_cpu_s": round(prompt_cpu_s, 4),
+                    "step_ms": round(1000 * steps_s / steps, 3),
+                    "step_cpu_ms": round(1000 * steps_cpu_s / steps, 3),
+                    "blocks": held_by_steps,
+                    "peak_blocks": peak,
+                    "resident_mib": round(resident()),
+                },
+            )
 
 
-def sessions(options: argparse.Namespace) -> None:
+def sessions(options: argparse.Namespace) -> Rounds:
     """Run endless sessions in a fixed pool, a turn each in rounds.
 
     With the plug-in, a session goes on in the prefix cache. Without it, its history is cut to what
@@ -151,7 +178,7 @@ def sessions(options: argparse.Namespace) -> None:
     count = options.sequences[0]
     histories = [random_prompt(options.prompt, vocabulary, seed=n) for n in range(count)]
     for turn in range(options.turns):
-        began, peak, cached, sent = time.perf_counter(), 0, 0, 0
+        began, peak, cached, sent = Clock(), 0, 0, 0
         for at, history in enumerate(histories):
             history += random_prompt(options.said, vocabulary, seed=1000 * turn + at)
             room = options.window - options.steps
@@ -166,18 +193,100 @@ def sessions(options: argparse.Namespace) -> None:
                     histories[int(output.request_id.split("-")[1])] += output.outputs[0].token_ids
                     cached += output.num_cached_tokens or 0
                     sent += len(output.prompt_token_ids)
-        seconds = time.perf_counter() - began
-        say(
-            side=options.side,
-            sessions=count,
-            turn=turn,
-            history=len(histories[0]),
-            s=round(seconds, 2),
-            new_tokens_per_s=round(count * (options.said + options.steps) / seconds, 1),
-            found_in_cache=round(cached / sent, 3),
-            peak_blocks=peak,
-            resident_mib=round(resident()),
+        seconds, cpu_seconds = Clock().since(began)
+        yield (
+            ("later turns" if turn else "first turn"),
+            {
+                "sessions": count,
+                "turn": turn,
+                "history": len(histories[0]),
+                "turn_s": round(seconds, 3),
+                "turn_cpu_s": round(cpu_seconds, 3),
+                "found_in_cache": round(cached / sent, 3),
+                "peak_blocks": peak,
+                "resident_mib": round(resident()),
+            },
         )
+
+
+def run_rounds(options: argparse.Namespace) -> None:
+    """Run the rounds of one side, or alternate rounds of both."""
+    if options.side == "both":
+        alternate(options)
+        return
+    rounds = ROUNDS[options.command](options)
+    # Under `alternate`, a round begins with a line on standard input.
+    while not options.follow or sys.stdin.readline():
+        found = next(rounds, None)
+        if found is None:
+            return
+        group, figures = found
+        say(side=options.side, group=group, **figures)
+
+
+def alternate(options: argparse.Namespace) -> None:
+    """Run rounds of stock vLLM and of the plug-in by turns, each in a process, and compare them.
+
+    What else the machine does then slows both sides of a pair. For each pair, the side that goes
+    first changes. The ratios are medians of the ratios of pairs.
+    """
+    command = [sys.executable, "-m", "weir_vllm.bench", *sys.argv[1:], "--follow", "--side"]
+    with ExitStack() as stack:
+        sides = {
+            side: stack.enter_context(
+                subprocess.Popen(
+                    [*command, side], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                )
+            )
+            for side in ("stock", "plug-in")
+        }
+
+        def run(side: str) -> dict[str, Any] | None:
+            process = sides[side]
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
+            for line in process.stdout:
+                if line.startswith("{"):
+                    found: dict[str, Any] = json.loads(line)
+                    return found
+            return None
+
+        pairs: dict[str, list[dict[str, dict[str, Any]]]] = {}
+        for order in cycle((("stock", "plug-in"), ("plug-in", "stock"))):
+            pair = {side: run(side) for side in order}
+            if None in pair.values():
+                break
+            done = {side: figures for side, figures in pair.items() if figures is not None}
+            for figures in done.values():
+                say(**figures, load=round(os.getloadavg()[0], 1))
+            pairs.setdefault(done["stock"]["group"], []).append(done)
+    compare(pairs, "stock")
+
+
+def compare(pairs: dict[str, list[dict[str, dict[str, Any]]]], base: str) -> None:
+    """Print medians of each group of pairs, and of the ratios of the other side to the base."""
+    for group, found in pairs.items():
+        if group == "warm-up":
+            continue
+        medians: dict[str, Any] = {}
+        for key, value in found[0][base].items():
+            if type(value) not in (int, float) or key in ("sequences", "prompt", "turn", "load"):
+                continue
+            for side in found[0]:
+                middle = median(pair[side][key] for pair in found)
+                medians.setdefault(side, {})[key] = round(middle, 3)
+            if key.endswith(("_s", "_ms")):
+                for side in found[0]:
+                    if side != base:
+                        ratios = sorted(pair[side][key] / pair[base][key] for pair in found)
+                        medians.setdefault(f"{side} / {base}", {})[key] = {
+                            "median": round(median(ratios), 3),
+                            "least": round(ratios[0], 3),
+                            "most": round(ratios[-1], 3),
+                        }
+        say(group=group, pairs=len(found), **medians)
 
 
 def memory(options: argparse.Namespace) -> None:
@@ -273,29 +382,37 @@ def open_text(path: str) -> str:
 
 
 def client(options: argparse.Namespace) -> None:
-    """Time a server of OpenAI's API, with so many requests at once: vLLM's, or weir's."""
+    """Time servers of OpenAI's API by turns, with so many requests at once."""
     import urllib.request
 
-    def post(text: str, tokens: int) -> dict[str, Any]:
-        body = {"model": options.served, "prompt": text, "max_tokens": tokens, "temperature": 0}
-        body |= {"ignore_eos": True} if options.side != "weir" else {}
+    servers = dict(server.split("=", 1) for server in options.server)
+
+    def post(url: str, text: str) -> tuple[float, dict[str, int]]:
+        """Return when the first token came, and the usage."""
+        body = {"model": options.served, "prompt": text, "max_tokens": options.steps + 1}
+        body |= {"temperature": 0, "ignore_eos": True, "stream": True}
+        body |= {"stream_options": {"include_usage": True}}
         request = urllib.request.Request(
-            f"{options.url}/v1/completions",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
+            f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
+        first, usage = 0.0, None
         with urllib.request.urlopen(request, timeout=600) as answer:
-            found: dict[str, Any] = json.load(answer)
-            return found
+            for line in answer:
+                if line.startswith(b"data: {"):
+                    chunk = json.loads(line.removeprefix(b"data: "))
+                    first = first or time.perf_counter()
+                    usage = chunk.get("usage") or usage
+        assert usage is not None
+        return first, usage
 
     text = open_text(options.text)
 
-    def run(sequences: int, tokens: int, salt: int) -> tuple[float, int, int]:
-        used: list[dict[str, int]] = []
+    def run(url: str, sequences: int, salt: int) -> dict[str, Any]:
+        found: list[tuple[float, dict[str, int]]] = []
 
         def one(at: int) -> None:
-            start = 40_000 + (salt * 64 + at) * 3_000
-            used.append(post(text[start : start + 4 * options.prompt], tokens)["usage"])
+            start = 40_000 + (salt * max(options.sequences) + at) * 4 * options.prompt
+            found.append(post(url, text[start : start + 4 * options.prompt]))
 
         threads = [threading.Thread(target=one, args=(at,)) for at in range(sequences)]
         began = time.perf_counter()
@@ -303,30 +420,36 @@ def client(options: argparse.Namespace) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        seconds = time.perf_counter() - began
-        return (
-            seconds,
-            sum(u["prompt_tokens"] for u in used),
-            sum(u["completion_tokens"] for u in used),
-        )
+        ended = time.perf_counter()
+        if len(found) != sequences:
+            sys.exit(f"{sequences - len(found)} of {sequences} requests to {url} failed")
+        answered = max(first for first, _ in found)
+        if any(used["completion_tokens"] != options.steps + 1 for _, used in found):
+            sys.exit(f"{url} gave answers of other lengths than it was asked for")
+        return {
+            "sequences": sequences,
+            "prompt": sum(used["prompt_tokens"] for _, used in found) // sequences,
+            "prompt_s": round(answered - began, 3),
+            "step_ms": round(1000 * (ended - answered) / options.steps, 2),
+        }
 
-    run(1, 2, 0)
-    for place, sequences in enumerate(options.sequences):
-        short, prompt, few = run(sequences, 1, 2 * place + 1)
-        long, _, many = run(sequences, options.steps, 2 * place + 2)
-        say(
-            side=options.side,
-            sequences=sequences,
-            prompt_tokens=prompt // sequences,
-            prompt_tokens_per_s=round(prompt / short),
-            step_ms=round(1000 * (long - short) / max(1, (many - few) / sequences), 1),
-            tokens_per_s=round((many - few) / (long - short), 1),
-        )
+    salt = 0
+    for sequences in options.sequences:
+        pairs = []
+        for turn in range(options.repeat + 1):  # the first warms up
+            pair = {}
+            for name in (*servers,) if turn % 2 else reversed((*servers,)):
+                pair[name] = run(servers[name], sequences, salt)
+                say(side=name, **pair[name], load=round(os.getloadavg()[0], 1))
+            salt += 1
+            pairs.append(pair)
+        compare({f"{sequences} sequences": pairs[1:]}, next(iter(servers)))
 
 
+ROUNDS = {"speed": speed, "sessions": sessions}
 COMMANDS = {
-    "speed": speed,
-    "sessions": sessions,
+    "speed": run_rounds,
+    "sessions": run_rounds,
     "memory": memory,
     "perplexity": perplexity,
     "client": client,
@@ -339,7 +462,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("command", choices=COMMANDS)
     parser.add_argument("--model", help="a folder of Hugging Face's format, or a name on the hub")
     parser.add_argument("--policy", default="sink(32) | recent(224)")
-    parser.add_argument("--side", default="plug-in", help="stock: vLLM without the plug-in")
+    parser.add_argument(
+        "--side",
+        choices=("both", "plug-in", "stock"),
+        help="stock: vLLM without the plug-in. speed and sessions compare both by turns",
+    )
+    parser.add_argument("--follow", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--block", type=int, default=32, help="tokens of a block")
     parser.add_argument("--blocks", type=int, help="blocks of the pool")
@@ -357,9 +485,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--text", help="a text file, or one compressed by xz")
     parser.add_argument("--python", default=sys.executable, help="the Python that has weir")
     parser.add_argument("--reference", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--url", default="http://127.0.0.1:8000")
+    parser.add_argument(
+        "--server",
+        nargs="+",
+        metavar="NAME=URL",
+        help="client: servers to compare by turns; ratios are to the first",
+    )
     parser.add_argument("--served", default="default", help="the name of the served model")
     options = parser.parse_args(arguments)
+    if options.side is None:
+        options.side = "both" if options.command in ROUNDS else "plug-in"
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     COMMANDS[options.command](options)
