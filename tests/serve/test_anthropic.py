@@ -189,7 +189,7 @@ def test_a_body_of_claude_code_is_answered(server):
     skipped = answer.headers["x-weir-warning"]
     for what in ("system (the billing header)", "tools[1] (web_search_20250305)", "metadata"):
         assert what in skipped
-    assert "thinking" in skipped
+    assert "thinking" in skipped and "output_config.effort" in skipped
     counted = server.post(
         f"{PATH}/count_tokens",
         {k: v for k, v in body.items() if k not in ("metadata", "stream", "max_tokens")},
@@ -259,6 +259,11 @@ def test_errors_have_the_form_of_the_api(server, change, status, kind):
     body = answer.json()
     assert (body["type"], body["error"]["type"]) == ("error", kind)
     assert body["error"]["message"] and body["error"]["details"]["error_code"]
+
+
+def test_a_degree_of_thinking_is_named_as_the_request_has_it(server):
+    answer = server.post(PATH, ask(USER, output_config={"effort": "high"}))
+    assert answer.headers["x-weir-warning"] == "no effect here: output_config.effort"
 
 
 def test_a_thread_is_refused_with_the_code_on_which_the_sdk_sends_everything(server):

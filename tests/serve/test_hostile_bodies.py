@@ -435,3 +435,19 @@ def test_every_400_has_a_code(server):
     for body in bodies:
         answer = server.post(CHAT, body)
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_value"), body
+
+
+def test_json_that_the_parser_cannot_hold_is_not_called_invalid(server):
+    for body, problem in (
+        ("[" * 300 + "]" * 300, "the body is nested too deeply, at line 1 column"),
+        (f'{{"seed": {"9" * 5000}}}', "the body has a number with too many digits, at line 1"),
+    ):
+        answer = httpx.post(
+            f"{server.url}{CHAT}",
+            content=body,
+            headers={"content-type": "application/json"},
+            timeout=600,
+        )
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert error["code"] == "invalid_json" and error["message"].startswith(problem)

@@ -267,6 +267,7 @@ def test_what_cannot_be_switched_on_is_refused_by_name(server):
         ({"weir": {"tools": "look_up"}}, "weir.tools", "list"),
         ({"weir": {"tool": ["look_up"]}}, "weir.tool", ""),
         ({"weir": {"tools": ["../x"]}}, "weir.tools[0]", ""),
+        ({"weir": {**OWN, "recall": 5}}, "weir.recall", "Start it with --archive"),
     ]
     for given, param, words in cases:
         wrong = ask(server, **given)
@@ -276,6 +277,10 @@ def test_what_cannot_be_switched_on_is_refused_by_name(server):
         assert words in error["message"]
     body = {"model": "small", "prompt": "x", "weir": OWN}
     assert server.post("/v1/completions", body).json()["error"]["param"] == "weir.tools"
+    for chats_only in ("recall", "tell_forgotten"):
+        wrong = {**body, "weir": {chats_only: True if chats_only == "tell_forgotten" else 5}}
+        refused = server.post("/v1/completions", wrong)
+        assert refused.json()["error"]["param"] == f"weir.{chats_only}"
     raw = {"model": "small", "prompt": "x", "weir": OWN, "raw": True}
     assert server.post("/api/generate", raw).status_code == 400
     no_tools = {"model": "small", "messages": [USER], "weir": {"tools": []}, "max_tokens": 3}

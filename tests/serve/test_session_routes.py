@@ -241,6 +241,9 @@ def test_what_is_anothers_is_as_unknown_as_what_never_was(server, alice):
         path = f"/sessions/bobs/{what}"
         answers = [bob.ask("POST", path, body) for body in ({"turn": turn["id"]}, guessed)]
         assert answers[0].status_code == 404 and answers[0].text == answers[1].text
+        assert answers[0].json()["error"]["message"] == "turn not found"
+        unknown = bob.ask("POST", f"/sessions/unknown/{what}", {"turn": turn["id"]})
+        assert unknown.json()["error"]["message"] == "session not found"
     wrong = alice.ask("GET", "/sessions/diary/export?turns=0")
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "turns")
     assert alice.ask("GET", "/sessions/diary").json()["turns"] == 3

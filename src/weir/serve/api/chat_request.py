@@ -17,7 +17,13 @@ from starlette.responses import Response
 from weir.serve.api.dependencies import run_in_thread
 from weir.serve.api.errors import APIError
 from weir.serve.api.generation import Renderer, make_request, send_answers
-from weir.serve.api.items import cannot_pin, check_drops, check_pins, unknown_output
+from weir.serve.api.items import (
+    cannot_pin,
+    check_drops,
+    check_pins,
+    check_recall,
+    unknown_output,
+)
 from weir.serve.api.models import check_model
 from weir.serve.api.output_format import add_constraint, add_own_tools, check_tools
 from weir.serve.api.requests import named_session
@@ -94,7 +100,7 @@ def _make_match(
     variables = find_variables(client, chat.body)
     drops, pins = check_drops(client, chat.body), check_pins(client, chat.body)
     tell = client.tell_forgotten if chat.body.tells_forgotten else None
-    recall = client.recall_of(chat.body.recall)
+    recall = check_recall(client, chat.body)
     how = (owner, session, offer.tools, variables, drops, tell, recall, pins)
     match = partial(_match, client, chat.messages, *how)
     return match, variables

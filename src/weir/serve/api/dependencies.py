@@ -124,7 +124,7 @@ async def run_in_thread(
     try:
         return await asyncio.to_thread(work, *given)
     except UnknownSession as error:
-        raise not_found(str(error).rpartition(" ")[2]) from None
+        raise not_found(error.what) from None
     except Busy as error:
         raise rate_limited(str(error)) from None
     except NameTaken as error:

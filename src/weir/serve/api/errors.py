@@ -218,6 +218,9 @@ def invalid_json(reason: str) -> APIError:
         where = reason.rpartition(" at ")[2]
         reason = f"a lone surrogate (\\ud800 to \\udfff) is not a character, at {where}"
     message = f"the body is not valid JSON: {reason}"
+    for limit, sentence in _LIMITS.items():
+        if limit in reason:  # valid JSON, but too much for the parser
+            message = f"the body {sentence}, at {reason.rpartition(' at ')[2]}"
     return APIError(400, message, code="invalid_json")
 
 
@@ -288,6 +291,11 @@ def _message(error: Mapping[str, Any]) -> str:
     return SENTENCES[kind].format(**facts) if kind in SENTENCES else str(error["msg"])
 
 
+_LIMITS = {
+    "recursion limit exceeded": "is nested too deeply",
+    "number out of range": "has a number with too many digits",
+}
+"""What the JSON parser's messages about its own limits mean."""
 _SURROGATES = ("unexpected end of hex escape", "surrogate in hex escape")
 """Parts of the JSON parser's messages about lone surrogates."""
 

@@ -16,6 +16,7 @@ from weir.serve.api.schemas.chat import GenerationBody
 from weir.serve.client import CannotDrop, DroppedOutput, EngineClient, NoOutput, PinnedOutput
 from weir.serve.pins import CannotPin
 from weir.serve.prompts import UnknownOutput
+from weir.serve.tools.recalling import NAME as RECALL
 
 router = APIRouter(dependencies=[Depends(check_query)])
 
@@ -128,6 +129,19 @@ def check_pins(client: EngineClient, body: GenerationBody) -> list[str]:
                 param=f"weir.pin[{both}]",
             )
     return body.pins
+
+
+def check_recall(client: EngineClient, body: GenerationBody) -> int:
+    """Return how many tokens of recalled text a request gets. Raises APIError if it asks for some
+    and the server has no archive.
+    """
+    if body.recall and RECALL not in client.own_tools:
+        message = (
+            "this server keeps no text that it could recall. Start it with --archive, or leave out "
+            "weir.recall."
+        )
+        raise APIError(400, message, param="weir.recall", code="unsupported")
+    return client.recall_of(body.recall)
 
 
 def cannot_pin(error: CannotPin) -> APIError:

@@ -27,7 +27,13 @@ from weir.serve.api.generation import (
     usage_of,
     warn,
 )
-from weir.serve.api.items import cannot_pin, check_drops, check_pins, unknown_output
+from weir.serve.api.items import (
+    cannot_pin,
+    check_drops,
+    check_pins,
+    check_recall,
+    unknown_output,
+)
 from weir.serve.api.logprobs import LogprobFormatter
 from weir.serve.api.middleware import LOG, at_end
 from weir.serve.api.models import check_model
@@ -215,7 +221,7 @@ async def _make_turn(
         compacted is not None,
         check_drops(client, body),
         body.tells_forgotten,
-        recall=client.recall_of(body.recall),
+        recall=check_recall(client, body),
         pins=check_pins(client, body),
     )
 

@@ -24,10 +24,15 @@ from weir.serve.worker import Worker
 
 
 class UnknownSession(WeirError):
-    """The owner has no such session or turn."""
+    """The owner has no such session or turn.
+
+    Attributes:
+        what: "session" or "turn".
+    """
 
     def __init__(self, what: str = "session") -> None:
         super().__init__(f"{what} not found")
+        self.what = what
 
 
 class HeldByConversation(WeirError):

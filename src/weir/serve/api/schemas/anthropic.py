@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, StringConstraints, Tag, model_validator
 from pydantic_core import PydanticCustomError
@@ -225,7 +225,6 @@ class CountBody(GenerationBody):
     thinking: AnthropicThinking | None = None
     output_config: AnthropicOutput | None = None
     output_format: AnthropicFormat | None = None
-    effort_field: ClassVar[str] = "thinking"
 
     cache_control: Any = None
     context_management: Any = None
@@ -256,6 +255,11 @@ class CountBody(GenerationBody):
             system = GAP.join(text for text in texts if not text.startswith(BILLING))
         found = [Message("system", system)] if system else []
         return [*found, *(one for message in self.messages for one in message.messages())]
+
+    @property
+    def effort_field(self) -> str:
+        """The field that says how much the model should think."""
+        return "output_config.effort" if self.thinking is None else "thinking"
 
     @property
     def effort(self) -> str | None:
@@ -303,6 +307,8 @@ class CountBody(GenerationBody):
             found += self.thinking.skipped_in("thinking")
         if self.output_config is not None:
             found += self.output_config.skipped_in("output_config")
+            if self.thinking is not None and self.output_config.effort is not None:
+                found.append("output_config.effort")  # `thinking` decides
         return [one for one in found if one != "cache_control"]  # everything is always cached
 
 

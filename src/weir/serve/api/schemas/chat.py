@@ -366,7 +366,11 @@ class GenerationBody(Strict):
         Annotated[dict[str, Variable], Field(max_length=16), bounded_dict(16)] | None
     ) = None
     enable_thinking: bool | None = None
-    effort_field: ClassVar[str] = "reasoning_effort"
+
+    @property
+    def effort_field(self) -> str:
+        """The field that says how much the model should think."""
+        return "reasoning_effort"
 
     @property
     def effort(self) -> str | None:
@@ -389,7 +393,8 @@ class GenerationBody(Strict):
             and (getattr(self, name) != 0 or name in ZERO_ASKS)
         ]
         options = [f"options.{show_name(name)}" for name in self.skipped_options or ()]
-        return [*without, *options, *self._notes]
+        alone = ["return_progress (without stream)"] if self.wants_progress > self.streams else []
+        return [*without, *options, *alone, *self._notes]
 
     @field_validator("stream_options", mode="after", check_fields=False)
     @classmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
@@ -98,12 +98,16 @@ class OllamaBody(GenerationBody):
     top_logprobs: Any = None
     truncate: Any = None
     shift: Any = None
-    effort_field: ClassVar[str] = "think"
 
     @property
     def streams(self) -> bool:
         """Whether the answer is sent while it is made."""
         return self.stream is not False
+
+    @property
+    def effort_field(self) -> str:
+        """The field that says how much the model should think."""
+        return "think"
 
     @property
     def effort(self) -> str | None:

@@ -465,7 +465,6 @@ class ResponseBody(GenerationBody):
 
     reasoning: Reasoning | None = None
     limit_field: ClassVar[str] = "max_output_tokens"
-    effort_field: ClassVar[str] = "reasoning.effort"
 
     client_metadata: Any = None
     context_management: Any = None
@@ -488,6 +487,11 @@ class ResponseBody(GenerationBody):
                 if isinstance(item, SkippedItem):
                     self.note(f"input[{n}] ({item.type})")
         return self
+
+    @property
+    def effort_field(self) -> str:
+        """The field that says how much the model should think."""
+        return "reasoning.effort"
 
     @property
     def effort(self) -> str | None:
