@@ -13,6 +13,7 @@ from reference.subjects import quiet, stranger
 from weir.errors import WeirError
 from weir.evals.records import read_records
 from weir.evals.tasks.ruler import Ruler, RulerCase, match_score
+from weir.evals.tasks.ruler_recalled import RulerRecalled
 from weir.stream import Stream
 
 FILE = Path(__file__).parents[2] / "data" / "evals" / "ruler.jsonl"
@@ -122,3 +123,17 @@ def test_records_are_read_as_ruler_and_the_harness_write_them(tmp_path):
 def test_what_makes_no_sense_is_refused(options, said):
     with pytest.raises(WeirError, match=said):
         Ruler(file=str(FILE), **options).run(stranger(), quiet)
+
+
+def test_what_has_left_the_cache_is_recalled_before_the_question():
+    subject = stranger("recent(8)", chunk=8)
+    found = RulerRecalled(file=str(FILE), most=4).run(subject, quiet)
+    needles = [row["outputs"][0] for row in ROWS]
+    passages = [" ".join(texts) for texts in found["recalled"]]
+    assert [needle in text for needle, text in zip(needles, passages, strict=True)] == [True] * 3
+    plain = Ruler(file=str(FILE), most=4).run(subject, quiet)
+    assert found["without"] == plain
+    assert all(a != b for a, b in zip(found["answers"], plain["answers"], strict=True))
+    # A cache that holds everything leaves nothing to recall, and both answers are the same.
+    dense = RulerRecalled(file=str(FILE), most=4).run(stranger(), quiet)
+    assert dense["recalled"] == [[], [], []] and dense["answers"] == dense["without"]["answers"]

@@ -84,13 +84,24 @@ class Ruler(Task):
             "score", the mean of the metric, from 0 to 1, with "low" and "high" (95 %, Student's;
             none for one record); "asked"; "answers"; and what `costs` says of the caches.
         """
-        cases = [RulerCase.of(record) for record in read_records(self.file, self.samples)]
-        answers, scores = [], []
+        cases = self._cases()
+        answers = []
         for case in cases:
             answers.append(self._ask(subject, case))
-            scores.append(match_score(answers[-1].text, case.outputs, self.match))
-            progress(len(scores) / len(cases))
-        score, reach = mean_interval(scores)
+            progress(len(answers) / len(cases))
+        return self._judge(cases, answers)
+
+    def _cases(self) -> list[RulerCase]:
+        return [RulerCase.of(record) for record in read_records(self.file, self.samples)]
+
+    def _judge(
+        self, cases: Sequence[RulerCase], answers: Sequence[GeneratedAnswer]
+    ) -> dict[str, Any]:
+        """The figures of a run."""
+        pairs = zip(cases, answers, strict=True)
+        score, reach = mean_interval(
+            [match_score(answer.text, case.outputs, self.match) for case, answer in pairs]
+        )
         return {
             "score": score,
             "low": None if reach is None else max(0.0, score - reach),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from weir.evals.answers import GeneratedAnswer, generate_answer
 from weir.evals.task import Progress, Subject, task
@@ -14,10 +15,20 @@ from weir.stream import HeldPlaces
 from weir.stream.archive import Archive, write_quotes
 
 
+class _BothAnswers(NamedTuple):
+    """The answers to a question with recall and without, and the recalled passages."""
+
+    recalled: GeneratedAnswer
+    alone: GeneratedAnswer
+    passages: list[str]
+
+
 @task("ruler_recalled")
 @dataclass(frozen=True)
 class RulerRecalled(Ruler):
-    """A file of RULER, with what has left the cache put before its question.
+    """A file of RULER, with what has left the cache put before its question, and without.
+
+    Each text is read once. The question is asked twice, of two copies of the stream.
 
     Attributes:
         recall: tokens of recalled text at most.
@@ -26,11 +37,27 @@ class RulerRecalled(Ruler):
     recall: Count = 256
 
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
-        """Answer every record on its own stream; returns what `ruler` does."""
-        return super().run(subject, progress)
+        """Answer every record on its own stream.
 
-    def _ask(self, subject: Subject, case: RulerCase) -> GeneratedAnswer:
-        """Read the text, and ask with what the archive finds in front of the question."""
+        Returns:
+            What `ruler` does, of the answers with recall; "without", the same of the answers
+            without recall; "recalled", the passages for each question.
+        """
+        cases = self._cases()
+        found: list[_BothAnswers] = []
+        for case in cases:
+            found.append(self._ask_twice(subject, case))
+            progress(len(found) / len(cases))
+        return {
+            **self._judge(cases, [one.recalled for one in found]),
+            "without": self._judge(cases, [one.alone for one in found]),
+            "recalled": [one.passages for one in found],
+        }
+
+    def _ask_twice(self, subject: Subject, case: RulerCase) -> _BothAnswers:
+        """Read the text, and ask with what the archive finds in front of the question, and without
+        it.
+        """
         text, question = self._parts(subject, case)
         tokenizer = subject.tokenizer
 
@@ -44,5 +71,11 @@ class RulerRecalled(Ruler):
         with Archive() as archive:
             archive.add("text", text, start=0, stop=stream.seen)
             found = archive.search(case.question, is_held=HeldPlaces(stream))
-        quoted, _ = write_quotes(found, self.recall, lambda quotes: len(encode(quotes)))
-        return generate_answer(stream, tokenizer, encode(f"\n\n{quoted}{question}"), self.most)
+        quoted, used = write_quotes(found, self.recall, lambda quotes: len(encode(quotes)))
+        aside = copy.deepcopy(stream)
+        alone = generate_answer(aside, tokenizer, encode(question), self.most)
+        if not quoted:
+            return _BothAnswers(alone, alone, [])
+        ids = encode(f"\n\n{quoted}{question}")
+        recalled = generate_answer(stream, tokenizer, ids, self.most)
+        return _BothAnswers(recalled, alone, [one.text for one in used])
