@@ -11,7 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
-from servers import Server, make_client, serving
+from anything import TAKES_TOOLS
+from servers import CHATML, Server, make_client, serving
 
 from weir.serve.api import Keys
 
@@ -91,6 +92,24 @@ def test_what_has_left_the_cache_is_recalled_and_told(server):
     assert "reread" not in more and "recalled" not in more
     found = httpx.get(f"{server.url}/v1/sessions/told/memory", timeout=600).json()
     assert found["archive"] == {"working": True, "turns": 10, "recalled_tokens": 0}
+
+
+@pytest.mark.parametrize("tools", [False, True])
+def test_the_first_message_is_recalled_though_what_the_template_puts_before_it_stays(tools):
+    """A default system message and definitions of tools are pinned, and longer than the message."""
+    default = "{% if messages[0].role != 'system' %}" + "Be helpful. " * 20 + "{% endif %}"
+    offered = [{"type": "function", "function": {"name": "look_up", "description": ASK * 5}}]
+    more = {"tools": offered, "tool_choice": "none"} if tools else {}
+    client = make_client(
+        policy="beginning(2000) | recent(1600)", archive=10_000_000, recall=256,
+        template=default + (TAKES_TOOLS if tools else CHATML),
+    )  # fmt: skip
+    with serving(client) as server:
+        chat = Chat(server, "first")
+        chat.say(CODE, **more)
+        usage = chat.say(FILLER, **more)
+        assert usage["pinned"] > 4 * len(CODE)
+        assert told(chat.say(ASK, **more)) == [CODE]
 
 
 def test_memory_tells_what_the_newest_turn_has_recalled(server):

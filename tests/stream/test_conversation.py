@@ -359,6 +359,19 @@ def test_what_has_left_the_cache_is_quoted_before_a_question(model):
     assert talk.recalled_tokens == len(fed) - len(talk.tokenizer.decode(talk.turn(ASK)))
 
 
+def test_the_place_of_a_message_is_without_what_the_template_puts_around_it(model):
+    talk = Recalling(model)
+    talk.tokenizer.chat_template = "Be helpful. " + CHATML
+    for text in (CODE, "Filler without any meaning. " * 60, ASK):
+        talk.hear(text)
+    ids = talk.stream.fed
+    for text, start, stop in talk.archive._query("SELECT text, start, stop FROM archived_passages"):
+        assert text.strip() in talk.tokenizer.decode(ids[start:stop])
+        assert stop - start <= len(text) + 2  # the places of passages are estimated
+    (one,) = talk.archive.search(CODE[:-1] + "?", is_held=lambda start, stop: False)[:1]
+    assert talk.tokenizer.decode(ids[one.start : one.stop]) == CODE
+
+
 def test_a_turn_that_asks_for_nothing_brings_nothing_back(model):
     talk = Recalling(model)
     talk.hear(CODE)

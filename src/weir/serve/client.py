@@ -72,7 +72,7 @@ from weir.serve.tools.own import (
 from weir.serve.tools.parser import AnswerPart, CallParser, join_parts
 from weir.serve.tools.recalling import make_recall_tool
 from weir.serve.worker import Worker
-from weir.stream import RECALL_SHARE, Detokenizer, held_ranges
+from weir.stream import RECALL_SHARE, Detokenizer, PromptEncoder, held_ranges
 
 if TYPE_CHECKING:
     from weir.serve.structured import GrammarConstraint
@@ -304,6 +304,8 @@ class EngineClient:
         if (archive := engine.store.archive) is not None:
             plans = engine.cache.plans
             archive.find_held = lambda state: held_ranges(holding_in(plans, state))
+            encoder = PromptEncoder(tokenizer)
+            archive.encode = lambda text: encoder.encode(encoder.mark(text))
         self.defaults, self.unused_defaults = read_defaults(engine.model.generation_config)
         self.engine = engine
         self.store = engine.store

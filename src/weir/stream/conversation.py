@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from array import array
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -13,7 +13,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from weir.errors import WeirError
 from weir.models import sink_of, transformers_model
 from weir.pools import Marks
-from weir.stream.archive import Archive, ArchiveProblem, Excerpt, IsHeld, write_quotes
+from weir.stream.archive import (
+    Archive,
+    ArchiveProblem,
+    Excerpt,
+    IsHeld,
+    find_texts,
+    write_quotes,
+)
 from weir.stream.chat_template import ChatTemplate, PromptEncoder
 from weir.stream.detokenizer import Detokenizer
 from weir.stream.held import HeldPlaces
@@ -110,8 +117,7 @@ class Conversation:
         self.recalled_tokens = len(ids) - len(plain)
         self._note(Turn(True, self.stream.seen, text, array("I", ids)))
         self._feed(quoted + text, ids)
-        # The quotation comes first, and is not archived again.
-        self._keep("user", text, self.stream.seen - len(plain))
+        self._keep("user", text, ids)
         answer = Turn(False, self.stream.seen)
         try:
             yield from self._answer(answer, max_new_tokens, **sampling)
@@ -120,7 +126,7 @@ class Conversation:
                 answer.ids.append(self.stream.last[0] or 0)
             self.repeats = repeats(answer.ids)
             self._note(answer)
-            self._keep("assistant", answer.text, answer.start)
+            self._keep("assistant", answer.text, answer.ids)
 
     # --- the archive
 
@@ -167,12 +173,19 @@ class Conversation:
         except ArchiveProblem as error:
             self._lose_archive(error)
 
-    def _keep(self, role: str, text: str, start: int) -> None:
-        """Add what was just said to the archive; its text ends where the stream ends."""
+    def _keep(self, role: str, text: str, ids: Sequence[int]) -> None:
+        """Add what was just said to the archive. The last tokens of the stream are its `ids`.
+
+        What else they contain, such as a quotation and a template's system message, is not its
+        text.
+        """
         if self.archive is None:
             return
+        encoder = PromptEncoder(self.tokenizer)
+        ((first, last),) = find_texts(ids, [text], lambda text: encoder.encode(encoder.mark(text)))
+        start = self.stream.seen - len(ids)
         try:
-            self.archive.add(role, text, start=max(0, start), stop=self.stream.seen)
+            self.archive.add(role, text, start=start + first, stop=start + last)
         except ArchiveProblem as error:
             self._lose_archive(error)
 
@@ -192,14 +205,14 @@ class Conversation:
         self._resume()
         self._note(Turn(True, self.stream.seen, text, array("I", ids)))
         self._feed(text, ids)
-        self._keep("user", text, self.stream.seen - len(ids))
+        self._keep("user", text, ids)
         said = list(self.tokenizer(answer, add_special_tokens=False, verbose=False)["input_ids"])
         said += sorted(self.stream.ends)[:1] if self._turns.templated else []
         start = self.stream.seen
         if said:
             self.stream.feed(said)
         self._note(Turn(False, start, answer, array("I", said)))
-        self._keep("assistant", answer, start)
+        self._keep("assistant", answer, said)
 
     def _answer(self, answer: Turn, limit: int, **sampling: Any) -> Generator[str, None, None]:
         """Generate an answer into its turn, and yield it piece by piece."""

@@ -20,7 +20,7 @@ from weir.cache import RowState
 from weir.errors import WeirError
 from weir.serve.messages import THINKING, Message
 from weir.serve.sessions.database import Database
-from weir.serve.sessions.records import Checkpoint, TurnRecord
+from weir.serve.sessions.records import Checkpoint, TurnRecord, unpack_ids
 from weir.stream import HeldRanges
 from weir.stream.archive import (
     ARCHIVE_VERSION,
@@ -28,8 +28,10 @@ from weir.stream.archive import (
     ArchiveProblem,
     ArchiveSearch,
     ArchiveTables,
+    Encode,
     Excerpt,
     find_inquiries,
+    find_texts,
 )
 
 _log = logging.getLogger(__name__)
@@ -50,6 +52,8 @@ class TurnArchive:
 
     Attributes:
         find_held: finds the places of a stream that a row holds; set by the client of the engine.
+        encode: tokenizes a message; set by the client of the engine. Without it, places are
+            estimated.
         problem: why the archive is no longer used; None while it is.
     """
 
@@ -61,6 +65,7 @@ class TurnArchive:
         self._told_dropped = False
         self.problem: str | None = None
         self.find_held: Callable[[RowState], bytes] = lambda state: b""
+        self.encode: Encode = lambda text: []
         try:
             db.attach(path, SCHEMA)
             with db.writing() as connection:
@@ -100,7 +105,7 @@ class TurnArchive:
                 ).fetchone()
                 node, before = None if row is None else row[0], before + 1
             held = self._held_of(checkpoint)
-            turns = list(_turns_of(record))
+            turns = list(_turns_of(record, self.encode))
             dropped = self._tables.add(db, record.owner, record.node, after, turns, held)
             if dropped and not self._told_dropped:
                 self._told_dropped = True
@@ -205,21 +210,17 @@ def _query_of(db: sqlite3.Connection) -> Callable[..., list[sqlite3.Row]]:
     return lambda query, *values: db.execute(query, values).fetchall()
 
 
-def _turns_of(record: TurnRecord) -> Iterator[ArchivedTurn]:
-    """Return the text of a turn, with its approximate places in the stream, counted by
-    characters.
-    """
+def _turns_of(record: TurnRecord, encode: Encode) -> Iterator[ArchivedTurn]:
+    """Return the texts of a turn, with their places in the stream."""
+    ids = unpack_ids(record.ids)
     texts = [_text_of(message) for message in record.messages]
-    whole = sum(map(len, texts)) or 1
-    length = len(record.ids) // 4
-    start, at = record.seen - length, 0
-    for message, text in zip(record.messages, texts, strict=True):
-        first = start + length * at // whole
-        at += len(text)
-        last = start + -(-length * at // whole)
+    start = record.seen - len(ids)
+    places = find_texts(ids, texts, encode)
+    for message, text, (first, last) in zip(record.messages, texts, places, strict=True):
         if message.role != "system" and text.strip():
             name = message.name or ""
-            yield ArchivedTurn(message.role, text, first, last, name, record.created)
+            place = start + first, start + last
+            yield ArchivedTurn(message.role, text, *place, name, record.created)
 
 
 def _text_of(message: Message) -> str:

@@ -4,6 +4,7 @@ words.
 
 from weir.stream.archive.keeping import Archive
 from weir.stream.archive.passages import PASSAGE, cut_passages, cut_sentences
+from weir.stream.archive.places import Encode, find_texts
 from weir.stream.archive.questions import Inquiry, find_inquiries
 from weir.stream.archive.quoting import quote_excerpt, write_quotes
 from weir.stream.archive.ranking import ArchiveSearch, Excerpt, IsHeld
