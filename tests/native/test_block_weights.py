@@ -31,6 +31,7 @@ from weir.native.block_weights import (
     STORED_FORMATS,
     BlockEmbedding,
     Blocks,
+    describe_weights,
 )
 from weir.native.stored_blocks import put_stored_blocks, stored_in_blocks
 
@@ -135,6 +136,15 @@ def test_the_kernel_changes_answers_by_the_rounding_of_rows(fresh_llama, ids):
         found, wanted = (it(ids(1, 30)).logits for it in (model, dense(model)))
     off = float((found - wanted).norm() / wanted.norm())
     assert 1e-5 < off < 7 * 2 / 127  # seven products a layer, each off by half a step at most
+
+
+def test_weights_in_blocks_count_as_before_and_are_called_by_their_type(fresh_llama):
+    for tied in (False, True):
+        model = fresh_llama(**LLAMA, tie_word_embeddings=tied)
+        assert describe_weights(model) == (model.num_parameters(), "float32")
+        whole = model.num_parameters()
+        quantize_weights(model, "q8_0")
+        assert describe_weights(model) == (whole, "Q8_0")
 
 
 @pytest.mark.parametrize("kind", BLOCK_FORMATS)

@@ -10,6 +10,7 @@ from servers import make_client, serving
 from test_anthropic import TOOL
 from test_early_bytes import LONG, held, stream
 
+from weir.models import stored_bytes
 from weir.serve import Limits
 from weir.serve.api.requests import LARGE
 
@@ -117,6 +118,11 @@ def test_lines_come_while_the_prompt_waits(server):
 def test_what_clients_ask_about_models(server):
     (model,) = httpx.get(f"{server.url}/api/tags").json()["models"]
     assert model["name"] == "small"
+    served = server.engine_client.engine.model
+    assert model["size"] == stored_bytes(served)
+    details = model["details"]
+    assert (details["format"], details["quantization_level"]) == ("safetensors", "FLOAT32")
+    assert details["parameter_size"] == f"{served.num_parameters() / 1e6:.2f}M"
     assert httpx.get(f"{server.url}/api/ps").json()["models"][0]["name"] == "small"
     assert httpx.get(f"{server.url}/api/version").json()["version"].count(".") == 2
     shown = server.post("/api/show", {"model": "small:latest"}).json()

@@ -37,6 +37,7 @@ from weir.native.block_weights import (
     BlockEmbedding,
     BlockLinear,
     check_stored,
+    describe_weights,
     has_block_weights,
 )
 from weir.native.dispatch import linear_blocks, paths

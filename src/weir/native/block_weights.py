@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from pathlib import Path
@@ -262,6 +263,24 @@ class _InBlocks(nn.Module):
         for name in ("codes", "scales"):
             del destination[prefix + name]
         destination[prefix + "weight"] = self.weight
+
+
+def describe_weights(model: PreTrainedModel) -> tuple[int, str]:
+    """Return the number of a model's weights, and the type in which most of their bytes are stored:
+    a type of blocks such as `Q4_1`, or a dtype.
+    """
+    numbers: dict[int, int] = {}
+    stored: Counter[str] = Counter()
+    for weight in model.parameters():
+        numbers[id(weight)] = weight.numel()
+        stored[str(weight.dtype).removeprefix("torch.")] += weight.nbytes
+    for module in model.modules():
+        if (
+            isinstance(module, _InBlocks) and id(module.codes) not in numbers
+        ):  # tied ones count once
+            numbers[id(module.codes)] = module.outputs * module.codes.shape[1] * BLOCK
+            stored[module.kind] += module.codes.nbytes + module.scales.nbytes
+    return sum(numbers.values()), stored.most_common(1)[0][0]
 
 
 def has_block_weights(model: nn.Module) -> bool:

@@ -14,6 +14,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from weir import __version__
+from weir.models import stored_bytes
+from weir.native import describe_weights, has_block_weights
 from weir.serve.api.chat_request import AnswerReader, ChatRequest, answer_chat
 from weir.serve.api.dependencies import Client, Owner, run_in_thread
 from weir.serve.api.errors import CODES, APIError, ollama_error
@@ -155,7 +157,7 @@ async def show(request: Request, client: Client, owner: Owner) -> Response:
         "details": _details(client),
         "model_info": {
             "general.architecture": kind,
-            "general.parameter_count": client.engine.model.num_parameters(),
+            "general.parameter_count": describe_weights(client.engine.model)[0],
             f"{kind}.context_length": WINDOW,
             f"{kind}.embedding_length": config.hidden_size,
             f"{kind}.block_count": config.num_hidden_layers,
@@ -189,7 +191,7 @@ def _card(client: EngineClient, name: str) -> dict[str, Any]:
         "name": name,
         "model": name,
         "modified_at": _time(STARTED),
-        "size": sum(one.nbytes for one in model.parameters()),
+        "size": stored_bytes(model),
         "digest": hashlib.sha256(client.name.encode()).hexdigest(),
         "details": _details(client),
     }
@@ -198,14 +200,15 @@ def _card(client: EngineClient, name: str) -> dict[str, Any]:
 def _details(client: EngineClient) -> dict[str, Any]:
     model = client.engine.model
     kind = str(model.config.get_text_config(decoder=True).model_type)
-    millions = model.num_parameters() / 1e6
+    weights, stored_as = describe_weights(model)
+    millions = weights / 1e6
     return {
         "parent_model": "",
-        "format": "safetensors",
+        "format": "gguf" if has_block_weights(model) else "safetensors",
         "family": kind,
         "families": [kind],
         "parameter_size": f"{millions / 1e3:.2f}B" if millions >= 1e3 else f"{millions:.2f}M",
-        "quantization_level": str(model.dtype).removeprefix("torch."),
+        "quantization_level": stored_as.upper(),
     }
 
 
