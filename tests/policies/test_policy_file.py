@@ -88,13 +88,16 @@ def test_a_policy_file_is_a_policy_and_is_not_needed_afterwards(tmp_path, monkey
             WHOLE.replace("format = 1", "format = 2"),
             ("has policy file format 2, but this version of weir reads"),
         ),
-        (WHOLE.replace("[model]", "[models]"), "does not say which model"),
-        (WHOLE.replace("layers = 2", "layers = true"), "does not say which model"),
+        (WHOLE.replace("[model]", "[models]"), "is damaged: model is missing. Run weir calibrate"),
+        (
+            WHOLE.replace("layers = 2", "layers = true"),
+            "model.layers must be a whole number, not True",
+        ),
         (
             ("format = 1\nlayers = []\n") + WHOLE.partition("[[")[0].partition("1\n")[2],
-            "must be a list",
+            "it has policies for 0 layers, and 1 to 2,000 are allowed",
         ),
-        (WHOLE.replace('policy = "h2o(8)"', 'pipe = "h2o(8)"'), "layer 0 has no policy"),
+        (WHOLE.replace('policy = "h2o(8)"', 'pipe = "h2o(8)"'), "layers[0].policy is missing"),
         (WHOLE.replace("h2o(8)", "h2o(1)"), "layer 0 that cannot be read: a budget of 1"),
         (WHOLE.replace("h2o(8)", "recompute(8)"), "which a cache cannot do"),
         (WHOLE.replace("h2o(8)", "other.toml"), "layer 0 that cannot be read: "),
@@ -127,7 +130,7 @@ LARGE = {
     ),
     "many layers": (
         WHOLE + LINE * 2000,
-        ("has policies for 2,002 layers, and at most 2,000 are allowed"),
+        ("has policies for 2,002 layers, and 1 to 2,000 are allowed"),
     ),
     "a long policy": (
         WHOLE + LINE.replace("sink(1)", "sink(1)|" * 2049),

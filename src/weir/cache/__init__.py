@@ -14,7 +14,6 @@ from weir.cache.default_policy import (
 
 # isort: split
 from weir.cache.cache import Positions, Prefill, StreamingCache
-from weir.cache.file_facts import FARTHEST, FileFacts, ListOf, Whole, read_facts
 from weir.cache.forward import Folded, Forward
 from weir.cache.generating import generate
 from weir.cache.layers import LayerPlan, describe_window_excess

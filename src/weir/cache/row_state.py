@@ -18,12 +18,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from weir.cache.file_facts import FARTHEST, FileFacts, ListOf, Whole, read_facts
 from weir.cache.layer import Layout, lay_out
 from weir.cache.layers import LayerPlan, three_axes
 from weir.cache.tensor_bytes import TensorBytes, TensorSize, write_tensors
 from weir.errors import WeirError, quote, shorten
-from weir.policies import saved_policy
+from weir.policies import FARTHEST, FileFacts, ListOf, Whole, read_facts, saved_policy
 from weir.pools import MOST_WEIGHT, wrong_ranges
 from weir.slab import EMPTY, STATE, QuantizedStorage, quantized_buffers, split_weights
 

@@ -216,11 +216,11 @@ def measure_error(
         WeirError: the model cannot be served, or there is no such layer.
     """
     heard = capture(model, ids[: setup.tokens], layers)
-    every = [_answer(inputs, Pipe((Recent(None),)), 0, setup)[0] for inputs in heard]
+    every = [_stream_layer(inputs, Pipe((Recent(None),)), 0, setup)[0] for inputs in heard]
     rows: list[LayerError] = []
     for one, (inputs, exact) in product(sized, zip(heard, every, strict=True)):
         pipe = one.policy.for_layer(inputs.layer, inputs.layers)
-        answers = [_answer(inputs, pipe, seed, setup) for seed in seeds]
+        answers = [_stream_layer(inputs, pipe, seed, setup) for seed in seeds]
         outs, kept, seconds = zip(*answers, strict=True)
         errors = [float((out - exact).norm() / exact.norm()) for out in outs]
         which = str(one.policy), one.name, one.rate, inputs.layer
@@ -273,7 +273,7 @@ def _with_rate(name: str, rate: float, setup: ErrorSetup) -> str:
     return call.with_arguments(budget=budget)
 
 
-def _answer(
+def _stream_layer(
     inputs: LayerInputs, pipe: Pipe, seed: int, setup: ErrorSetup
 ) -> tuple[Tensor, float, float]:
     """Stream a layer's keys and values through a pipe, and attend with the last queries.

@@ -117,12 +117,12 @@ class StepCache(MasklessCache):
         ends = torch.from_numpy(step.spans[:, 1:]).to(device)
         self._waiting = torch.from_numpy(step.waiting).to(device)
         self.largest = torch.zeros(ends.shape, device=device)
-        self._layers: list[_LayerParts] = []
+        self._layers: list[_CompiledLayer] = []
         stop = 0
         for parts in layers:
             start, stop = stop, stop + len(parts)
             rows = ends[start:stop].unbind(), self.largest[start:stop].unbind()
-            self._layers.append(_LayerParts(parts, *rows))
+            self._layers.append(_CompiledLayer(parts, *rows))
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -137,7 +137,7 @@ class StepCache(MasklessCache):
         return self._layers[layer].decode(queries, keys, values, params, self._waiting)
 
 
-class _LayerParts:
+class _CompiledLayer:
     """The parts of one layer in a compiled step.
 
     Args:

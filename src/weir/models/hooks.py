@@ -244,7 +244,7 @@ class Attachment:
         while True:
             self._running = running
             try:
-                output = self._answer(own, running)
+                output = self._call_decoder(own, running)
             except BaseException as error:
                 again = running.abandon(error)
                 if again is not None:
@@ -259,7 +259,7 @@ class Attachment:
                 return output
             running = again
 
-    def _answer(self, own: OwnForward, running: StreamedCall) -> BaseModelOutputWithPast:
+    def _call_decoder(self, own: OwnForward, running: StreamedCall) -> BaseModelOutputWithPast:
         """Run the decoder; steps are run by an engine if possible."""
         given = {**running.given, **self._replaced(running.given)}
         given.pop(OFFSETS, None)

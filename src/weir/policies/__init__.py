@@ -7,6 +7,7 @@ from weir.policies.file import (
     format_policy_file,
     is_file,
 )
+from weir.policies.file_facts import FARTHEST, FileFacts, ListOf, Whole, read_facts
 from weir.policies.grammar import NUMBER, Parser, parse_call, parse_policy, policy, saved_policy
 from weir.policies.layered import Layered, OtherHeads
 from weir.policies.library import KVzip, Recompute

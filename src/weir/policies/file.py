@@ -9,9 +9,12 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field
 
 from weir.errors import WeirError, quote
+from weir.policies.file_facts import FileFacts, ListOf, read_facts
 
 FORMAT = 1
 MOST_BYTES, MOST_LAYERS, MOST_CHARACTERS = 1_000_000, 2000, 16_384
@@ -24,13 +27,42 @@ DEEPEST = 16
 parts.
 """
 SUFFIX = ".toml"
-MODEL = {"kind": str, "layers": int, "width": int, "vocabulary": int, "dtype": str, "weights": str}
-"""The fingerprint of a model in a file, as `models.fingerprint` makes it."""
 _PART = r"""(?:[A-Za-z0-9_-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+"""
 _DEEP = re.compile(rf"(?<![A-Za-z0-9_-]){_PART}(?:\.[ \t]*+{_PART}){{{DEEPEST - 1}}}")
 """A key with too many parts."""
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 """Kinds of paths that are not regular files, by the type in their mode. All others are devices."""
+
+
+class _NotesToo(FileFacts):
+    """Facts that can have others next to them, which are for people only."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class MeasuredModel(_NotesToo):
+    """The fingerprint of a model in a file, as `models.fingerprint` makes it."""
+
+    kind: str
+    layers: int
+    width: int
+    vocabulary: int
+    dtype: str
+    weights: str
+
+
+class LayerFacts(_NotesToo):
+    """One layer in a file."""
+
+    policy: str
+
+
+class PolicyFacts(_NotesToo):
+    """What a policy file states; see `PolicyFile`."""
+
+    layers: ListOf[LayerFacts]
+    model: MeasuredModel
+    chunk: Annotated[int, Field(ge=1)] | None = None
 
 
 @dataclass(frozen=True)
@@ -128,41 +160,23 @@ def read_policy_file(name: str) -> PolicyFile:
             f"{name} has policy file format {found}, but this version of weir reads format "
             f"{FORMAT}. Run weir calibrate again."
         )
-    model, layers = facts.get("model"), facts["layers"]
-    if not isinstance(model, dict) or any(
-        type(model.get(key)) is not kind for key, kind in MODEL.items()
-    ):
+    try:
+        found = read_facts(PolicyFacts, facts)
+    except WeirError as error:
+        raise WeirError(f"{name} is damaged: {error}. Run weir calibrate again.") from None
+    if not 0 < len(found.layers) <= MOST_LAYERS:
         raise WeirError(
-            f"{name} is damaged: it does not say which model it was measured on. Run weir "
-            "calibrate again."
+            f"{name} is damaged: it has policies for {len(found.layers):,} layers, and 1 to "
+            f"{MOST_LAYERS:,} are allowed. Run weir calibrate again."
         )
-    if not isinstance(layers, list) or not layers:
-        raise WeirError(
-            f'{name} is damaged: "layers" must be a list of tables. Run weir calibrate again.'
-        )
-    if len(layers) > MOST_LAYERS:
-        raise WeirError(
-            f"{name} is damaged: it has policies for {len(layers):,} layers, and at most "
-            f"{MOST_LAYERS:,} are allowed"
-        )
-    for number, layer in enumerate(layers):
-        if not isinstance(layer, dict) or not isinstance(layer.get("policy"), str):
+    for number, layer in enumerate(found.layers):
+        if len(layer.policy) > MOST_CHARACTERS:
             raise WeirError(
-                f"{name} is damaged: layer {number} has no policy. Run weir calibrate again."
-            )
-        if len(layer["policy"]) > MOST_CHARACTERS:
-            raise WeirError(
-                f"{name} is damaged: the policy of layer {number} has {len(layer['policy']):,} "
+                f"{name} is damaged: the policy of layer {number} has {len(layer.policy):,} "
                 f"characters, and at most {MOST_CHARACTERS:,} are allowed"
             )
-    chunk = facts.get("chunk")
-    if chunk is not None and (type(chunk) is not int or chunk < 1):
-        raise WeirError(
-            f"{name} is damaged: its chunk must be a whole number of at least 1, got {quote(chunk)}"
-        )
-    return PolicyFile(
-        tuple(layer["policy"] for layer in layers), {key: model[key] for key in MODEL}, chunk
-    )
+    layers = tuple(layer.policy for layer in found.layers)
+    return PolicyFile(layers, found.model.model_dump(), found.chunk)
 
 
 def format_policy_file(

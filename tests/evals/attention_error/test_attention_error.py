@@ -17,7 +17,7 @@ from weir.errors import WeirError
 from weir.evals.attention_error import (
     RATES,
     ErrorSetup,
-    _answer,
+    _stream_layer,
     mean_over_layers,
     measure_error,
     set_up,
@@ -176,7 +176,7 @@ def test_what_is_captured_makes_the_answers_that_the_model_makes(name):
         hook.remove()
     assert heard
     for it in heard:
-        out = _answer(it, Pipe((Recent(None),)), 0, ErrorSetup(40, 39, 0))[0]
+        out = _stream_layer(it, Pipe((Recent(None),)), 0, ErrorSetup(40, 39, 0))[0]
         wanted = seen[it.layer].view(40, -1)[1:]
         got = out[0].transpose(0, 1).reshape(39, -1)
         close_runs(got, wanted, model)

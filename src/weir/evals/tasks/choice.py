@@ -71,7 +71,7 @@ class Choice(Task):
         for number, question in enumerate([*questions, *questions], 1):
             if number > len(questions):
                 conversation = Conversation(subject.stream(), subject.tokenizer)
-            answers.append(self._answer(conversation, question))
+            answers.append(self._choose(conversation, question))
             progress(number / (2 * len(questions)))
         streamed, alone = answers[: len(questions)], answers[len(questions) :]
         return {
@@ -83,7 +83,7 @@ class Choice(Task):
             "kv_bytes": stream.nbytes,
         }
 
-    def _answer(self, conversation: Conversation, question: Question) -> int:
+    def _choose(self, conversation: Conversation, question: Question) -> int:
         """Ask a question behind what the stream has read; 1 for the right answer, else 0."""
         stream, tokenizer = conversation.stream, conversation.tokenizer
 

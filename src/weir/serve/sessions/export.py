@@ -22,8 +22,9 @@ from pydantic_core import PydanticCustomError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from weir.cache import FARTHEST, FileFacts, ListOf, Whole, check_token, located, read_facts
+from weir.cache import check_token, located
 from weir.errors import WeirError, quote
+from weir.policies import FARTHEST, FileFacts, ListOf, Whole, read_facts
 from weir.serve.json_nodes import NodeCounter
 from weir.serve.messages import Message, ResultPlace
 from weir.serve.sessions.records import (

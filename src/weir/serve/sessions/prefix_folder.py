@@ -18,8 +18,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from weir.cache import FileFacts, ListOf, RowState, Whole, read_facts
+from weir.cache import RowState
 from weir.errors import WeirError
+from weir.policies import FileFacts, ListOf, Whole, read_facts
 from weir.serve.engine.prefixes import PrefixKey, PrefixState
 from weir.serve.sessions.snapshot_folder import SnapshotFolder
 from weir.serve.sessions.store_format import StoreFormat

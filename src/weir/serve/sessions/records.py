@@ -10,8 +10,9 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from weir.cache import FileFacts, ListOf, RowFormat, RowState, Whole, read_facts
+from weir.cache import RowFormat, RowState
 from weir.errors import WeirError
+from weir.policies import FileFacts, ListOf, Whole, read_facts
 from weir.serve.messages import Message, ResultPlace
 
 OnSaved = Callable[[Exception | None], None]

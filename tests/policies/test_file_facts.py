@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import Field, ValidationError
 
-from weir.cache.file_facts import FileFacts, ListOf, Whole, read_facts
 from weir.errors import WeirError
+from weir.policies.file_facts import FileFacts, ListOf, Whole, read_facts
 
 
 class Inner(FileFacts):
