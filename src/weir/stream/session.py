@@ -29,19 +29,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from weir.cache import (
-    FileFacts,
-    ListOf,
-    RowState,
-    StreamingCache,
-    Whole,
-    check_token,
-    located,
-    read_facts,
-)
+from weir.cache import RowState, StreamingCache, check_token, located
 from weir.errors import PolicyError, WeirError, quote
 from weir.models import compare_fingerprints, fingerprint
-from weir.policies import Policy, check_regular, parse_policy, saved_policy
+from weir.policies import (
+    FileFacts,
+    ListOf,
+    Policy,
+    Whole,
+    check_regular,
+    parse_policy,
+    read_facts,
+    saved_policy,
+)
 
 FORMAT = 5
 KEY = "weir_session"
