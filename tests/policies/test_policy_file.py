@@ -91,7 +91,7 @@ def test_a_policy_file_is_a_policy_and_is_not_needed_afterwards(tmp_path, monkey
         (WHOLE.replace("[model]", "[models]"), "is damaged: model is missing. Run weir calibrate"),
         (
             WHOLE.replace("layers = 2", "layers = true"),
-            "model.layers must be a whole number, not true",
+            "model.layers must be a whole number, got true",
         ),
         (
             ("format = 1\nlayers = []\n") + WHOLE.partition("[[")[0].partition("1\n")[2],
