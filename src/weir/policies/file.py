@@ -161,22 +161,22 @@ def read_policy_file(name: str) -> PolicyFile:
             f"{FORMAT}. Run weir calibrate again."
         )
     try:
-        found = read_facts(PolicyFacts, facts)
+        stated = read_facts(PolicyFacts, facts)
     except WeirError as error:
         raise WeirError(f"{name} is damaged: {error}. Run weir calibrate again.") from None
-    if not 0 < len(found.layers) <= MOST_LAYERS:
+    if not 0 < len(stated.layers) <= MOST_LAYERS:
         raise WeirError(
-            f"{name} is damaged: it has policies for {len(found.layers):,} layers, and 1 to "
+            f"{name} is damaged: it has policies for {len(stated.layers):,} layers, and 1 to "
             f"{MOST_LAYERS:,} are allowed. Run weir calibrate again."
         )
-    for number, layer in enumerate(found.layers):
+    for number, layer in enumerate(stated.layers):
         if len(layer.policy) > MOST_CHARACTERS:
             raise WeirError(
                 f"{name} is damaged: the policy of layer {number} has {len(layer.policy):,} "
                 f"characters, and at most {MOST_CHARACTERS:,} are allowed"
             )
-    layers = tuple(layer.policy for layer in found.layers)
-    return PolicyFile(layers, found.model.model_dump(), found.chunk)
+    layers = tuple(layer.policy for layer in stated.layers)
+    return PolicyFile(layers, stated.model.model_dump(), stated.chunk)
 
 
 def format_policy_file(
