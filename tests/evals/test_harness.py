@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import tomllib
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,27 @@ def test_a_batch_gives_what_its_rows_give_alone(nano: tuple[Any, Any], policy: s
     for name in ("choosing", "reading"):
         assert _numbers(alone[name]) == pytest.approx(_numbers(together[name]), abs=sum_off(model))
         assert _numbers(alone[name]) != pytest.approx(_numbers(dense[name]), abs=sum_off(model))
+
+
+def test_all_sampling_options_count_under_a_policy_without_a_cache(
+    nano: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer = nano
+    used: list[dict[str, Any]] = []
+
+    def note(stream: Any, most: int, **sampling: Any) -> Iterator[int]:
+        used.append(sampling)
+        return iter(())
+
+    monkeypatch.setattr(weir.Stream, "generate", note)
+    lm = WeirLM(model, "recompute(budget=12, sinks=1)", tokenizer=tokenizer)
+    for way in ({"do_sample": True, "min_p": 0.1}, {"temperature": 0.0, "top_k": 3}):
+        lm._generate([[5, 6]], {"until": ["."], "max_gen_toks": 2, **way})
+    assert used == [{"temperature": 1.0, "min_p": 0.1}, {"top_k": 3}]
+    with pytest.raises(
+        WeirError, match=r"generated with num_beams\. Use temperature"
+    ):
+        lm._generate([[5, 6]], {"until": ["."], "max_gen_toks": 2, "num_beams": 4})
 
 
 def test_the_whole_text_is_one_stream(nano: tuple[Any, Any]) -> None:

@@ -29,7 +29,7 @@ from weir.stream import MOST_LOGITS, PIECE, Stream, cut_at_stop, render_chat
 
 Likelihood = tuple[float, bool]
 """Log-likelihood of a continuation, in nats, and whether greedy decoding would give it."""
-SAMPLING = ("temperature", "top_k", "top_p")
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Sampling options of policies that `generate` cannot run."""
 
 
@@ -289,7 +289,15 @@ class WeirLM(TemplateLM):
         if not options["do_sample"]:
             options.pop("temperature", None)
         if isinstance(self.policy, Recompute | KVzip):
-            known = {name: options[name] for name in SAMPLING if name in options}
+            samples = options.pop("do_sample")
+            known = {name: options.pop(name) for name in SAMPLING if name in options}
+            if options:
+                raise WeirError(
+                    f"under {self.policy}, answers cannot be generated with "
+                    f"{', '.join(sorted(options))}. Use {', '.join(SAMPLING)}, or another policy."
+                )
+            if samples:
+                known.setdefault("temperature", 1.0)  # transformers' own
             return [
                 generate_answer(self.stream(), self.tokenizer, row, most, stops, **known).text
                 for row in contexts

@@ -133,6 +133,7 @@ async function aiSdkChat() {
 async function aiSdkCompatible() {
   const { createOpenAICompatible } = await load("@ai-sdk/openai-compatible");
   const options = { name: "weir", baseURL: `${url}/v1`, apiKey: "none", includeUsage: true };
+  options.supportsStructuredOutputs = true; // or the schema of Output.object is left out
   return await aiSdk(createOpenAICompatible(options)(model));
 }
 
