@@ -215,6 +215,20 @@ def test_the_house_keeps_its_rules(ours: House, rule: str) -> None:
     assert broken(ours, rule) == []
 
 
+TYPED = ("weir.slab.", "weir.cache.layer.", "weir.cache.forward", "weir.models.streamed_call")
+"""Where the types of all values on a token's path are known: the layers, and the protocols through
+which hooks use a cache.
+"""
+
+
+def test_layers_and_the_protocols_of_hooks_know_the_types_of_everything(ours: House) -> None:
+    typed = [name for name in ours.trees if name.startswith(TYPED)]
+    assert len(typed) > 15
+    for name in typed:
+        names = {node.id for node in ast.walk(ours.trees[name]) if isinstance(node, ast.Name)}
+        assert "Any" not in names, name
+
+
 @pytest.mark.parametrize("rule", ["circles", "class_names", "first_lines", "faces"])
 def test_the_bench_beside_the_package_keeps_them_too(rule: str) -> None:
     assert broken(House(SOURCE.parents[1] / "bench" / "weir_bench"), rule) == []

@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from weir.cache.layer import (
     Layer,
@@ -349,12 +350,12 @@ class _NoGradient(torch.autograd.Function):
     """Refuses gradients through attention, because slots are written in place."""
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, *given: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, out: Tensor, *given: Tensor) -> Tensor:
         """Return `out` unchanged; its gradient would pass through `backward`."""
         return out.view_as(out)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
+    def backward(ctx: FunctionCtx, *gradients: Tensor | None) -> NoReturn:
         """Refuse the gradient (WeirError)."""
         raise WeirError(
             "a StreamingCache has no gradients, because its slots are rewritten in place. Train "

@@ -17,7 +17,6 @@ import math
 import mmap
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,7 +59,7 @@ class Slab:
         a, b, position, mass, span: as in `Slots`.
     """
 
-    _last_view: tuple[list[Any], Slab] | None = None
+    _last_view: tuple[list[object], Slab] | None = None
 
     def __init__(self, spec: SlabSpec, batch: int, device: torch.device | None = None) -> None:
         """Allocate empty buffers for a batch; the caller sets the pools' state."""
