@@ -102,9 +102,9 @@ class ImageRecipe:
     def __post_init__(self) -> None:
         for name in ("steps", "rows", "held_out", "layers"):
             if getattr(self, name) < 1:
-                raise WeirError(f"{name} must be 1 or more, not {getattr(self, name)}")
+                raise WeirError(f"{name} must be 1 or more, got {getattr(self, name)}")
         if self.width < 8 or self.width % 8:
-            raise WeirError(f"width must be a multiple of 8, not {self.width}")
+            raise WeirError(f"width must be a multiple of 8, got {self.width}")
 
 
 def scenes() -> list[Scene]:

@@ -163,9 +163,9 @@ def test_what_is_no_mark_is_refused():
     with pytest.raises(WeirError, match=r"must be weir\.pools\.Marks, got 3"):
         cache.mark(0, 3)
     for wrong in (-1, 1.5, True, 2**60):
-        with pytest.raises(WeirError, match="beginning is a number of tokens"):
+        with pytest.raises(WeirError, match="beginning must be a number of tokens"):
             Marks(wrong)
-    with pytest.raises(WeirError, match="header is a number of tokens"):
+    with pytest.raises(WeirError, match="header must be a number of tokens"):
         Marks(0, 0, None)
     rows = [Naive(Marks()), Naive(Marks())]
     feed(cache, rows, [3, 4])

@@ -259,7 +259,7 @@ COMPLAINTS = {
     "/save": "/save needs a file, as in /save FILE",
     "/load  ": "/load needs a file, as in /load FILE",
     "/load nowhere.safetensors": "the session file nowhere.safetensors does not exist",
-    "/load .": ". is a folder, and not a session. Give the path of a file.",
+    "/load .": ". is a folder, not a session. Use the path of a file.",
     "/save /nowhere/talk": "cannot write the session /nowhere/talk: No such file or directory",
 }
 

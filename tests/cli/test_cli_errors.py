@@ -41,7 +41,10 @@ WRONG = {
     "a typo in a pool": (["--policy", "sink(4) | recnt(6)"], "(character 11: sink(4) | »recnt(6))"),
     "a budget below its sinks": (["--policy", "streaming_llm(budget=3)"], "leaves no slots"),
     "a budget of nothing": (["--policy", "window(0)"], "a whole number of at least 1, got 0"),
-    "a budget past the model's window": (["--policy", "recompute(600)"], "the model knows 512"),
+    "a budget past the model's window": (
+        ["--policy", "recompute(600)"],
+        "the model can read only 512",
+    ),
     "a policy of several lines": (["--policy", "sink(4) |\n recnt(6)"], "did you mean 'recent'"),
     "no policy": (["--policy", ""], "expected a pool or a policy"),
     "a model folder that is not there": (

@@ -67,7 +67,7 @@ def test_results_say_how_their_model_was_loaded_and_do_not_go_on_with_another(
         (("--device", "cpu", "--device-map", "auto"), "Give only one of them"),
         (
             ("--weights", "int3"),
-            "q8_0, q4_0, q4_1, gguf, not 'int3'",
+            "q8_0, q4_0, q4_1, gguf, got 'int3'",
         ),
         (("--weights", "int8", "--device-map", "auto"), "for a model on one device"),
     ],

@@ -123,7 +123,7 @@ def test_a_text_shorter_than_asked_for_is_read_to_its_end_and_that_is_said(capsy
     ended = run(capsys, "stream", "--text", text, "--model", model, *words)
     assert ended.code == 0
     assert json.loads(ended.out)["tokens"] == length
-    said = f"{text} has only {length:,} tokens, not 5,000; all of them are read"
+    said = f"{text} has only {length:,} tokens, fewer than 5,000. All of them are read."
     assert ended.err.splitlines()[0] == said
 
 
@@ -131,7 +131,7 @@ def test_a_dash_is_standard_input(capsys, monkeypatch, model, text):
     words = ("--model", model, "--policy", SMALL, "--tokens", 9000, "--json")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.read_bytes()), "latin-1"))
     piped = run(capsys, "stream", "--text", "-", *words)
-    assert piped.err.startswith("standard input has only 1,561 tokens, not 9,000")
+    assert piped.err.startswith("standard input has only 1,561 tokens, fewer than 9,000")
     whole = json.loads(run(capsys, "stream", "--text", text, *words).out)
     assert json.loads(piped.out)["ppl"] == whole["ppl"]
     again = run(capsys, "stream", "--text", "-", *words)

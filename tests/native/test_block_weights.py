@@ -346,7 +346,7 @@ def test_an_embedding_that_computes_something_else_keeps_its_numbers(tmp_path, w
 def test_what_is_no_kind_of_weights_is_refused():
     with pytest.raises(WeirError, match="keeps the blocks of a GGUF file, but nano is not one"):
         weir.load("nano", weights="gguf")
-    with pytest.raises(WeirError, match="int8, int4, q8_0, q4_0, q4_1, gguf, not 'q4_k'"):
+    with pytest.raises(WeirError, match="int8, int4, q8_0, q4_0, q4_1, gguf, got 'q4_k'"):
         weir.load("nano", weights="q4_k")
 
 

@@ -58,7 +58,7 @@ def test_what_is_no_regular_file_is_not_even_opened(tmp_path):
         path = tmp_path / f"{name}.toml"
         with pytest.raises(WeirError) as refused:
             weir.policy(str(path))
-        assert str(refused.value).startswith(f"{path} is {kind}, and not a policy file")
+        assert str(refused.value).startswith(f"{path} is {kind}, not a policy file")
 
 
 def test_all_that_weir_puts_around_a_file_is_read_again():

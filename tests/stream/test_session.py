@@ -293,9 +293,9 @@ def test_safetensors_of_others_are_refused(llama, tmp_path):
 def test_what_is_no_file_is_refused(llama, tmp_path):
     refused(llama, tmp_path / "nowhere", "the session file")
     (tmp_path / "folder").mkdir()
-    refused(llama, tmp_path / "folder", "is a folder, and not a session")
+    refused(llama, tmp_path / "folder", "is a folder, not a session")
     os.mkfifo(tmp_path / "pipe")  # to open it would wait for somebody who writes
-    refused(llama, tmp_path / "pipe", "is a pipe, and not a session")
+    refused(llama, tmp_path / "pipe", "is a pipe, not a session")
 
 
 @pytest.mark.parametrize("facts", ["[]", "7", "null", '{"format": 1}', "{", "[" * 100_000])

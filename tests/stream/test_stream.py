@@ -370,10 +370,10 @@ def test_an_iterator_of_something_else_is_refused_where_that_comes(llama):
     stream = weir.Stream(llama, SMALL, chunk=8)
     for wrong, says in (
         ([], "no tokens"),
-        (["a"], "not 'a'"),
-        ([[1, 2], [3, 4]], "one by one"),
-        (torch.ones(2, 3, dtype=torch.int64), "one by one"),
-        (torch.ones(3), "one by one"),
+        (["a"], "got 'a'"),
+        ([[1, 2], [3, 4]], "an iterator of ids"),
+        (torch.ones(2, 3, dtype=torch.int64), "an iterator of ids"),
+        (torch.ones(3), "an iterator of ids"),
     ):
         with pytest.raises(WeirError, match=says):
             stream.feed(iter(wrong))
@@ -407,14 +407,14 @@ NOT_IDS = {
     "ragged rows": ([[1, 2, 3], [1, 2]], "in rows of one length"),
     "one number": (7, "whole numbers"),
     "three dimensions": ([[[1, 2]]], r"\[1, 1, 2\]"),
-    "text": ("hello", r"write tokenizer\(text\)\.input_ids"),
+    "text": ("hello", r"Use tokenizer\(text\)\.input_ids"),
     "a list of words": (["hello", "you"], "whole numbers"),
     "what has no ids": ({"ids": [1, 2]}, r"must be in 'input_ids', got only \['ids'\]"),
     "padding": ({"input_ids": [[0, 1]], "attention_mask": [[0, 1]]}, "cannot have padding"),
     "rows of a tokenizer": ({"input_ids": [[0, 1], [2]]}, "in rows of one length"),
     "an array of objects": (np.array([object()]), "whole numbers"),
     "nothing": (None, "whole numbers"),
-    "two rows": ([[1, 2], [3, 4]], "this stream has 1 rows, 2 were fed"),
+    "two rows": ([[1, 2], [3, 4]], "this stream has 1 rows, but 2 were fed"),
 }
 
 
@@ -566,7 +566,7 @@ def test_a_first_call_that_is_refused_leaves_a_new_stream(llama, ids):
         ({"prefill": "none"}, "'chunked' or 'full'"),
         ({"model": "nano"}, "transformers models, got a str"),
         ({"model": "nano", "policy": "recompute(64)"}, "transformers models, got a str"),
-        ({"policy": "recompute(513)"}, "the model knows 512"),
+        ({"policy": "recompute(513)"}, "the model can read only 512"),
     ],
 )
 def test_a_stream_that_makes_no_sense_is_not_made(llama, changes, sentence):

@@ -106,9 +106,9 @@ def test_the_command_writes_a_model_and_prints_its_figures(
 
 
 def test_recipes_that_make_no_sense() -> None:
-    with pytest.raises(WeirError, match="steps must be 1 or more, not 0"):
+    with pytest.raises(WeirError, match="steps must be 1 or more, got 0"):
         drawings.ImageRecipe(steps=0)
-    with pytest.raises(WeirError, match="multiple of 8, not 20"):
+    with pytest.raises(WeirError, match="multiple of 8, got 20"):
         drawings.ImageRecipe(width=20)
     with pytest.raises(WeirError, match="there are 612 scenes"):
         drawings.train_captioner(drawings.ImageRecipe(held_out=612), Path("nowhere"))

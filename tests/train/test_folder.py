@@ -243,7 +243,7 @@ def test_a_text_that_is_too_short_leaves_nothing(tmp_path, monkeypatch):
 
 
 def test_an_unknown_word_for_exercises_is_refused(text, tmp_path):
-    with pytest.raises(WeirError, match="exercises are auto, on, off, not 'yes'"):
+    with pytest.raises(WeirError, match="exercises must be one of auto, on, off, got 'yes'"):
         run(TINY, text, tmp_path / "model", exercises="yes")
 
 

@@ -86,7 +86,7 @@ def assert_same_weights(left, right):
         ({"shape": "alibi"}, "as many KV heads as heads, 2, got 1"),
         ({"shape": "alibi", "kv_heads": 2}, "no sink can be taught to them. Use learnable"),
         ({"shape": "alibi", "kv_heads": 2, "sink": "zero"}, "without softmax-off-by-one"),
-        ({"tokens": 767}, "767 tokens are less than one step .* choose 768 or more"),
+        ({"tokens": 767}, "767 tokens are less than one step .* Use 768 or more"),
     ],
 )
 def test_a_recipe_that_cannot_be_followed_is_refused(changes, sentence):

@@ -249,7 +249,7 @@ class Stream:
         """
         if isinstance(token_ids, Iterator):
             if embeddings is not None or offsets is not None:
-                raise WeirError("the ids of embeddings must be a list, not an iterator")
+                raise WeirError("the ids of embeddings must be a list, got an iterator")
             pieces = (self._read_inputs(piece) for piece in pieces_of(token_ids, PIECE))
             return self._feed(pieces, all_logits)
         inputs = self._read_inputs(token_ids, embeddings, offsets)

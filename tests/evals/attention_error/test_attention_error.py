@@ -271,7 +271,7 @@ def test_the_setting_is_the_papers_where_there_is_room(llama):
     assert set_up(llama, 100) == ErrorSetup(100, 25, 12)
     assert set_up(llama, 100, 80, 10, 0, whole=False) == ErrorSetup(80, 10, 0, whole=False)
     for given, reason in (
-        ((100, 200), "the text has 100 tokens, not 200"),
+        ((100, 200), "the text has only 100 tokens, but 200 are needed"),
         ((100, 50, 50), "50 tokens are too few for 50 queries"),
         ((100, 50, 10, 40), "40 stay exact, which leaves nothing"),
     ):

@@ -103,7 +103,7 @@ def test_bytes_are_shared_out_and_not_slots(model, text):
         ("recent(60)", {}, "60 slots and a chunk of 4, so nothing is evicted from 64 tokens"),
         ("sink(4)", {}, "'sink(4)' has only one size"),
         (POLICY, {"tokens": 40}, "40 tokens are too few, because a passage has 64"),
-        (POLICY, {"tokens": 400}, "the text has 268 tokens, so 400 cannot be read"),
+        (POLICY, {"tokens": 400}, "the text has only 268 tokens, but 400 are needed"),
         ("streaming_llm(4)", {}, "leaves no slots for recent tokens"),
     ],
 )

@@ -128,9 +128,12 @@ def test_in_a_chat_each_question_is_a_turn() -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"answerKey": "E"}, "the field 'answerKey' must be one of A, B, C, D, not 'E'"),
+        ({"answerKey": "E"}, "the field 'answerKey' must be one of A, B, C, D, got 'E'"),
         ({"question": "?"}, "the field 'question' must be an object"),
-        ({"question": {"stem": "x", "choices": []}}, "'question.choices' needs 2 or more entries"),
+        (
+            {"question": {"stem": "x", "choices": []}},
+            "'question.choices' must have at least 2 entries",
+        ),
         (
             {"question": {"stem": "x", "choices": 2 * [{"text": "a", "label": ""}]}},
             r"the field 'question.choices\[0\].label' is empty",

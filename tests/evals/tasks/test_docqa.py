@@ -99,9 +99,9 @@ def test_what_is_not_in_the_format_is_named(tmp_path: Path) -> None:
     for wrong, said in [
         ({"ctxs": contexts[1:]}, "line 2: the field 'ctxs' must have one document with isgold"),
         ({"ctxs": [{"title": "x"}]}, r"line 2: the field 'ctxs\[0\].isgold' is missing"),
-        ({"answers": []}, "line 2: the field 'answers' needs 1 or more entries"),
+        ({"answers": []}, "line 2: the field 'answers' must have at least 1 entries"),
         ({"answers": [" "]}, r"line 2: the field 'answers\[0\]' is empty"),
-        ({"question": None}, "line 2: the field 'question' must be a text, not null"),
+        ({"question": None}, "line 2: the field 'question' must be a text, got null"),
     ]:
         path.write_text(f"{json.dumps(ROWS[0])}\n{json.dumps({**ROWS[0], **wrong})}\n")
         with pytest.raises(WeirError, match=said):

@@ -111,7 +111,7 @@ def test_what_is_not_in_the_format_is_named_by_line_and_field(tmp_path: Path) ->
     for wrong, said in [
         ({"expected_number": 4023}, "line 2: the field 'correct_line' must be a line with the nu"),
         ({"expected_number": "4022"}, "line 2: the field 'expected_number' must be a whole numb"),
-        ({"prompt": 1}, "line 2: the field 'prompt' must be a text, not 1"),
+        ({"prompt": 1}, "line 2: the field 'prompt' must be a text, got 1"),
     ]:
         path.write_text(f"{json.dumps(row)}\n{json.dumps({**row, **wrong})}\n")
         with pytest.raises(WeirError, match=said):

@@ -104,15 +104,15 @@ def test_a_long_prompt_loses_its_middle(monkeypatch: pytest.MonkeyPatch) -> None
 def test_what_is_not_in_the_format_is_named(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     for wrong, said in [
-        ({"answers": "Anna"}, "line 2: the field 'answers' must be a list, not \"Anna\""),
-        ({"context": None}, "line 2: the field 'context' must be a text, not null"),
+        ({"answers": "Anna"}, "line 2: the field 'answers' must be a list, got \"Anna\""),
+        ({"context": None}, "line 2: the field 'context' must be a text, got null"),
         ({"dataset": "trec"}, "line 2: the field 'dataset' must be 'hotpotqa' in the whole file"),
     ]:
         path.write_text(f"{json.dumps(ROWS[0])}\n{json.dumps({**ROWS[0], **wrong})}\n")
         with pytest.raises(WeirError, match=said):
             LongBench(file=str(path)).run(stranger(), quiet)
     classed = json.loads(TREC.read_text().splitlines()[0])
-    for classes, said in [(None, "must be a list, not null"), ([], "needs 1 or more entries")]:
+    for classes, said in [(None, "must be a list, got null"), ([], "needs 1 or more entries")]:
         path.write_text(json.dumps({**classed, "all_classes": classes}))
         with pytest.raises(WeirError, match=f"line 1: the field 'all_classes' {said}"):
             LongBench(file=str(path)).run(stranger(), quiet)

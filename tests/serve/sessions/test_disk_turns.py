@@ -340,9 +340,9 @@ def test_names_are_never_parts_of_a_path(tmp_path):
             MODEL,
             "sink(2) | recent(7)",
             CHUNK,
-            r"with policy 'sink\(2\) \| recent\(6\)', and this one has",
+            r"with policy 'sink\(2\) \| recent\(6\)', but this one has",
         ),
-        (MODEL, POLICY, 8, "with chunk 4, and this one has 8"),
+        (MODEL, POLICY, 8, "with chunk 4, but this one has 8"),
         (make_llama(layers=2), POLICY, CHUNK, "another model .layers 1, here 2"),
         (make_llama(layers=1, seed=3), POLICY, CHUNK, "another model .weights"),
     ],
@@ -370,7 +370,7 @@ def test_without_a_chunk_engine_and_store_take_that_of_the_policy_file(tmp_path)
             named = one.load("a").state.facts
         with store(folder, StoreFormat.of(MODEL, policy, chunk)) as one:
             assert one.load("a").state.facts == named
-        with pytest.raises(WeirError, match=f"with chunk {chunk}, and this one has {CHUNK}"):
+        with pytest.raises(WeirError, match=f"with chunk {chunk}, but this one has {CHUNK}"):
             store(folder, StoreFormat.of(MODEL, policy, CHUNK))
         assert Engine(MODEL, policy, 1, SessionStore(), chunk=CHUNK).cache.chunk == CHUNK
 

@@ -82,7 +82,7 @@ class Database:
                     self._make(tables, version)
                 elif found != version:
                     raise WeirError(
-                        f"{path} has version {found}, and this version of weir reads {version}. "
+                        f"{path} has version {found}, but this version of weir reads {version}. "
                         "Use another folder."
                     )
                 elif self._writer.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":

@@ -78,7 +78,7 @@ class TurnArchive:
                     connection.execute(f"PRAGMA {SCHEMA}.user_version = {ARCHIVE_VERSION}")
                 elif version != ARCHIVE_VERSION:
                     raise ArchiveProblem(
-                        f"it has version {version}, and this version of weir reads "
+                        f"it has version {version}, but this version of weir reads "
                         f"{ARCHIVE_VERSION}"
                     )
         except (sqlite3.Error, OSError, WeirError) as error:

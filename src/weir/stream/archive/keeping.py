@@ -87,7 +87,8 @@ class Archive:
         elif version != ARCHIVE_VERSION or not self._has_tables():
             raise ArchiveProblem(
                 f"{self.path} is not an archive of this version of weir (it has version {version}, "
-                f"and this weir reads {ARCHIVE_VERSION}). Give another path, or remove the file."
+                f"but this version of weir reads {ARCHIVE_VERSION}). Use another path, or remove "
+                "the file."
             )
         self._db.execute("PRAGMA synchronous = NORMAL")
 
