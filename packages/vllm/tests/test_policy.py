@@ -123,7 +123,7 @@ def test_defaults_are_those_of_weir():
         ("budgets.toml", "policy files"),
         ("[recent(64), dense]", "in some layers lets their memory grow"),
         ("sink(4) | recent(60) | heavy(64)", "heavy cannot be served by vLLM"),
-        ("quantized(streaming_llm(64))", "8 or 4 bits"),
+        ("quantized(streaming_llm(64))", "8-bit or 4-bit slots"),
         ("no_such(4)", "no pool or policy is called 'no_such'"),
     ],
 )
