@@ -185,9 +185,13 @@ class Conversation:
         ((first, last),) = find_texts(ids, [text], lambda text: encoder.encode(encoder.mark(text)))
         start = self.stream.seen - len(ids)
         try:
-            self.archive.add(role, text, start=start + first, stop=start + last)
+            self._add(self.archive, role, text, start + first, start + last)
         except ArchiveProblem as error:
             self._lose_archive(error)
+
+    def _add(self, archive: Archive, role: str, text: str, start: int, stop: int) -> None:
+        """Add a text to the archive; its tokens are at `start` to `stop` of the stream."""
+        archive.add(role, text, start=start, stop=stop)
 
     def _lose_archive(self, error: ArchiveProblem) -> None:
         """Go on without the archive, and say so once."""

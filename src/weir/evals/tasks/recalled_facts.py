@@ -353,10 +353,8 @@ class _RunState:
 class _Dated(Conversation):
     """A conversation in which time passes with the tokens, and not with the speed of a machine."""
 
-    def _keep(self, role: str, text: str, start: int) -> None:
-        if self.archive is not None:
-            at = BEGAN + SECONDS * start
-            self.archive.add(role, text, start=max(0, start), stop=self.stream.seen, at=at)
+    def _add(self, archive: Archive, role: str, text: str, start: int, stop: int) -> None:
+        archive.add(role, text, start=start, stop=stop, at=BEGAN + SECONDS * start)
 
 
 class _Aside(Conversation):
@@ -384,7 +382,7 @@ class _Aside(Conversation):
     def _resume(self) -> None:
         pass
 
-    def _keep(self, role: str, text: str, start: int) -> None:
+    def _keep(self, role: str, text: str, ids: Sequence[int]) -> None:
         pass
 
 
