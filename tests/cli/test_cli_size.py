@@ -158,9 +158,28 @@ def test_a_file_that_is_cut_off_is_not_said_to_be_elsewhere(capsys, tmp_path):
     file = write_large(tmp_path / "some.gguf", 64, 1)
     assert run(capsys, "size", file).code == 0
     file.write_bytes(file.read_bytes()[:-64])
-    ended = run(capsys, "size", file)
+    for more in ([], ["--policy", SMALL]):  # which does not need the weights
+        ended = run(capsys, "size", file, *more)
+        assert ended.code == 1
+        assert "some.gguf is cut off" in ended.err
+
+
+def test_a_type_of_tensors_that_nobody_knows_is_refused_from_the_header(capsys, tmp_path):
+    from loading.test_gguf_loading import write_large
+
+    from weir.models.gguf import read_header
+
+    file = write_large(tmp_path / "some.gguf", 64, 1)
+    tensor = read_header(file).tensors[-1]
+    name = tensor.name.encode()
+    raw = bytearray(file.read_bytes())
+    at = raw.index(len(name).to_bytes(8, "little") + name) + 8 + len(name)
+    kind = at + 4 + 8 * len(tensor.shape)  # after the number of dimensions and the dimensions
+    raw[kind : kind + 4] = (99).to_bytes(4, "little")
+    file.write_bytes(raw)
+    ended = run(capsys, "size", file, "--policy", SMALL)
     assert ended.code == 1
-    assert "some.gguf is cut off" in ended.err
+    assert f"stores {tensor.name} as type 99, which the package gguf cannot read" in ended.err
 
 
 def test_weights_larger_than_the_memory_are_said_to_be(capsys, model, monkeypatch):

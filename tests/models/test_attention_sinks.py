@@ -229,7 +229,7 @@ LlamaForCausalLM.from_pretrained(sys.argv[1])
 @pytest.mark.parametrize(
     ("entry", "wrong"),
     [
-        ("zero", "weir_sink = 'zero'"),
+        ("zero", "got 'zero'"),
         ({"kind": "some"}, "one of none, zero, learnable, got 'some'"),
         ({"kind": "zero", "tokens": 3}, "weir_sink"),
         ({"kind": "zero", "tokens": [3]}, "other sinks must have none"),

@@ -469,6 +469,7 @@ def skeleton(
     attend_by_sink(config)
     check_decoder(name, config)
     if header is not None:
+        check_readable(header)
         wanted = _gguf_dtype(name, dtype, device or default_device(), header.parameters)
     elif wanted == "auto":
         wanted = getattr(config, "dtype", None) or torch.float32
