@@ -290,6 +290,13 @@ def test_what_is_wrong_from_the_start_ends_it(chat, words, says):
     assert says in ended.err
 
 
+def test_the_model_may_stand_alone_or_after_its_option_but_not_both(capsys):
+    ended = run(capsys, "chat", "./nowhere")
+    assert (ended.code, "the model folder './nowhere' does not exist" in ended.err) == (1, True)
+    ended = run(capsys, "chat", "nano", "--model", "smollm2")
+    assert (ended.code, "two models are named: nano and --model smollm2" in ended.err) == (2, True)
+
+
 @pytest.mark.slow
 def test_an_interrupted_command_changes_nothing_and_the_conversation_goes_on(
     chat, monkeypatch, tmp_path

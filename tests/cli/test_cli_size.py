@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import weir
 from weir.models import fingerprint, set_sink, stored_bytes
-from weir.policies import format_policy_file
+from weir.policies import format_policy_file, with_pin
 
 SMALL = "sink(4) | recent(20)"
 
@@ -426,3 +426,18 @@ def test_what_a_server_holds_is_counted(capsys, model):
     shown = run(capsys, "size", *how, "--rows", 3).out
     assert "states of 256 turns" in shown
     assert "8 states of prompts" in shown
+    assert "with --data, which keeps the states of turns on the disk" in shown
+
+
+def test_without_a_pin_a_server_s_is_counted(capsys, model):
+    pytest.importorskip("fastapi")
+    how = (model, "--policy", "streaming_llm(256)", "--chunk", 8)
+    assert facts_of(capsys, *how)["policy"] == "streaming_llm(256)"
+    served = facts_of(capsys, *how, "--rows", 3)
+    assert served["policy"] == str(with_pin(weir.policy("streaming_llm(256)"), None))
+    assert served["stream_bytes"] > facts_of(capsys, *how)["stream_bytes"]
+    assert "pinned" in facts_of(capsys, *how, "--rows", 3, "--pin", "auto")["policy"]
+    ended = run(capsys, "size", *how, "--pin", "auto")
+    assert ended.code == 1 and "Add --rows" in ended.err
+    ended = run(capsys, "size", *how, "--pin", "9" * 12)
+    assert ended.code == 1 and "from 0 to 999,999,999" in ended.err

@@ -141,9 +141,7 @@ def test_all_sampling_options_count_under_a_policy_without_a_cache(
     for way in ({"do_sample": True, "min_p": 0.1}, {"temperature": 0.0, "top_k": 3}):
         lm._generate([[5, 6]], {"until": ["."], "max_gen_toks": 2, **way})
     assert used == [{"temperature": 1.0, "min_p": 0.1}, {"top_k": 3}]
-    with pytest.raises(
-        WeirError, match=r"generated with num_beams\. Use temperature"
-    ):
+    with pytest.raises(WeirError, match=r"generated with num_beams\. Use temperature"):
         lm._generate([[5, 6]], {"until": ["."], "max_gen_toks": 2, "num_beams": 4})
 
 

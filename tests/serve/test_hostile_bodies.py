@@ -291,6 +291,9 @@ def test_media_types_are_compared_as_http_says(server):
     assert status(body.encode("utf-16"), "application/json; charset=utf-16") == wrong
     assert status(body.encode(), "application/json", **{"Content-Encoding": "gzip"}) == wrong
     assert status(body.encode(), "application/jsonx") == wrong
+    # LiteLLM's own type; a page in a browser would need a permission for it.
+    assert status(body.encode(), "application/octet-stream") == (200, None)
+    assert status(body.encode(), "application/octet-stream", Origin="http://a.b") != (200, None)
 
 
 def test_a_request_has_one_length(server):

@@ -9,7 +9,7 @@ from servers import logged, make_client, serving
 from test_reread import MORE, USER, ask, said
 
 import weir
-from weir.cli.serve import _read_pin
+from weir.cli.pinning import read_pin
 from weir.errors import WeirError
 from weir.policies import Pinned, with_pin
 from weir.serve import choose_pin, memory_estimate
@@ -66,10 +66,10 @@ def test_where_pins_cannot_be_chosen_it_is_said(free):
 
 
 def test_a_number_of_pins_is_read():
-    assert (_read_pin(None), _read_pin("0"), _read_pin("8192")) == (None, 0, 8192)
+    assert (read_pin(None), read_pin("0"), read_pin("8192")) == (None, 0, 8192)
     for wrong in ("-1", "1e3", "many", "", "9" * 10):
         with pytest.raises(WeirError, match="Use --pin auto or --pin 8192"):
-            _read_pin(wrong)
+            read_pin(wrong)
 
 
 def test_a_beginning_without_room_is_told_once(caplog):

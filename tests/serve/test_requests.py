@@ -247,7 +247,7 @@ def test_a_bad_request_is_refused_where_it_is_wrong(server, name):
         ("seed", -(2**63) - 1, "must be at least -9223372036854775808"),
         ("seed", 1.5, "must be a whole number"),
         ("temperature", 2.5, "must be at most 2"),
-        ("messages", [], "has 0 entries, and at least 1 are required"),
+        ("messages", [], "must have at least 1 entry, and has none"),
         ("stream", "yes", "must be true or false"),
         ("tool_choice", "some", "must be 'none', 'auto' or 'required'"),
         ("stop", {}, "must be a text or a list"),

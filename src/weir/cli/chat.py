@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Context, Option
+from typer import Argument, Context, Option
 
 from weir.cli import options
 from weir.cli.app import command
@@ -77,7 +77,15 @@ SHARE = 4
 @loads_model()
 def chat(
     context: Context,
-    model_name: options.ModelName = "nano",
+    argument: Annotated[
+        str | None,
+        Argument(
+            metavar="MODEL",
+            help="nano, smollm2, a folder, a .gguf file, or a Hub id; --model does the same. "
+            "[default: nano]",
+        ),
+    ] = None,
+    model_name: Annotated[str | None, Option("--model", help="The same as MODEL.")] = None,
     policy: Annotated[
         str | None,
         Option(
@@ -164,6 +172,8 @@ def chat(
             ("top_k", "top_p", "min_p"),
             "at temperature 0 the likeliest token is always taken",
         )
+    named = argument is not None or model_name is not None
+    asked = options.one_model(argument, model_name) if named else None
     system = system or None  # an empty message needs no slots
     # Refuse a wrong policy before anything is loaded.
     if budget is not None:
@@ -184,10 +194,11 @@ def chat(
 
     kept: Transcript | None = None
     if go_on:
-        kept = find_newest(model_name if options.was_given(context, "model_name") else None)
-        model_name, system = kept.facts["model"], kept.facts["system"]
+        kept = find_newest(asked)
+        system = kept.facts["system"]
         loading = kept.facts["loading"] | loading
-    model, tokenizer = load_model(model_name, loading)
+    name = str(kept.facts["model"]) if kept is not None else asked or "nano"
+    model, tokenizer = load_model(name, loading)
     check_template(tokenizer)
     prepare_model(model, compiled=compiled)
     reason = ""
@@ -201,7 +212,7 @@ def chat(
         say_set_aside(model, policy, slots)
         say_window(model, sized, resolve_chunk(sized, chunk))
         stream = Stream(model, sized, chunk=chunk, seed=seed)
-    say(f"{model_name} {describe(stream.policy)}{reason}. /help for help.")
+    say(f"{name} {describe(stream.policy)}{reason}. /help for help.")
     say_steps(stream.report()["steps"])
     if tokenizer.chat_template is None:
         say("the model has no chat template, so it continues your text")
@@ -209,9 +220,9 @@ def chat(
         _tell_kept(context, stream, wanted)
     if keep and kept is None:
         chunk = options.CHUNK if stream.cache is None else stream.cache.chunk
-        name = str(Path(model_name).absolute()) if Path(model_name).exists() else model_name
+        place = str(Path(name).absolute()) if Path(name).exists() else name
         facts = {"policy": str(stream.policy), "chunk": chunk, "seed": stream.seed}
-        kept = begin({"model": name, "loading": loading, **facts, "system": system})
+        kept = begin({"model": place, "loading": loading, **facts, "system": system})
     archive = open_archive(kept)
     conversation = Conversation(stream, tokenizer, system, kept, archive, recall, _say_lost)
     keeper = Keeper(conversation, stream.seen if go_on else -1)

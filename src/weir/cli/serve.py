@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,14 +13,12 @@ from weir.cli import options
 from weir.cli.app import command
 from weir.cli.common import prepare_model, say, say_set_aside, say_window, size, waiting
 from weir.cli.loading import Loading, load_model, loads_model
-from weir.errors import WeirError, quote
+from weir.cli.pinning import AUTO, PinSlots, pin_format, read_pin
+from weir.errors import WeirError
 
 if TYPE_CHECKING:
     from weir.policies import Policy
     from weir.serve import Engine, EngineClient
-
-AUTO = "auto"
-"""Value of --pin that lets the free memory decide."""
 
 
 @command()
@@ -53,13 +52,7 @@ def serve(
             "memory; 0: none [default: a quarter of the policy's slots]",
         ),
     ] = None,
-    pin_slots: Annotated[
-        str | None,
-        Option(
-            help="Format of the slots of --pin: exact, same (the policy's quantized slots, or "
-            "int8), int8, int4, k8v4 or fp8 [default: exact, and same with --pin auto]"
-        ),
-    ] = None,
+    pin_slots: PinSlots = None,
     deterministic: Annotated[
         bool,
         Option(
@@ -167,7 +160,7 @@ def serve(
     Clients of OpenAI's API need only the address. Without --keys, only this machine is served.
     """
     from weir.cache import find_model_policy, read_bytes
-    from weir.policies import EXACT, SAME, parse_policy, resolve_chunk, with_pin, with_slots
+    from weir.policies import parse_policy, resolve_chunk, with_pin, with_slots
     from weir.serve import (
         Engine,
         EngineClient,
@@ -178,7 +171,7 @@ def serve(
         estimate_memory,
     )
     from weir.serve.api import Access, Keys, bind, log_event, log_json, make_app, run_app
-    from weir.serve.sessions.disk_turns import DiskTurns
+    from weir.serve.sessions.disk_turns import DiskTurns, claim_folder
     from weir.serve.sessions.prefix_folder import PrefixFolder
     from weir.serve.sessions.store import SessionStore
     from weir.serve.sessions.store_format import StoreFormat
@@ -218,15 +211,17 @@ def serve(
     named = beside or parse_policy(options.DEFAULT if policy is None else policy)
     plain = with_slots(named, slots)
     chunk = resolve_chunk(plain, chunk)
-    form = pin_slots or (SAME if pin == AUTO else EXACT)
+    form = pin_format(pin, pin_slots)
     # The sizes that depend on memory are known only after the worker process has been copied.
-    wanted = with_pin(plain, None if pin == AUTO else _read_pin(pin), form)
+    wanted = with_pin(plain, None if pin == AUTO else read_pin(pin), form)
     limits = Limits(prompt=max_prompt, answer=max_answer, queue=queue, drain=drain)
     accepted = Keys() if keys is None else Keys.read(keys)
     hosts, origins, aliases = allow_host or [], allow_origin or [], alias or []
     Access(hosts, origins, has_keys=bool(accepted))  # refuses wrong hosts and origins
     if accepted:
         options.say_unused(context, ("allow_host",), "with --keys, every host name is accepted")
+    if data is not None and cluster is None:
+        os.close(claim_folder(Path(data)))  # before the model is loaded, which can take minutes
     # The worker is copied before there are sockets, threads or a device.
     worker = WorkerProcess(fork=True) if cluster is None else None
     # Bound before the model is loaded, so that a port in use is reported at once.
@@ -288,7 +283,7 @@ def serve(
                 with waiting(f"{replicas} replicas on {cluster}"):
                     started = running.Replicas(settings, replicas)
                 say(
-                    f"{replicas} replicas of this; states of turns are in {data}, "
+                    f"{replicas} replicas of this; states of turns are in {data}, at most "
                     f"{size(memory.row)} each"
                 )
                 say(f"{_url(*bound.getsockname()[:2])} ({known})")
@@ -299,8 +294,8 @@ def serve(
         place = prefixes = None
         if data is not None:
             place = DiskTurns(Path(data), StoreFormat.of(model, wanted, chunk), most)
-            room_there = "" if most is None else f", at most {size(most)}"
-            say(f"states of turns are in {data}, {size(memory.row)} each{room_there}")
+            together = "" if most is None else f", and {size(most)} together"
+            say(f"states of turns are in {data}, at most {size(memory.row)} each{together}")
         store = ending.enter_context(SessionStore(place, keep=memory.kept))
         if place is not None:
             prefixes = PrefixFolder(Path(data or "") / "prefixes", place.store_format)
@@ -376,18 +371,6 @@ def _refuse_in_cluster(option: str, cluster: str | None, *, given: bool) -> None
         raise WeirError(
             f"{option} is for a single server, and --cluster is given. Leave out one of them."
         )
-
-
-def _read_pin(pin: str | None) -> int | None:
-    """Read the value of --pin: a number of tokens, or None if it is not given."""
-    if pin is None:
-        return None
-    if not (pin.isascii() and pin.isdecimal() and len(pin) < 10):
-        raise WeirError(
-            f"--pin must be {AUTO} or a whole number of tokens, 0 or more, got {quote(pin)}. Use "
-            "--pin auto or --pin 8192."
-        )
-    return int(pin)
 
 
 def say_sampling(client: EngineClient) -> None:

@@ -11,6 +11,7 @@ from weir.cli.app import command
 from weir.cli.common import in_words, print_json, print_line
 from weir.cli.common import size as for_people
 from weir.cli.loading import Loading, load_model, loads_model
+from weir.cli.pinning import AUTO, PinSlots, pin_format, read_pin
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,17 +47,19 @@ def size(
     chunk: options.PolicyChunk = None,
     positions: options.PositionsName = options.Positions.rolling,
     pin: Annotated[
-        int, Option(min=0, help="Slots for the beginning of a conversation, as in `weir serve`.")
-    ] = 0,
-    pin_slots: Annotated[
-        str, Option(help="Format of the slots of --pin, as in `weir serve`.")
-    ] = "exact",
+        str | None,
+        Option(
+            help="Slots for the beginning of a conversation, as in `weir serve`; auto needs --rows "
+            "[default: as `weir serve` with --rows, or else 0]"
+        ),
+    ] = None,
+    pin_slots: PinSlots = None,
     rows: Annotated[
         int | None,
         Option(
             min=1,
             help="Also count the memory of `weir serve --rows`: rows, states of turns (as many as "
-            "it keeps by default), and states of prompts.",
+            "it keeps in memory without --data), and states of prompts.",
         ),
     ] = None,
     memory: Annotated[str | None, Option(help="Memory to fill with streams: 80GB, 24 GiB.")] = None,
@@ -118,11 +121,22 @@ def size(
             f"the size of {wanted.brief} does not depend on the length of the stream",
         )
     chunk = resolve_chunk(wanted, chunk)
+    form = pin_format(pin, pin_slots)
+    pinned: int | None = 0
+    if pin == AUTO:
+        if rows is None:
+            raise WeirError("--pin auto depends on the number of rows. Add --rows, as in --rows 8.")
+        from weir.serve import choose_pin
+
+        how: dict[str, Any] = {"chunk": chunk, "rows": rows, "kept": None, "loading": loading}
+        pinned = choose_pin(model_name, wanted, format=form, **how)
+    elif pin is not None or rows is not None:
+        pinned = read_pin(pin)  # by default, a server pins a quarter of the slots
     most: int | None = None
     if unknown:
-        coarse = with_pin(_in_8_bits(wanted), pin, pin_slots)
+        coarse = with_pin(_in_8_bits(wanted), pinned, form)
         most = size_of(model, coarse, chunk=chunk, positions=positions.value).stream
-    wanted = with_pin(wanted, pin, pin_slots)
+    wanted = with_pin(wanted, pinned, form)
     wanted = fit_to_model(wanted, model, chunk)
     found = size_of(model, wanted, chunk=chunk, positions=positions.value, tokens=length)
     sink = sink_of(model.config)
@@ -251,7 +265,9 @@ def _show(facts: dict[str, Any]) -> None:
                 f"{server['turns']} turns {for_people(server['turns_bytes'])}, "
                 f"{server['prompt_states']} states of prompts "
                 f"{for_people(server['prompt_states_bytes'])}; with the weights "
-                f"{for_people(server['total_bytes'])}",
+                f"{for_people(server['total_bytes'])}, or "
+                f"{for_people(server['total_bytes'] - server['turns_bytes'])} with --data, which "
+                "keeps the states of turns on the disk",
             )
         )
     if facts["streams"] is not None:

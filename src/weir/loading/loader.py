@@ -587,10 +587,10 @@ def _place(name: str) -> tuple[str, str]:
         raise WeirError(
             f"{name} is not a model file. Use a folder, a .gguf file, or an id on the Hub."
         )
-    if not name or (name.startswith((".", "/", "~")) and not is_local(name)):
-        raise WeirError(f"the model folder {name!r} does not exist")
     if is_named_gguf(Path(name)) and not is_local(name):
         raise WeirError(f"the file {name!r} does not exist")
+    if not name or (name.startswith((".", "/", "~")) and not is_local(name)):
+        raise WeirError(f"the model folder {name!r} does not exist")
     if is_local(name):
         return str(Path(name).expanduser()), f"the folder {name} does not contain a model"
     hint = suggest(name, ("nano", SMOLLM2))

@@ -140,10 +140,13 @@ async def _respond_to_error(request: Request, error: Exception) -> Response:
     if isinstance(error, RequestValidationError):
         error = invalid_query(error)
     elif isinstance(error, HTTPException):  # Starlette's own: unknown paths and methods
-        message = f"unknown path: {request.method} {request.url.path[:200]}"
+        path = request.url.path[:200]
+        message = f"unknown path: {request.method} {path}"
         headers = dict(error.headers) if error.headers else None
         if error.status_code == 405:
-            headers = {"Allow": ", ".join(_methods_at(request))}
+            methods = _methods_at(request)
+            headers = {"Allow": ", ".join(methods)}
+            message = f"{path} does not accept {request.method}. Use {' or '.join(methods)}."
         error = APIError(error.status_code, message, headers=headers)
     # Any other error goes to the middleware, which logs it.
     return (error if isinstance(error, APIError) else server_error()).response(request.url.path)

@@ -47,7 +47,6 @@ SENTENCES = {
     "greater_than_equal": "must be at least {ge}",
     "too_long": "has {actual_length} entries, and at most {max_length} are allowed",
     "int_parsing": "must be a whole number",
-    "too_short": "has {actual_length} entries, and at least {min_length} are required",
     "string_too_long": "must have at most {max_length} characters",
     "string_too_short": "must have at least {min_length} characters",
     "string_pattern_mismatch": "must match the pattern {pattern}",
@@ -288,6 +287,10 @@ def _message(error: Mapping[str, Any]) -> str:
     if kind == "too_long" and facts["actual_length"] is None:
         # pydantic does not count the entries of an object.
         facts["actual_length"] = len(error["input"])
+    if kind == "too_short":
+        least, has = facts["min_length"], facts["actual_length"]
+        entries = "1 entry" if least == 1 else f"{least} entries"
+        return f"must have at least {entries}, and has {has or 'none'}"
     return SENTENCES[kind].format(**facts) if kind in SENTENCES else str(error["msg"])
 
 

@@ -122,7 +122,7 @@ class BoundedConnection(H11Protocol):
         """Refuse a request that is not valid HTTP/1.1, in OpenAI's format, and close the
         connection.
         """
-        error = APIError(400, f"HTTP/1.1 or this server does not allow this request: {msg}")
+        error = APIError(400, f"this is not a valid HTTP/1.1 request: {msg}")
         body = json.dumps(error.body).encode()
         headers = [
             (b"content-type", b"application/json"),

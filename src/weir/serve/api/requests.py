@@ -33,6 +33,8 @@ SESSION_HEADER = "x-session-id"
 JSON = "application/json"
 FORM = "application/x-www-form-urlencoded"
 """The Content-Type that `curl -d` sends."""
+BYTES = "application/octet-stream"
+"""The Content-Type that aiohttp sends. Browsers ask a server before a page may send it."""
 BROWSER_HEADERS = ("origin", "sec-fetch-mode", "sec-fetch-site")
 """Headers of which a web page's request has at least one."""
 MAX_DIGITS = 20
@@ -263,14 +265,14 @@ def _check_headers(request: Request, media_type: str) -> None:
 def _may_leave_out_type(request: Request, media_type: str) -> bool:
     """Return whether a body is taken as JSON although its header does not say so.
 
-    LiteLLM's client of Ollama's API sends no type, and `curl -d` in Ollama's documentation sends
-    the type of a form. Browsers name the page that sends a request (`Origin`).
+    LiteLLM's client of Ollama's API sends no type or that of bytes, and `curl -d` in Ollama's
+    documentation sends the type of a form. Browsers name the page that sends a request (`Origin`).
     """
     headers = request.headers
     if media_type != JSON or any(name in headers for name in BROWSER_HEADERS):
         return False
     named = headers.get("content-type", "").strip().lower()
-    return not named or (named == FORM and request.url.path.startswith("/api/"))
+    return named in ("", BYTES) or (named == FORM and request.url.path.startswith("/api/"))
 
 
 async def read_body(request: Request, kind: type[Body], owner: str) -> Body:

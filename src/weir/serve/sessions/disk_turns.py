@@ -35,6 +35,25 @@ from weir.serve.sessions.turn_tables import LEAVING, TABLES, VERSION, TurnTables
 _log = logging.getLogger(__name__)
 
 
+def claim_folder(folder: Path) -> int:
+    """Make a folder, if it is missing, and lock it for this process.
+
+    Returns the open file of the lock, which closing releases. Raises WeirError if the folder cannot
+    be used, or if another server uses it.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return lock_file(folder / "lock")
+    except BlockingIOError:
+        raise WeirError(
+            f"{folder} is in use by another server. Stop that server, or use another folder."
+        ) from None
+    except FileExistsError:
+        raise WeirError(f"{folder} is not a folder. Use another path.") from None
+    except OSError as error:
+        raise WeirError(f"cannot use {folder}: {error.strerror}") from None
+
+
 class DiskTurns(TurnTables):
     """Turns in a folder that one process at a time may use.
 
@@ -52,18 +71,12 @@ class DiskTurns(TurnTables):
         self.store_format = store_format
         self.scratch = folder / "moving"
         with contextlib.ExitStack() as undo:
+            self._lock = claim_folder(folder)
+            undo.callback(os.close, self._lock)
             try:
-                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                self._lock = lock_file(folder / "lock")
-                undo.callback(os.close, self._lock)
                 self._files = SnapshotFolder(folder / "nodes")
-            except BlockingIOError:
-                raise WeirError(
-                    f"{folder} is in use by another server. Stop that server, or use another "
-                    "folder."
-                ) from None
             except FileExistsError:
-                raise WeirError(f"{folder} is not a folder. Use another path.") from None
+                raise WeirError(f"{folder}/nodes is not a folder. Use another path.") from None
             except OSError as error:
                 raise WeirError(f"cannot use {folder}: {error.strerror}") from None
             undo.callback(self._files.close)

@@ -611,6 +611,8 @@ class TextBody(CompletionBody):
         if isinstance(value, list) and len(value) != 1 and not _is_ids(value):
             raise unsupported(
                 "a request can have only one prompt; send one request for each prompt"
+                if value
+                else "the list is empty, and a request needs a prompt"
             )
         return value
 
