@@ -36,6 +36,12 @@ def shallow() -> PreTrainedModel:
     return make_llama(layers=1, seed=1)
 
 
+@pytest.fixture
+def kernel_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Native engines wait until their kernel is compiled, so that their first step is native."""
+    monkeypatch.setattr("weir.native.engine.NativeStep.wait", True)
+
+
 @pytest.fixture(scope="session")
 def smollm2() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """SmolLM2-135M-Instruct in float32 and its tokenizer, for tests marked `models`."""

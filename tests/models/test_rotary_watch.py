@@ -12,7 +12,6 @@ from roundings import close_runs
 from torch import nn
 
 from weir import StreamingCache, WeirError, compile_steps
-from weir.native import engine as native_step
 
 
 def _of_other_frequencies(model: Any) -> None:
@@ -67,9 +66,8 @@ HOOKS: dict[str, Callable[[nn.Module], Any]] = {
 @pytest.mark.parametrize("place", HOOKS)
 @torch.no_grad()
 def test_a_hook_is_refused_in_mid_stream_and_a_new_cache_follows_it(
-    place: str, compiled: bool, monkeypatch
+    place: str, compiled: bool, kernel_compiled: None
 ) -> None:
-    monkeypatch.setattr(native_step.NativeStep, "wait", True)
     model, ids = make("llama"), tokens(1, 12)
     compile_steps(model, on=compiled, torch_compile=False)
     cache = StreamingCache(model, "window(20)")

@@ -30,12 +30,11 @@ POLICY = "sink(2) | recent(10)"
 
 
 @pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def ran(monkeypatch: pytest.MonkeyPatch, kernel_compiled: None) -> list[int]:
     """A one for each native step that took effect."""
     found: list[int] = []
     own = StepProgram.run
     monkeypatch.setattr(StepProgram, "run", lambda *given: (found.append(1), own(*given))[1])
-    monkeypatch.setattr(native_step.NativeStep, "wait", True)
     return found
 
 

@@ -57,7 +57,7 @@ ZERO_SINK = {"weir_sink": {"kind": "zero"}, "attn_implementation": "weir_zero_si
 
 
 @pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def taken(monkeypatch: pytest.MonkeyPatch, kernel_compiled: None) -> list[int]:
     """A one for each native step, and for each that was tried beside the model's own."""
     found: list[int] = []
     own, check = (StepProgram.run, StepProgram.run_whole), native_step.check_program
@@ -70,7 +70,6 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     for run in own:
         monkeypatch.setattr(StepProgram, run.__name__, partialmethod(partial(counted, run)))
     monkeypatch.setattr(native_step, "check_program", partial(counted, check))
-    monkeypatch.setattr(native_step.NativeStep, "wait", True)
     return found
 
 

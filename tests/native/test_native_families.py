@@ -8,7 +8,6 @@ from reference.native_families import NATIVE, families
 
 from weir import StreamingCache, compile_steps
 from weir.models.model_spec import INTERFACE_FAMILIES, OWN_FAMILIES
-from weir.native.engine import NativeStep
 
 pytest.importorskip("numba", reason="not installed: pip install 'weir-kv[fast]'")
 pytestmark = pytest.mark.own_kernels
@@ -21,9 +20,8 @@ CASES.append(("stablelm", {"qk_layernorm": False}))
 
 @pytest.mark.parametrize(("name", "config"), CASES)
 def test_the_page_says_how_a_familys_steps_run(
-    name: str, config: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+    name: str, config: dict[str, bool], kernel_compiled: None
 ) -> None:
-    monkeypatch.setattr(NativeStep, "wait", True)  # for the kernel to be compiled
     model = make(name, **config)
     compile_steps(model, torch_compile=False)
     cache = StreamingCache(model, "sink(2) | recent(30)")

@@ -30,7 +30,7 @@ POLICY, CHUNK, PROMPT, STEPS = "sink(2) | recent(6) | heavy(6)", 4, 13, 9
 
 
 @pytest.fixture
-def whole(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def whole(monkeypatch: pytest.MonkeyPatch, kernel_compiled: None) -> list[int]:
     """A one for each whole step, and a two for each that is native in the decoder alone."""
     found: list[int] = []
     for number, name in ((1, "run_whole"), (2, "run")):
@@ -42,7 +42,6 @@ def whole(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             return answer
 
         monkeypatch.setattr(StepProgram, name, run)
-    monkeypatch.setattr(native_step.NativeStep, "wait", True)
     return found
 
 

@@ -87,10 +87,9 @@ def test_of_keys_equally_far_but_for_rounding_the_oldest_is_picked(kernel: bool,
     ],
 )
 def test_native_steps_keep_the_same_of_a_stream_that_repeats_itself(
-    policy: str, monkeypatch: pytest.MonkeyPatch
+    policy: str, kernel_compiled: None
 ) -> None:
     pytest.importorskip("numba", reason="not installed: pip install 'weir-kv[fast]'")
-    monkeypatch.setattr(weir.native.engine.NativeStep, "wait", True)
     model = make("llama", head_dim=64, intermediate_size=112)
     held = []
     for native in (False, True):
