@@ -1,1 +1,1 @@
-"""Measurements: what policies do to what a model knows."""
+"""Measures how policies affect what a model still knows."""

@@ -34,17 +34,18 @@ CANDIDATES = (
 )
 """The policies that are tried by default."""
 SMALLEST = 96
-"""Of these no smaller budget is tried; every one can be made with it."""
+"""The smallest budget that is tried for these policies; all of them accept it."""
 TIMES = 4
-"""Length of a sample in largest budgets, so that something has to be evicted."""
+"""Length of a sample as a multiple of the largest budget, so that tokens have to be evicted."""
 LEAST = 4096
 
 
 @dataclass(frozen=True)
 class Trial:
-    """The figures of one policy, with its budget or as a policy file's name, on the sample.
+    """The figures of one policy on the sample. The policy is written with its budget, or as a file
+    name.
 
-    `budget` is slots per KV head; where layers differ, those of the largest. If nothing was
+    `budget` is slots per KV head; if layers differ, those of the largest layer. If nothing was
     `evicted`, the perplexity equals that of `dense` and says nothing about the policy.
     """
 
@@ -96,24 +97,26 @@ def advise(
     seed: int = 0,
     on_step: Callable[[str, float], None] = lambda policy, share: None,
 ) -> Advice:
-    """Try policies, each as large as the memory allows or of one budget, on a text's beginning.
+    """Try policies on the beginning of a text, each as large as the memory allows or with the same
+    budget.
 
-    A budget found by memory plus a chunk never exceeds the model's window.
+    If `memory` determines the budget, budget and chunk together never exceed the model's window.
 
     Args:
         model, tokenizer, text: the text is a file, UTF-8, plain or .xz.
-        memory: bytes that the cache of one stream may take.
-        budget: instead, slots of each KV head for policies that are given without a budget.
-        policies: comma-separated policies and policy files. A policy that takes a budget and has
-            none gets `budget`, or the largest that fits; a policy that does not fit is left out.
-            None for `CANDIDATES`.
-        tokens: length of the sample; by default four times the largest budget, 4,096 at least.
+        memory: bytes that the cache of one stream can take.
+        budget: instead of memory, slots of each KV head, for policies that are given without a
+            budget.
+        policies: comma-separated policies and policy files; None for `CANDIDATES`. A policy that
+            takes a budget and has none gets `budget`, or the largest that fits. A policy that does
+            not fit is left out.
+        tokens: length of the sample; by default four times the largest budget, but at least 4,096.
         chunk, seed: tokens between two folds, and the seed of all random draws.
         on_step: called with the policy under trial and the share of all work that is done.
 
     Raises:
-        WeirError: neither `memory` nor `budget` is given, or both; no policy fits, the text is too
-            short, or a perplexity is no finite number.
+        WeirError: neither or both of `memory` and `budget` are given, no policy fits, the text is
+            too short, or a perplexity is not finite.
     """
     if (memory is None) == (budget is None):
         which = "neither" if memory is None else "both"
@@ -169,7 +172,9 @@ def _list_policies(model: PreTrainedModel, policies: str) -> list[str]:
 def _fitting(
     model: PreTrainedModel, named: Sequence[str], memory: int | None, budget: int | None, chunk: int
 ) -> tuple[dict[str, int], dict[str, str]]:
-    """Policies with their slots (own, `budget`, or the most that fit); of others the reason."""
+    """Return policies with their slots (their own, `budget`, or the most that fit), and for the
+    others the reason.
+    """
     fits: dict[str, int] = {}
     left_out: dict[str, str] = {}
     for policy in named:
@@ -184,7 +189,7 @@ def _fitting(
             else:
                 assert budget is not None
                 sized, slots = with_budget(policy, budget), budget
-                size_of(model, sized, chunk=chunk)  # refuses what the model's layers cannot hold
+                size_of(model, sized, chunk=chunk)  # raises if the model's layers cannot hold it
             fits[sized] = slots
         except WeirError as error:
             left_out[policy] = str(error)
@@ -194,7 +199,7 @@ def _fitting(
 def _candidates(
     model: PreTrainedModel, memory: int, chunk: int, window: int | None
 ) -> dict[str, int]:
-    """The policies of `CANDIDATES` that fit, with their budgets."""
+    """Return the policies of `CANDIDATES` that fit, with their budgets."""
     if window is not None and window - chunk < SMALLEST:
         raise WeirError(
             f"a chunk of {chunk} and a budget of {SMALLEST}, the smallest that is tried, exceed "

@@ -1,4 +1,4 @@
-"""Generate answers to prompts, and account for their cost.
+"""Generates answers to prompts, and measures their cost.
 
 Each task scores the answers itself.
 """
@@ -40,7 +40,7 @@ def ask(
 ) -> GeneratedAnswer:
     """Generate the subject's greedy answer to a prompt, on a new stream.
 
-    One of the texts `stops` ends the answer; `chat` puts the prompt into the chat template.
+    Any of the texts `stops` ends the answer. `chat` puts the prompt into the chat template.
     """
     ids = prompt_ids(subject.tokenizer, text, chat)
     # Chat templates do not include a learned sink, so it is added here.
@@ -66,7 +66,9 @@ def ask_all(
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool) -> list[int]:
-    """The ids of a prompt, behind the tokenizer's start token or in the model's chat template."""
+    """Return the ids of a prompt, after the tokenizer's start token or in the model's chat
+    template.
+    """
     if chat:
         require_template(tokenizer)
         text = render_chat(tokenizer, [{"role": "user", "content": text}])
@@ -106,18 +108,18 @@ def generate_answer(
         growing.add(token)
         if growing.stopped:
             break
-    # Decode all tokens at once: later tokens may change the text of earlier ones.
+    # Decode all tokens at once, because later tokens may change the text of earlier ones.
     text = cut_at_stop(str(tokenizer.decode(tokens, skip_special_tokens=True)), stops)
     held = [layer["held"] for layer in stream.report().get("layers", ())]
     return GeneratedAnswer(text, stream.nbytes, fmean(held) if held else None, stream.seen)
 
 
 def feed_aside(stream: Stream, ids: Tensor) -> Tensor:
-    """Feed tokens [rows, length], take them back, and return all their logits.
+    """Feed tokens [rows, length], remove them again, and return all their logits.
 
-    The stream goes on as if it had not been asked, once more tokens have been fed.
+    After more tokens have been fed, the stream continues as if this had not been called.
     """
-    if stream.cache is None:  # recompute, whose streams are their ids
+    if stream.cache is None:  # recompute: the stream is only its ids
         return copy.deepcopy(stream).feed(ids, all_logits=True)
     states = stream.cache.take_rows()
     logits = stream.feed(ids, all_logits=True)

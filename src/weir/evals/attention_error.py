@@ -1,4 +1,4 @@
-"""Relative error of a layer's attention under a policy.
+"""Measures the relative error of a layer's attention under a policy.
 
 BalanceKV (Kochetkova et al. 2025), section 4.1 and B.1: ‖z - Attn‖_F / ‖Attn‖_F over the last
 queries of a text. Each layer gets the queries, keys and values of the exact model, so errors of
@@ -29,10 +29,10 @@ from weir.policies import Pipe, Policy, Recompute, check_folder, parse_call, par
 from weir.pools import CounterRNG, Recent
 
 RATES = (1 / 2, 1 / 4, 1 / 8, 1 / 16)
-"""Those of the paper's Figure 1."""
+"""The rates of the paper's Figure 1."""
 MOST_TOKENS = 4096
 MOST = 256
-"""Queries, and first tokens that stay exact, in the paper."""
+"""The number of queries, and of first tokens that stay exact, in the paper."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,9 @@ class ErrorSetup:
 
 @dataclass(frozen=True)
 class SizedPolicy:
-    """A policy as given, its budget, and the `rate` of the middle that determined it."""
+    """A policy as given, its budget, and the `rate` (share of the middle) that determined the
+    budget.
+    """
 
     name: str
     policy: Policy
@@ -90,11 +92,11 @@ class LayerError:
     """The error of one layer under one policy, over several seeds.
 
     Attributes:
-        policy, name: with its budget, and as it was asked for.
-        rate: the share of the middle that its budget is made for; None where it has its own.
+        policy, name: the policy with its budget, and as it was given.
+        rate: the share of the middle that determined its budget; None if it has its own budget.
         errors: the error for each seed.
         kept: share of the tokens before the queries that hold a slot at the end.
-        seconds: time spent folding (median over the seeds).
+        seconds: seconds spent folding (median over the seeds).
     """
 
     policy: str
@@ -130,11 +132,11 @@ def set_up(
     whole: bool = True,
     chunk: int = 64,
 ) -> ErrorSetup:
-    """Build the paper's setup as far as the model and the text allow.
+    """Build the paper's setup, as far as the model and the text allow.
 
     Args:
-        model: by default the text ends at the model's window, or after 4,096 tokens.
-        available: tokens of the text.
+        model: the model. By default, the text ends at its window, or after 4,096 tokens.
+        available: number of tokens of the text.
         tokens, queries, exact: as in `ErrorSetup`; by default the paper's 256 for both, but at most
             a quarter (`queries`) and an eighth (`exact`) of the tokens.
         whole, chunk: as in `ErrorSetup`.
@@ -166,8 +168,8 @@ def size_policies(
         The policies that can be measured, and for the others the reason: a budget may be too small.
 
     Raises:
-        WeirError: a policy takes no budget where a rate makes one, or nothing can be measured.
-        PolicyError: a policy cannot be read.
+        WeirError: there are rates but a policy takes no budget, or nothing can be measured.
+        PolicyError: a policy cannot be parsed.
     """
     sized, missing = [], []
     for name, rate in product(names, rates or (None,)):
@@ -213,7 +215,7 @@ def measure_error(
         Rows by policy, rate and layer.
 
     Raises:
-        WeirError: the model cannot be served, or there is no such layer.
+        WeirError: the model is not supported, or there is no such layer.
     """
     heard = capture(model, ids[: setup.tokens], layers)
     every = [_stream_layer(inputs, Pipe((Recent(None),)), 0, setup)[0] for inputs in heard]
@@ -233,7 +235,8 @@ def measure_error(
 def mean_over_layers(rows: Sequence[LayerError]) -> list[dict[str, Any]]:
     """Average the errors over the layers, for each policy, rate and seed.
 
-    "deviation" is that of the layers' mean, over the seeds; "seconds" are of all layers together.
+    "deviation" is the deviation over the seeds of the mean over layers. "seconds" is for all layers
+    together.
     """
     found = []
     for name, policy, rate in dict.fromkeys((row.name, row.policy, row.rate) for row in rows):
@@ -267,8 +270,8 @@ def _with_rate(name: str, rate: float, setup: ErrorSetup) -> str:
     budget = setup.exact + max(1, round(rate * setup.middle))
     ends = {"sinks", "recent"}
     if ends <= set(call.parameters) and not ends & call.given.keys():
-        # The first tokens are exact; the newest are those of the queries, which no pool has seen
-        # yet.
+        # The first tokens are exact. The newest are those of the queries, which have not reached a
+        # pool yet.
         return call.with_arguments(budget=budget + 1, sinks=setup.exact, recent=1)
     return call.with_arguments(budget=budget)
 
@@ -302,11 +305,11 @@ def _stream_layer(
 
 KINDS = (".svg", ".png", ".pdf")
 ACROSS = 4
-"""Panels side by side."""
+"""Number of panels side by side."""
 
 
 def check_plot(path: Path) -> None:
-    """Check before measuring that a plot can be written to a file."""
+    """Check that a plot can be written to a file, before anything is measured."""
     if path.suffix.lower() not in KINDS:
         raise WeirError(f"the name of a plot must end with {' or '.join(KINDS)}, got {path}")
     check_folder(path.expanduser(), "the plot")
@@ -315,7 +318,7 @@ def check_plot(path: Path) -> None:
 def write_plot(rows: Sequence[LayerError], path: Path) -> None:
     """Draw the errors, with bars of one standard deviation, as BalanceKV's Figure 1.
 
-    Without rates, every policy is one point.
+    Without rates, each policy is one point.
     """
     import matplotlib as mpl
     from matplotlib.figure import Figure

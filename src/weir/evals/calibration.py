@@ -1,4 +1,4 @@
-"""Distribute the bytes of a policy over layers by their measured effect on a text.
+"""Distributes the bytes of a policy over layers by their measured effect on a text.
 
 A policy says how many slots a layer has on average. `calibrate` gives each layer the size with
 which the mean error of attention is smallest, within the bytes of the policy.
@@ -46,17 +46,19 @@ class SizeOption(NamedTuple):
 
 
 def choose_sizes(layers: Sequence[Sequence[SizeOption]], total: int) -> list[int]:
-    """Choose of each layer's sizes, by index, those of least total error within `total` bytes.
+    """Choose one size for each layer, by index, so that the total error is smallest within `total`
+    bytes.
 
-    The cheapest if even those do not fit. The multiple-choice knapsack problem, solved exactly by
-    dynamic programming over layers (Kellerer, Pferschy and Pisinger 2004, "Knapsack Problems",
-    chapter 11): of the ways to choose for the first layers, those go that another one beats in
-    bytes and error, and those that Lagrange's bound shows to be worse than one that is known.
+    If even the cheapest sizes do not fit, they are returned. This is the multiple-choice knapsack
+    problem, solved exactly by dynamic programming over layers (Kellerer, Pferschy and Pisinger
+    2004, "Knapsack Problems", chapter 11). Among the choices for the first layers, it drops those
+    that another choice beats in both bytes and error, and those that are worse than a known
+    solution by the Lagrangian bound.
     """
     least = np.array([min(size.nbytes for size in each) for each in layers])
     if total < least.sum():
         return [min(range(len(each)), key=each.__getitem__) for each in layers]
-    # A price of bytes in errors, at which the best sizes of all layers together just fit.
+    # The price of a byte, in errors, at which the best sizes of all layers together just fit.
     low, price = 0.0, 1.0
     while _taken_at(layers, price).nbytes > total:
         low, price = price, 2 * price
@@ -65,7 +67,7 @@ def choose_sizes(layers: Sequence[Sequence[SizeOption]], total: int) -> list[int
         fits = _taken_at(layers, middle).nbytes <= total
         low, price = (low, middle) if fits else (middle, price)
     known = _taken_at(layers, price).error
-    known += 1e-9 * (known + price * total)  # for roundings
+    known += 1e-9 * (known + price * total)  # for rounding errors
     spent, error = np.zeros(1), np.zeros(1)
     ways: list[np.ndarray] = []
     for place, choices in enumerate(layers):
@@ -88,23 +90,26 @@ def choose_sizes(layers: Sequence[Sequence[SizeOption]], total: int) -> list[int
 
 
 def _taken_at(layers: Sequence[Sequence[SizeOption]], price: float) -> SizeOption:
-    """Bytes and error of all layers, each with its best size where bytes have a price."""
+    """Return the bytes and error of all layers, each with its best size at a given price of
+    bytes.
+    """
     best = (min(each, key=lambda size: (size.error + price * size.nbytes, size)) for each in layers)
     return SizeOption(*np.array([(0, 0.0), *best]).sum(axis=0))
 
 
 EIGHTHS = (*range(2, 17), *range(18, 33, 2))
-"""The sizes that are tried, in eighths of the slots that can be shared out: 1/4 to 4."""
+"""The sizes that are tried, in eighths of the slots that can be distributed: 1/4 to 4."""
 NEWEST = (1 / 4, 1 / 2, 3 / 4, 7 / 8)
-"""The shares of the newest tokens that are tried in addition to that of the pipe."""
+"""The shares of newest tokens that are tried in addition to the share in the pipe."""
 
 
 def size_ladder(pipe: Pipe, most: int, *, splits: bool = False) -> list[Pipe]:
-    """The sizes of a pipe with a limit to try, smallest first, with the pipe's own among them.
+    """Return the sizes to try of a pipe with a limit, smallest first, including the pipe's own.
 
     First tokens, marked tokens and slots that a pool declares fixed stay as they are. The other
-    slots keep their proportions. Other sizes than the pipe's own have `most` slots at most.
-    `splits` tries several shares of the newest tokens too, in pipes that hold newest and others.
+    slots keep their proportions. Sizes other than the pipe's own have at most `most` slots. With
+    `splits`, several shares of newest tokens are tried, too, in pipes that hold newest and other
+    tokens.
     """
     assert pipe.slots is not None
     free = [
@@ -127,7 +132,7 @@ def size_ladder(pipe: Pipe, most: int, *, splits: bool = False) -> list[Pipe]:
 
 
 def _sized(pipe: Pipe, free: list[int], slots: int, shares: list[float | None]) -> Iterator[Pipe]:
-    """The pipe with `slots` resizable slots, once for each share of the newest tokens."""
+    """Return the pipe with `slots` resizable slots, once for each share of newest tokens."""
     for share in shares:
         if share is None:
             parts = [(free, slots)]
@@ -137,7 +142,7 @@ def _sized(pipe: Pipe, free: list[int], slots: int, shares: list[float | None]) 
             newest = round(slots * share)
             parts = [(first, newest), (rest, slots - newest)]
         if any(n < sum(size > 0 for size in sizes) for sizes, n in parts):
-            continue  # a pool would have no slot
+            continue  # a pool would have no slots
         given = [sum(counts) for counts in zip(*(share_slots(n, s) for s, n in parts), strict=True)]
         try:
             pools = tuple(
@@ -146,11 +151,11 @@ def _sized(pipe: Pipe, free: list[int], slots: int, shares: list[float | None]) 
             )
             yield Pipe(pools, formats=pipe.formats)
         except WeirError:
-            continue  # some pools exist in some sizes only
+            continue  # some pools exist only in certain sizes
 
 
 PIECE = 512
-"""Tokens that the model reads in one call."""
+"""Number of tokens that the model reads in one call."""
 
 
 def measure_sizes(
@@ -165,8 +170,8 @@ def measure_sizes(
     """Measure the relative error of every size of every layer.
 
     The error is |z - exact| / |exact| (Frobenius norm over all heads and passages) of the attention
-    outputs in the second half of each passage, where tokens have been evicted. `sizes` are the
-    pipes to try by layer; passages are ids [length], no longer than the model's window.
+    outputs in the second half of each passage, where tokens have been evicted. `sizes` has the
+    pipes to try, by layer. Passages are ids [length], no longer than the model's window.
     """
     wrong = {layer: [0.0] * len(pipes) for layer, pipes in sizes.items()}
     whole = dict.fromkeys(sizes, 0.0)
@@ -188,7 +193,8 @@ def measure_sizes(
 
     for number, passage in enumerate(passages):
         half = len(passage) // 2
-        # As many slots as tokens: nothing is evicted, and positions are those of rolling caches.
+        # With as many slots as tokens, nothing is evicted, and positions are those of rolling
+        # caches.
         policy = f"window(budget={len(passage)})"
         cache = ListeningCache(model, policy, hear, chunk=chunk, seed=seed)
         others = {
@@ -208,9 +214,9 @@ def measure_sizes(
 
 
 PASSAGE = 8
-"""Length of a passage, in slots that a layer has on average, if the window allows it."""
+"""Length of a passage as a multiple of a layer's average slots, if the window allows it."""
 PASSAGES = 8
-"""Passages that are read by default."""
+"""Number of passages that are read by default."""
 
 
 @dataclass(frozen=True)
@@ -220,7 +226,7 @@ class LayerBudget:
     Attributes:
         index: the model's layer.
         pipe, nbytes: the chosen pipe, and bytes of the layer's slab, for one stream.
-        error, before: relative error of the attention with this pipe, and with the policy's.
+        error, before: relative error of the attention with this pipe, and with the policy's pipe.
         tried: every pipe that was tried, as text, with its error; smallest first.
     """
 
@@ -238,8 +244,7 @@ class Calibration:
 
     Attributes:
         asked: the policy whose bytes were distributed.
-        layers: budgets from the bottom layer up, without layers that slide over a window of their
-            own.
+        layers: budgets from the bottom layer up, without layers that have their own sliding window.
         nbytes, before: bytes of all these layers, for one stream, and under the original policy.
         chunk: tokens between two folds.
         passages, length: number of passages that were read, and tokens of each.
@@ -271,7 +276,7 @@ class Calibration:
         return before, fmean(layer.error for layer in self.layers)
 
     def write(self, path: str | Path) -> None:
-        """Write the policy file, whole or not at all.
+        """Write the policy file. If that fails, nothing is written.
 
         Raises:
             WeirError: its name does not end with .toml, or it cannot be written.
@@ -327,24 +332,24 @@ def calibrate(
     """Distribute the bytes of a policy over a model's layers by their measured effect on a text.
 
     The text is read in passages no longer than the model's window, so that there is exact attention
-    to compare with: `measure_sizes` measures the error of each size in `size_ladder`, and
+    to compare with. `measure_sizes` measures the error of each size in `size_ladder`, and
     `choose_sizes` spends the bytes. If the mean error does not fall, every layer keeps the size
     that the policy gives it.
 
     Args:
         model, tokenizer, text: the text is a file, UTF-8, plain or .xz.
-        policy: the policy of every layer; it needs a limit.
-        tokens: how many to read, in whole passages; by default eight passages, or the whole text if
-            it is shorter.
+        policy: the policy of every layer; it must have a limit.
+        tokens: how many tokens to read, in whole passages; by default eight passages, or the whole
+            text if it is shorter.
         chunk, seed: tokens between two folds, and the seed of all random draws.
-        splits: whether to measure several shares of the newest tokens in each layer too.
-        on_step: called with the share that is done.
+        splits: whether to also measure several shares of newest tokens in each layer.
+        on_step: called with the share of the work that is done.
 
     Raises:
-        WeirError: the text cannot be read or is shorter than a passage, the model cannot be served,
+        WeirError: the text cannot be read or is shorter than a passage, the model is not supported,
             or the policy has no limit, has only one size, or has as many slots as a passage has
             tokens.
-        PolicyError: the policy cannot be read.
+        PolicyError: the policy cannot be parsed.
     """
     asked = parse_policy(policy)
     plans, sliding = _plans(model, asked, chunk)
@@ -393,7 +398,9 @@ def calibrate(
 def _plans(
     model: PreTrainedModel, policy: Policy, chunk: int
 ) -> tuple[dict[int, LayerPlan], int | None]:
-    """The plans of layers that follow the policy, by index; and the window, if all layers slide."""
+    """Return the plans of layers that follow the policy, by index, and the window, if all layers
+    slide.
+    """
     if isinstance(policy, Recompute):
         raise WeirError(
             "recompute caches nothing, so it has no slots to distribute. Use another policy."
@@ -417,7 +424,7 @@ def _plans(
 def _share_bytes(
     plans: dict[int, LayerPlan], sizes: dict[int, list[Pipe]], errors: dict[int, list[float]]
 ) -> tuple[tuple[LayerBudget, ...], int]:
-    """The budget of each layer, and the bytes of all layers under the original policy."""
+    """Return the budget of each layer, and the bytes of all layers under the original policy."""
     choices, own = [], []
     for layer, plan in plans.items():
         specs = [replace(plan.spec, pipe=pipe) for pipe in sizes[layer]]

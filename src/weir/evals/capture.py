@@ -1,4 +1,4 @@
-"""Record queries, keys and values that each layer's attention receives while a model reads.
+"""Records the queries, keys and values that each layer's attention receives while a model reads.
 
 A cache that keeps everything records them, so this works for every model that weir serves.
 """
@@ -49,8 +49,8 @@ def capture(
 ) -> list[LayerInputs]:
     """Record the inputs of some layers' attention while a model reads a text [length] exactly.
 
-    By default of all layers but those that slide over a window of their own, whatever the policy;
-    such a layer, or one that does not exist, is refused.
+    By default, these are all layers except those that have their own sliding window under any
+    policy. Such a layer, or one that does not exist, is refused.
     """
     windows = dict(enumerate(layer.positions.window for layer in describe(model).layers))
     for layer in layers or ():
@@ -76,7 +76,8 @@ def capture_each(
     """Apply `take` to the inputs of every named layer, or of all, and return its results by layer.
 
     Sliding layers are included; a layer that does not exist is refused. Inputs that `take` does not
-    keep are freed before the next layer, so one is held at most beside what the model needs.
+    keep are freed before the next layer, so that at most one layer's inputs are in memory in
+    addition to the model.
     """
     heard: dict[int, Taken] = {}
     wanted: Sequence[int] = ()
@@ -114,7 +115,9 @@ def in_place(inputs: LayerInputs, x: Tensor) -> Tensor:
 
 
 def unrotated_keys(inputs: LayerInputs) -> Tensor | None:
-    """The keys of a layer at position 0 [1, kv_heads, length, key_dim]; None without rotation."""
+    """Return the keys of a layer at position 0 [1, kv_heads, length, key_dim]; None if it does not
+    rotate.
+    """
     rotary = inputs.positions.rotary
     if rotary is None:
         return None

@@ -1,9 +1,9 @@
-"""The demonstration: a model reads far past its window under several policies side by side.
+"""The demonstration: a model reads far past its window under several policies, which are compared.
 
 The packaged model reads a book, then names with numbers in the form of its exercises, "Anna has
-482.", reads on, and is asked for the numbers. A model with a chat template holds a chat: it is
-told facts in the system turn and in the first message, then a long text is pasted, and it is asked
-for the facts. The result is one HTML page that needs no network.
+482.", reads on, and is asked for the numbers. A model with a chat template has a chat: it is told
+facts in the system turn and in the first message, then a long text is pasted, and it is asked for
+the facts. The result is one HTML page that needs no network.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from weir.train import DIGITS, Words
 
 TITLE = "War and Peace"
 DEFAULT = "default"
-"""Stands for the policy that a stream takes if none is named."""
+"""Stands for the policy that a stream uses if none is named."""
 POLICIES = (
     "dense",
     "window(budget=90)",
@@ -62,13 +62,14 @@ POLICIES = (
     "weir(budget=448)",
     DEFAULT,
 )
-"""Plain attention, and policies whose caches of nano all have 650 kB: exact recent tokens without
+"""Plain attention, and policies whose caches all take 650 kB on nano: exact recent tokens without
 and with sinks, tokens that are unlike all others, more recent tokens in 8 and in 4 bits, and the
-`weir.toml` that comes with nano."""
+`weir.toml` that comes with nano.
+"""
 NAMES = 8
 """How many names with numbers are told."""
 AWAY = 1000
-"""Tokens between what is told and the question."""
+"""Number of tokens between the facts and the questions."""
 CHAT_POLICIES = (
     "dense",
     "window(budget=1024)",
@@ -77,7 +78,9 @@ CHAT_POLICIES = (
     "weir(budget=1024)",
     "pinned(weir(budget=1024))",
 )
-"""Those of the chat: `dense` is what transformers does, and `pinned` what `weir chat` does."""
+"""The policies of the chat: `dense` is what transformers does, and `pinned` what `weir chat`
+does.
+"""
 FACTS = (
     ("Your name is Nora.", "What is your name?", "Nora"),
     ("The door code of Anna is 60494.", "What is the door code of Anna?", "60494"),
@@ -88,22 +91,25 @@ FACTS = (
     ("The favorite color of Clara is green.", "What is the favorite color of Clara?", "green"),
     ("The key lies under the carpet.", "Where does the key lie?", "carpet"),
 )
-"""Each fact that the chat states first, the question at the end, and a word of the right answer."""
+"""For each fact: its statement at the beginning of the chat, the question at the end, and a word of
+the right answer.
+"""
 IN_SYSTEM = 1
-"""So many of them are told in the system turn, where there is one; the others in the first message.
+"""The number of facts that are told in the system turn, if there is one; the others are told in the
+first message.
 """
 RULE = " ".join([*(fact for fact, _, _ in FACTS[:IN_SYSTEM]), "You answer in one short sentence."])
 """The system turn."""
 SOON = 1100
-"""Tokens of the short text after which the chat is asked as well: more than a policy's budget."""
+"""Tokens of the short text after which the chat is also asked: more than a policy's budget."""
 ANSWER = 24
-"""Most tokens of an answer in the chat."""
+"""Largest number of tokens of an answer in the chat."""
 CALM = {"temperature": 0.0, "repetition_penalty": 1.1}
-"""How the chat draws its tokens."""
+"""The sampling options of the chat."""
 PARTS = 240
-"""Parts of the book in the picture of what is still held."""
+"""Number of parts of the book in the picture of what is still held."""
 WIDTH, LETTERS = 5.2, 9
-"""Inches of a picture, and points of its legend's letters."""
+"""Width of a picture in inches, and size of its legend's letters in points."""
 
 
 class NamedNumber(NamedTuple):
@@ -117,7 +123,7 @@ class NamedNumber(NamedTuple):
 
 
 def draw_names(tokenizer: PreTrainedTokenizerBase, count: int, seed: int = 0) -> list[NamedNumber]:
-    """Draw different names, each with a number of its own."""
+    """Draw different names, each with a different number."""
     words, rng = Words.of(tokenizer), np.random.default_rng(seed)
     drawn = []
     for name in rng.choice(words.names, size=count, replace=False):
@@ -147,14 +153,17 @@ def ask_names(
 def held_by_part(stream: Stream, parts: int) -> list[float]:
     """Divide the text into `parts` equal parts, and return the share of each that is still held.
 
-    A token that holds a slot in every layer and KV head counts as 1, in half of them as 0.5.
+    A token that has a slot in every layer and KV head counts as 1; one that has slots in half of
+    them, as 0.5.
     """
     held = held_shares(stream.holding())
     return [round(float(part.mean()), 5) for part in np.array_split(held, parts)]
 
 
 def _told(stream: Stream, answers: list[str], right: list[bool]) -> dict[str, Any]:
-    """Figures of a policy: what it holds, its answers, and which and how many are right."""
+    """Return the figures of a policy: what it holds, its answers, and which and how many are
+    right.
+    """
     held = held_by_part(stream, PARTS)
     return {"held": held, "answers": answers, "right": right, "knows": sum(right)}
 
@@ -199,7 +208,7 @@ class ChatStory:
         self.in_system = IN_SYSTEM
         try:
             count_beginning(model, tokenizer, RULE)
-        except WeirError:  # Gemma 2's and Mistral's templates, for two, have no system turn
+        except WeirError:  # the templates of Gemma 2 and Mistral, for example, have no system turn
             self.rule, self.in_system = None, 0
 
     def begin(self, stream: Stream) -> None:
@@ -210,14 +219,14 @@ class ChatStory:
             self.said, self.before = stream.seen, sum(self._ask(stream)[1])
 
     def paste(self, tokens: int) -> Tensor:
-        """Return the turn in which a text of so many tokens is pasted, as token ids."""
+        """Return the turn in which a text of `length` tokens is pasted, as token ids."""
         book = self.tokenizer.decode(load_book(self.tokenizer, tokens), skip_special_tokens=True)
         talk = Conversation(Stream(self.model, "dense"), self.tokenizer, self.rule)
         list(talk.say("Hello.", max_new_tokens=1))
         return torch.tensor(talk.turn(f"Here is the beginning of a novel.\n\n{book}"))
 
     def tell(self, stream: Stream) -> dict[str, Any]:
-        """Ask the questions, and once more in a chat of its own, after a short text.
+        """Ask the questions, and ask them again in a separate chat after a short text.
 
         Returns `_told`, and "soon", the number of right answers after the short text.
         """
@@ -263,7 +272,7 @@ def load_book_and_story(
 ) -> tuple[Tensor, BookStory]:
     """Load the first tokens of the packaged excerpt, and a story that continues them.
 
-    The two share the excerpt where it is too short for both.
+    If the excerpt is too short for both, they share it.
     """
     ids = load_book(tokenizer, tokens + AWAY)
     first = max(min(tokens, len(ids) - AWAY), len(ids) // 2)
@@ -283,8 +292,9 @@ def read_book(
 ) -> dict[str, Any]:
     """Read the tokens `ids` of the book under every policy, and ask for the facts of a story.
 
-    `on_step` is called after every `STEP` tokens; reading ends early when it returns True, and then
-    nothing is asked. `on_ask` is called with the number of policies asked so far, and ends it too.
+    `on_step` is called after every `STEP` tokens. If it returns True, reading ends early and
+    nothing is asked. `on_ask` is called with the number of policies asked so far, and can also end
+    the demo by returning True.
 
     Returns:
         {"model", "chat", "told_first" (tokens of a chat before the book), "model_window", "book",
@@ -331,9 +341,10 @@ def read_book(
 
 
 def best_of_a_size(result: dict[str, Any]) -> str | None:
-    """Say which policies of fixed size read best and know most; None if nobody was asked.
+    """Say which policies of fixed size read best and know most; None if no policy was asked.
 
-    The sentence is made of the figures: whichever policy is ahead is named, the default or not.
+    The sentence is made from the figures: it names the best policy, whether it is the default or
+    not.
     """
     limited = [policy for policy in result["policies"] if policy["slots"] is not None]
     if result["story"] is None or not limited:
@@ -396,7 +407,7 @@ def write_excerpt(result: dict[str, Any], folder: Path) -> None:
         heads += [f"right after {story['away']:,} tokens"]
     rows = [
         [
-            # A pipe would end the cell.
+            # A vertical bar would end the cell.
             f"`{policy['policy']}`".replace("|", r"\|"),
             f"{policy['ppl']:,.1f}",
             _format_bytes(policy["kv_bytes"]),
@@ -416,12 +427,14 @@ def _format_bytes(count: int) -> str:
 
 
 def _look(choices: tuple[Any, ...], result: dict[str, Any], policy: dict[str, Any]) -> Any:
-    """The color or dash of a policy, the same in all pictures."""
+    """Return the color or dash of a policy, which is the same in all pictures."""
     return choices[result["policies"].index(policy) % len(choices)]
 
 
 def _stops(color: str, held: list[float]) -> str:
-    """The color stops of a bar that shows how much a policy holds of each part of the stream."""
+    """Return the color stops of a bar that shows how much a policy holds of each part of the
+    stream.
+    """
     stops, at, parts = [], 0, len(held)
     # Opacity is the square root of the share, so that one token in fifty is visible. Equal
     # neighbors are merged.
@@ -436,13 +449,14 @@ def _stops(color: str, held: list[float]) -> str:
 def _plot(
     result: dict[str, Any], policies: list[dict[str, Any]], key: str, label: str, log: bool = False
 ) -> str:
-    """One line per policy over the position in the book, as an SVG element."""
+    """Draw one line per policy over the position in the book, as an SVG element."""
     from matplotlib.ticker import MaxNLocator
 
     curves = [policy[key] for policy in policies]
     if key == "ppl_by_block":
         curves = [whole_blocks(curve, result["tokens"], result["block"]) for curve in curves]
-    # A logarithmic axis shows a spike and what is below it; on a linear one it would be all.
+    # A logarithmic axis shows a spike and the other curves. On a linear axis, only the spike would
+    # be visible.
     shown = None if log else readable_range(curves)
     names = [with_peak(p["policy"], c, shown) for p, c in zip(policies, curves, strict=True)]
     # Narrow enough for readable letters on a phone.
@@ -463,7 +477,7 @@ def _plot(
         axes.set(xlim=(0, result["tokens"]), xlabel="tokens read", ylabel=label)
         if log:
             axes.set_yscale("log")
-            axes.margins(y=0.1)  # so that the lowest line does not lie on the axis
+            axes.margins(y=0.1)  # so that the lowest line is not on the axis
         else:
             if shown is not None:
                 axes.set_ylim(*shown)

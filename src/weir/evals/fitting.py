@@ -1,4 +1,4 @@
-"""The largest budget of a policy whose cache fits a memory.
+"""Finds the largest budget of a policy whose cache fits in a given memory.
 
 Bytes are computed from the model's configuration (`weir.cache.size_of`), so no weights are needed.
 """
@@ -22,11 +22,11 @@ Counted = Literal["bytes", "kv"]
 and values of its slots alone, as papers count, without second copies of keys, waiting queries,
 positions and scores."""
 MOST = 2**24
-"""No budget is larger, in slots, whatever the memory."""
+"""The largest budget in slots, whatever the memory."""
 FEW = 32
-"""A budget that memory leaves below so many slots is warned of."""
+"""If memory leaves a budget of fewer slots than this, weir warns."""
 LEAST = 4096
-"""Some budget below this makes every policy."""
+"""Every policy can be made with some budget below this."""
 
 
 def bytes_of(
@@ -36,7 +36,9 @@ def bytes_of(
     positions: Positions = "rolling",
     counted: Counted = "bytes",
 ) -> int:
-    """The bytes of one stream under a policy of fixed size, with the tail full of new tokens."""
+    """Return the bytes of one stream under a policy of fixed size, with a tail full of new
+    tokens.
+    """
     size = size_of(model, policy, chunk=chunk, positions=positions)
     return size.stream if counted == "bytes" else size.step_stream
 
@@ -50,27 +52,28 @@ def budget_in(
     positions: Positions = "rolling",
     counted: Counted = "bytes",
 ) -> int | None:
-    """The largest budget of a named policy whose cache of one stream fits; None if none does.
+    """Find the largest budget of a named policy whose cache of one stream fits; None if none does.
 
     Args:
-        model: the model; one on the device `meta`, without weights, will do.
+        model: the model; a model without weights on the device `meta` is enough.
         policy: a policy that takes a budget, written without one.
         memory, chunk: bytes for the cache, and tokens between two folds.
-        most: upper bound of the budget; by default what the model's window leaves beside a chunk.
+        most: upper bound of the budget; by default, the model's window minus a chunk.
         positions: as for `StreamingCache`.
         counted: which bytes count.
     """
     most = largest_budget(model, chunk) if most is None else most
 
     def fits(budget: int) -> bool | None:
-        """Whether a budget fits; None where the policy cannot be made so small."""
+        """Whether a budget fits; None if the policy cannot be made so small."""
         try:
             sized = with_budget(policy, budget)
         except PolicyError:
             return None
         return bytes_of(model, sized, chunk, positions, counted) <= memory
 
-    # From small to large: budgets too small for the policy, budgets that fit, budgets that do not.
+    # From small to large, there are budgets too small for the policy, budgets that fit, and budgets
+    # that do not.
     last = bisect_left(range(1, most + 1), True, key=lambda budget: fits(budget) is False)
     return last if last and fits(last) else None
 
@@ -84,9 +87,9 @@ def fit_to_memory(
     positions: Positions = "rolling",
     counted: Counted = "bytes",
 ) -> tuple[str, int]:
-    """A policy with the largest budget whose cache of one stream fits, and that budget.
+    """Return a policy with the largest budget whose cache of one stream fits, and that budget.
 
-    Arguments are those of `budget_in`, and the name of the model for the error where none fits.
+    Arguments are those of `budget_in`, and the name of the model for the error if no budget fits.
     Warns of a budget of fewer than `FEW` slots.
     """
     budget = budget_in(model, policy, memory, chunk, None, positions, counted)
@@ -117,9 +120,9 @@ def check_fixed(
     positions: Positions = "rolling",
     counted: Counted = "bytes",
 ) -> None:
-    """Refuse a policy whose slots are written in it, if its cache of one stream does not fit.
+    """Refuse a policy with slots written in it if its cache of one stream does not fit.
 
-    A policy without a limit, such as `dense`, is what others are compared with, and passes.
+    A policy without a limit, such as `dense`, is accepted, because others are compared with it.
     """
     read = parse_policy(policy)
     if isinstance(read, Recompute) or any(pipe.slots is None for pipe in read.pipes):
@@ -135,9 +138,9 @@ def check_fixed(
 
 
 def check_slots(policy: str, most: int) -> None:
-    """Refuse a policy whose slots are written in it, if some KV head has more of them than `most`.
+    """Refuse a policy with slots written in it if some KV head has more than `most`.
 
-    A policy without a limit passes, as in `check_fixed`.
+    A policy without a limit is accepted, as in `check_fixed`.
     """
     read = parse_policy(policy)
     if isinstance(read, Recompute) or any(pipe.slots is None for pipe in read.pipes):
@@ -151,7 +154,8 @@ def check_slots(policy: str, most: int) -> None:
 
 
 def largest_budget(model: PreTrainedModel, beside: int) -> int:
-    """The maximum number of slots that a model can attend to beside `beside` others, 1 at least.
+    """Return the largest number of slots that a model can attend to in addition to `beside` others,
+    at least 1.
 
     The limit is the model's window, or the layers' window if all of them slide over fewer tokens.
     """
@@ -186,7 +190,7 @@ def smallest(
     positions: Positions = "rolling",
     counted: Counted = "bytes",
 ) -> tuple[str, int]:
-    """A policy with the smallest budget that it accepts, and the bytes of its cache."""
+    """Return a policy with the smallest budget that it accepts, and the bytes of its cache."""
     for budget in range(1, LEAST):
         try:
             sized = with_budget(policy, budget)

@@ -1,9 +1,9 @@
-"""Training of gates: KVzip's scores as a linear map of keys and values.
+"""Trains gates, which predict KVzip's scores by a linear map of keys and values.
 
-The text is read in passages, and each passage twice in one go, so that every layer's attention from
-the second time to the first gives the scores (Kim et al. 2025, arXiv:2505.23416, section 3). Ridge
-regression of their logarithm gives one map a layer (KVzap, arXiv:2601.07891, has the same from
-hidden states).
+The text is read in passages. Each passage is read twice in one sequence, so that every layer's
+attention from the second copy to the first gives the scores (Kim et al. 2025, arXiv:2505.23416,
+section 3). Ridge regression of their logarithm gives one map per layer (KVzap, arXiv:2601.07891,
+does the same with hidden states).
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from weir.models import Gate, features, window_of
 from weir.stream import read_stream
 
 PASSAGE = 1024
-"""Tokens of a passage; half of the model's window where that is less."""
+"""Tokens of a passage, or half of the model's window if that is less."""
 TOKENS = 16 * PASSAGE
 LEAST = 1e-4
-"""Scores below this are as good as none."""
+"""Scores below this count as this."""
 RIDGE = 1e-2
-"""The penalty on weights, in parts of the mean square of what they multiply."""
+"""The penalty on weights, relative to the mean square of their inputs."""
 
 
 @dataclass(frozen=True)
 class TrainedGates:
-    """Gates by layer, and how well they predict, after `tokens` were read.
+    """Gates by layer, and how well they predict, after training on `tokens` tokens.
 
     `explained` is the share of the variance of log scores that a gate explains in passages it was
     not trained on (R squared, mean of the heads); `copying` is the largest mean score of a layer's
@@ -53,7 +53,7 @@ def train_gates(
     tokens: int = TOKENS,
     on_step: Callable[[float], None] = lambda share: None,
 ) -> TrainedGates:
-    """Train the gates of a model on a text; every fourth passage only tests them."""
+    """Train the gates of a model on a text; every fourth passage is used only for testing."""
     window = window_of(model.config)
     size = PASSAGE if window is None else min(PASSAGE, window // 2)
     ids = read_stream(tokenizer, text, tokens).ids
@@ -91,9 +91,10 @@ def _lesson(inputs: LayerInputs) -> tuple[Tensor, Tensor] | None:
 
 
 def repeat_scores(inputs: LayerInputs, half: int) -> Tensor:
-    """The largest share of attention that each of `half` tokens gets when all are read again.
+    """Return the largest share of attention that each of `half` tokens gets when all are read
+    again.
 
-    Over the queries of the second half and the heads of a group [half, kv_heads].
+    The maximum is over the queries of the second half and the heads of a group [half, kv_heads].
     """
     heads = inputs.keys.shape[1]
     queries = in_place(inputs, inputs.queries).unflatten(1, (heads, -1))[..., half:, :]
@@ -107,25 +108,27 @@ class _Sums:
     """Sums over tokens from which a linear map is solved, float64."""
 
     def __init__(self) -> None:
-        # Each takes its shape from what is added first.
+        # Each takes its shape from the first tokens that are added.
         self.xx, self.xy, self.yy, self.score = torch.zeros(4, dtype=torch.float64)
         self.count = 0
 
     def add(self, x: Tensor, scores: Tensor) -> None:
-        """Add tokens: what is read [n, numbers], and scores [n, kv_heads]."""
+        """Add tokens: their inputs [n, numbers], and scores [n, kv_heads]."""
         x, y = x.double().cpu(), scores.double().cpu().clamp_min(LEAST).log()
         self.xx, self.xy = self.xx + x.T @ x, self.xy + x.T @ y
         self.yy, self.score = self.yy + y.square().sum(0), self.score + scores.double().cpu().sum(0)
         self.count += len(x)
 
     def solve(self) -> Tensor:
-        """Return the map of least squares [numbers, kv_heads], float32; its constant is free."""
+        """Return the least-squares map [numbers, kv_heads], float32; its constant is not
+        penalized.
+        """
         penalty = RIDGE * self.xx.diagonal().mean().repeat(len(self.xx))
         penalty[-1] = 0.0
         return torch.linalg.solve(self.xx + penalty.diag(), self.xy).float()
 
     def explained(self, weight: Tensor) -> float:
-        """Return the share of the variance that a map explains, the mean of the heads."""
+        """Return the share of the variance that a map explains, averaged over the heads."""
         w = weight.double()
         wrong = self.yy - 2 * (w * self.xy).sum(0) + (w * (self.xx @ w)).sum(0)
         around = self.yy - self.xy[-1].square() / self.count

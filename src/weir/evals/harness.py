@@ -1,7 +1,7 @@
 """Model adapter for lm-evaluation-harness: any of its tasks under any cache policy.
 
 Tasks, prompts and metrics come from the harness. This file answers the three kinds of request from
-a cache of fixed size. Nothing is ever truncated: the policy decides what to drop.
+a cache of fixed size. Nothing is ever truncated; the policy decides which tokens to drop.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def likelihoods(
 ) -> list[Likelihood]:
     """Compute the likelihood of each continuation after its context, both non-empty ids.
 
-    All rows form one batch, on the cache of one new stream; `recompute` and `kvzip`, which have
-    none yet, read them one by one.
+    All rows form one batch, on the cache of one new stream. `recompute` and `kvzip` have no cache
+    yet, so they read the rows one by one.
     """
     stream = make_stream()
     if stream.cache is None and len(contexts) > 1:
@@ -69,7 +69,7 @@ def likelihoods(
         # No prediction follows the very last token, so it is not fed.
         fed = piece if start + step < asked.shape[1] else piece[:, :-1]
         if fed.shape[1]:
-            # Padding on the right is fed like text: nothing that counts comes after it.
+            # Padding on the right is fed like text, because nothing that counts comes after it.
             mask = torch.cat([mask, torch.ones_like(fed)], dim=1)
             after = _feed(stream, fed, mask, every=True).float()
             before = torch.cat([before, after], dim=1)[:, : piece.shape[1]]
@@ -81,12 +81,14 @@ def likelihoods(
 
 
 def _feed(stream: Stream, ids: Tensor, mask: Tensor, every: bool) -> Tensor:
-    """Feed ids [batch, n], given the mask of everything so far; logits of all, or of the last."""
+    """Feed ids [batch, n], given the mask of everything so far, and return the logits of all
+    tokens, or of the last.
+    """
     model, cache = stream.model, stream.cache
     if cache is None:
         logits = stream.feed(ids, all_logits=every)
         return logits if every else logits[:, None]
-    # With full prefill the prompt is one forward; otherwise it is read in pieces to save memory.
+    # With full prefill, the prompt is one forward. Otherwise it is read in pieces to save memory.
     whole = cache.prefill == "full" and not cache.is_initialized
     seen = mask.shape[1] - ids.shape[1]
     parts: list[Tensor] = []
@@ -113,9 +115,9 @@ class WeirLM(TemplateLM):
         dtype, device, device_map, revision, trust_remote_code: as for `weir.load`; without a GPU,
             "cuda" is the CPU, and a `device_map` overrides the harness's device.
         tokenizer: tokenizer of a loaded model.
-        batch_size: requests at once.
+        batch_size: number of requests at once.
         max_batch_size: passed on by the harness; only affects automatic batch sizes.
-        max_gen_toks: maximum tokens of an answer if the task does not say.
+        max_gen_toks: largest number of tokens of an answer, if the task does not say.
         unknown: any other argument, which is refused.
 
     Raises:
@@ -210,7 +212,7 @@ class WeirLM(TemplateLM):
 
     @property
     def sink(self) -> ModelSink:
-        """The sink that the model was trained with; its tokens stand first in a context."""
+        """The sink that the model was trained with; its tokens come first in a context."""
         return sink_of(transformers_model(self.model).config)
 
     def apply_chat_template(
@@ -242,7 +244,7 @@ class WeirLM(TemplateLM):
         """Log-likelihood of each whole text, read as one stream from the first token."""
         texts = [str(request.args[0]) for request in requests]
         sink = self.sink
-        # The prefix of a text is given and not scored.
+        # The prefix of a text is given, and is not scored.
         fronts = [list(sink.tokens) or [self.prefix_token_id]] * len(texts)
         tokens = [sink.first(self.tok_encode(text))[len(sink.tokens) :] for text in texts]
         keys = [(text,) for text in texts]
@@ -256,7 +258,9 @@ class WeirLM(TemplateLM):
         asked: Sequence[list[int]],
         quiet: bool,
     ) -> list[Any]:
-        """The results of `likelihoods`, batch by batch; of rolling ones, the likelihoods alone."""
+        """Return the results of `likelihoods`, computed batch by batch; for rolling requests, only
+        the likelihoods.
+        """
         lengths = [len(one) + len(other) for one, other in zip(contexts, asked, strict=True)]
         found: dict[int, Any] = {}
         for batch in self._batches(lengths, what, quiet):
@@ -319,7 +323,7 @@ class WeirLM(TemplateLM):
         return [cut_at_stop(text, stops) for text in texts]
 
     def _batches(self, lengths: list[int], what: str, quiet: bool) -> list[list[int]]:
-        """Batches of request indices with similar lengths together, longest first."""
+        """Yield batches of request indices of similar lengths, longest first."""
         order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
         size = self.batch_size
         batches = [order[i : i + size] for i in range(0, len(order), size)]

@@ -1,4 +1,4 @@
-"""Parse lists of tasks and policies, and insert budgets into policies.
+"""Parses lists of tasks and policies, and inserts budgets into policies.
 
 Tasks are calls like pools, with commas between them: `ppl(tokens=20000, text=book.txt), recall`.
 A value is a number, a word or a text; a text with a comma, a parenthesis or a space needs quotes.
@@ -17,7 +17,9 @@ from weir.pools import CONSTANTS, WORD
 
 Parsed = TypeVar("Parsed")
 QUANTIZED = "quantized"
-"""The policy that is written around one, whose budget is that of the one inside."""
+"""The policy that takes another policy as an argument, and whose budget is that of the inner
+policy.
+"""
 _FILE = re.compile(r"[^,|()\[\]]+\.toml\s*(?=,|$)", re.IGNORECASE)
 """The name of a policy file in a list of policies."""
 _BARE = re.compile(r"""[^\s,()'"=]+""")
@@ -46,7 +48,7 @@ class _TaskParser(Parser):
 def read_tasks(text: str, known: Mapping[str, Any]) -> list[Any]:
     """Parse a list of tasks; `known` maps names to what makes the task.
 
-    A WeirError points at the character that is wrong, and suggests the nearest name.
+    A WeirError points at the wrong character, and suggests the nearest name.
     """
     parser = _TaskParser(text)
 
@@ -63,7 +65,7 @@ def read_tasks(text: str, known: Mapping[str, Any]) -> list[Any]:
 
 
 def _listed(parser: Parser, one: Callable[[], Parsed], expected: str) -> list[Parsed]:
-    """Parse a whole text as things with commas between them."""
+    """Parse a whole text as items that are separated by commas."""
     found = [one()]
     while parser.take(","):
         found.append(one())
@@ -86,7 +88,7 @@ def read_policies(text: str) -> list[str]:
 
 
 def takes_budget(policy: str) -> bool:
-    """Whether a policy is a named one that takes a budget and was written without one.
+    """Whether a policy is a named policy that takes a budget and was written without one.
 
     A quantized policy takes the budget of the policy inside.
     """

@@ -1,7 +1,7 @@
 """Streaming perplexity: a model reads a text once, from its first token to its last.
 
-The test of StreamingLLM (Xiao et al. 2024, section 4.1). Every token is predicted from what the
-policy still holds, so nothing is truncated and nothing is read twice.
+This is the test of StreamingLLM (Xiao et al. 2024, section 4.1). Every token is predicted from the
+tokens that the policy still holds, so nothing is truncated and nothing is read twice.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from weir.stream import Stream
 STEP = 200
 """Tokens fed and timed at once."""
 MOST_NATS = 700.0
-"""Above so many nats a perplexity is infinite: few more, and no float holds it."""
+"""Above so many nats, a perplexity counts as infinite, because a float could not hold much more."""
 NOT_FINITE = (
     "the model's predictions are infinite or NaN: its weights are damaged, or too large for its "
     "dtype. Try --dtype float32."
@@ -43,11 +43,11 @@ class PerplexityMeter:
     Attributes:
         tokens, scored: tokens read, and those that had something before them.
         nll: sum of negative log-likelihoods, in nats.
-        ppl_by_block, bytes_by_block: perplexity of each block of the text, of which the last may be
-            short, and bytes of the cache after it.
+        ppl_by_block, bytes_by_block: perplexity of each block of the text (the last may be short),
+            and bytes of the cache after it.
         kv_bytes: bytes of the cache at the end.
-        memory_growth: growth of the process's memory above the maximum up to token 5,000, in bytes;
-            None before that, and where the system does not report memory.
+        memory_growth: growth of the process's memory above its maximum up to token 5,000, in bytes;
+            None before that, and if the system does not report memory.
         seconds: spent reading.
         pace: seconds per token, for each `STEP` tokens.
     """
@@ -74,7 +74,7 @@ class PerplexityMeter:
         return perplexity_of(self.nll, self.scored)
 
     def check(self) -> None:
-        """Refuse a perplexity that is infinite or no number (WeirError)."""
+        """Refuse a perplexity that is infinite or NaN (WeirError)."""
         if self.scored and not math.isfinite(self.ppl):
             raise WeirError(f"perplexity cannot be computed: {NOT_FINITE}")
 
@@ -85,7 +85,8 @@ class PerplexityMeter:
 
     @property
     def slowdown(self) -> float | None:
-        """Time per token in the last thousand tokens over the second thousand (medians).
+        """Time per token in the last thousand tokens divided by that in the second thousand
+        (medians).
 
         None for fewer than 3,000 tokens.
         """
@@ -96,7 +97,9 @@ class PerplexityMeter:
 
     @property
     def last_block(self) -> int:
-        """Tokens of the last of `ppl_by_block`, which may be fewer than `block`; 0 for none."""
+        """Number of tokens in the last block of `ppl_by_block`, which may be fewer than `block`; 0
+        if there is none.
+        """
         blocks = len(self.ppl_by_block)
         return min(self.block, self.tokens - (blocks - 1) * self.block) if blocks else 0
 
@@ -141,13 +144,14 @@ class PerplexityMeter:
         if (memory := _memory()) is None:
             return
         if self.tokens <= 5000:
-            # Buffers come and go, so a single sample would be luck: take the maximum so far.
+            # Buffers are allocated and freed all the time, so take the maximum so far instead of a
+            # single sample.
             self._early_memory = max(self._early_memory, memory)
         if self.tokens >= 5000:
             self.memory_growth = max(memory - self._early_memory, self.memory_growth or 0)
 
     def close(self) -> None:
-        """End the block under way, if any; the last block of a text may be short."""
+        """End the current block, if there is one; the last block of a text may be short."""
         if self.tokens > len(self.ppl_by_block) * self.block:
             self.ppl_by_block.append(perplexity_of(self._block_nll, self._block_scored))
             self.bytes_by_block.append(self.stream.nbytes)
@@ -176,14 +180,15 @@ def read(
 
 
 def perplexity_of(nll: float, scored: int) -> float:
-    """Perplexity of a sum of losses; NaN of none."""
+    """Return the perplexity of a sum of losses; NaN if there are no losses."""
     mean = nll / scored if scored else math.nan
     return math.inf if mean > MOST_NATS else math.exp(mean)
 
 
 def _memory() -> int | None:
-    """The memory of the process in bytes; None where the system is not Linux."""
-    # Not the peak: loading a model raises it so far that later growth would be hidden.
+    """Return the memory of the process in bytes; None if the system is not Linux."""
+    # Do not use the peak, because loading a model raises it so far that later growth would be
+    # hidden.
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except (OSError, ValueError, IndexError):

@@ -1,8 +1,9 @@
-"""Read data sets of JSON lines, with errors that name the file, line and field.
+"""Reads data sets of JSON lines, with errors that name the file, line and field.
 
-Plain, `.gz` or `.xz`, UTF-8; or the rows of a data set of the Hugging Face Hub:
-`hub:EdinburghNLP/xsum:test` is a data set and its split, `hub:allenai/ai2_arc:ARC-Easy:test` has a
-configuration between them. A folder of data files can replace the id.
+Files are UTF-8, plain, `.gz` or `.xz`. Instead of a file, you can name a data set of the Hugging
+Face Hub: `hub:EdinburghNLP/xsum:test` is a data set and its split, and
+`hub:allenai/ai2_arc:ARC-Easy:test` has a configuration between them. A folder of data files can
+replace the id.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ LARGEST = sys.float_info.max
 class JsonRecord:
     """One JSON object, whose errors say where an invalid field is.
 
-    Every method raises a `WeirError` where a field is missing or of another kind.
+    Every method raises a `WeirError` if a field is missing or has another type.
 
     Args:
         place: the file and line, for errors.
@@ -167,8 +168,8 @@ def read_records(path: str | Path, most: int | None = None) -> list[JsonRecord]:
     `hub:ID:SPLIT` and `hub:ID:CONFIGURATION:SPLIT` are read from the Hub.
 
     Raises:
-        WeirError: no file is named, or it is missing, damaged, not UTF-8 or empty, or a line is no
-            JSON object; or the data set cannot be loaded.
+        WeirError: no file is named; the file is missing, damaged, not UTF-8 or empty; a line is not
+            a JSON object; or the data set cannot be loaded.
     """
     if not str(path):
         raise WeirError("no file was given. Give the path of a file, or hub:ID:SPLIT.")

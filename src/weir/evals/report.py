@@ -1,9 +1,9 @@
 """HTML pages, tables and pictures, shared by all commands that write reports.
 
-One HTML page with its pictures inside, which follows the reader's light or dark setting; tables as
-HTML and Markdown; figures as SVG. The colors are those of Okabe and Ito 2008, "Color Universal
-Design", without yellow and black, which are hard to see on white or dark paper, and four more.
-Lines also differ in marker or dash, never in color alone.
+This module makes HTML pages with their pictures inside, which follow the reader's light or dark
+setting, tables as HTML and Markdown, and figures as SVG. The colors are those of Okabe and Ito
+2008, "Color Universal Design", without yellow and black, which are hard to see on a white or dark
+page, and four more. Lines also differ in marker or dash, never in color alone.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ COLORS = (
     "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a6d3b", "#b81f5e",
     "#7b5fd6", "#86a800",
 )  # fmt: skip
-"""Blue, vermilion, green, purple, orange and sky blue; and brown, crimson, violet and olive for
-more lines."""
+"""Blue, vermilion, green, purple, orange and sky blue, followed by brown, crimson, violet and olive
+for more lines.
+"""
 DASHES: tuple[Any, ...] = ("-", "-", (0, (5, 3)), (0, (2, 2)), (0, (7, 2, 1, 2)), (0, (1, 3)))
-"""Line styles that go with the colors, so that lines on top of each other stay visible."""
+"""Line styles for the colors, so that lines that overlap stay visible."""
 MARKERS = "os^Dv<>PX"
 INK, GRAY, LINE = "#1b2733", "#6b7680", "#dde2e6"
 """Colors of text and axes, of secondary text, and of the grid."""
 NIGHT = {INK: "#e6eaee", GRAY: "#9aa5af", LINE: "#38424c"}
 """The same colors on a dark page."""
 NAMES = {INK: "--ink", GRAY: "--gray", LINE: "--line"}
-"""Their names as CSS custom properties."""
+"""The names of these colors as CSS custom properties."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class TextTable:
 
 
 def render(template: str, **values: Any) -> str:
-    """Fill a Jinja template of this folder; values are escaped, but where it says `safe`."""
+    """Fill a Jinja template of this folder; values are escaped, except those marked as `safe`."""
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True
     )
@@ -84,9 +85,9 @@ def render(template: str, **values: Any) -> str:
 
 
 def html_page(title: str, body: str, footer: str, *, heading: str = "", style: str = "") -> str:
-    """A whole HTML page, of a body and a footer in HTML, with CSS of its own.
+    """Make a whole HTML page from a body and a footer in HTML, and its CSS.
 
-    `title` is that of the window, and the heading at the top where that is empty.
+    `title` is the title of the window, and also the heading at the top if that is empty.
     """
     light = " ".join(f"{name}: {color};" for color, name in NAMES.items())
     dark = " ".join(f"{name}: {NIGHT[color]};" for color, name in NAMES.items())
@@ -95,7 +96,7 @@ def html_page(title: str, body: str, footer: str, *, heading: str = "", style: s
 
 
 def line_style(number: int) -> dict[str, Any]:
-    """Color and marker of a line; the first ninety lines have different pairs."""
+    """Return the color and marker of a line; the first ninety lines have different pairs."""
     return {"color": COLORS[number % len(COLORS)], "marker": MARKERS[number % len(MARKERS)]}
 
 
@@ -143,7 +144,7 @@ def drawn_figure(salt: str, width: float, height: float) -> Iterator[tuple[Figur
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    # Type 42 fonts, since many journals refuse those of type 3.
+    # Use fonts of type 42, because many journals refuse those of type 3.
     style: Any = {"svg.fonttype": "none", "svg.hashsalt": salt, "pdf.fonttype": 42, "font.size": 10}
     for part in ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"):
         style[part] = INK
@@ -154,7 +155,9 @@ def drawn_figure(salt: str, width: float, height: float) -> Iterator[tuple[Figur
 
 
 def _with_page_colors(svg: str) -> str:
-    """Let letters and lines of a picture take the page's colors; standalone, its own."""
+    """Let text and lines of a picture take the page's colors; in a separate file, it uses its
+    own.
+    """
     for color, name in NAMES.items():
         svg = svg.replace(color, f"var({name}, {color})")
     dark = "; ".join(f"{name}: {NIGHT[color]}" for color, name in NAMES.items())
@@ -183,11 +186,13 @@ def needs_log_scale(values: Sequence[float], ratio: float) -> bool:
 
 
 SPIKE = 2.0
-"""From so many times the middle curve on, a value is a spike."""
+"""A value of at least so many times the middle curve is a spike."""
 
 
 def readable_range(curves: Sequence[Sequence[float | None]]) -> tuple[float, float] | None:
-    """The ends of an axis on which spikes do not flatten the other curves; None without spikes."""
+    """Return the ends of an axis on which spikes do not flatten the other curves; None without
+    spikes.
+    """
     known = [[v for v in curve if v is not None] for curve in curves]
     middles = sorted(median(curve) for curve in known if curve)
     if not middles:
@@ -202,21 +207,25 @@ def readable_range(curves: Sequence[Sequence[float | None]]) -> tuple[float, flo
 
 
 def with_peak(name: str, curve: Sequence[float | None], shown: tuple[float, float] | None) -> str:
-    """The name of a curve for a legend, with its highest value if the axis does not show that."""
+    """Return the name of a curve for a legend, with its highest value if the axis does not show
+    it.
+    """
     peak = max((v for v in curve if v is not None), default=0.0)
     return name if shown is None or peak <= shown[1] else f"{name}, up to {peak:,.0f}"
 
 
 def legend_columns(names: Sequence[str], width: float, points: float) -> int:
-    """How many columns of a legend fit side by side into some inches, with letters of a size."""
-    letters = max(map(len, names), default=1) + 6  # the line and the gap take the room of six
+    """Return how many columns of a legend fit into a width in inches, with letters of a given
+    size.
+    """
+    letters = max(map(len, names), default=1) + 6  # the line and the gap take the space of six
     return max(1, min(3, len(names), int(72 * width / (0.58 * points * letters))))
 
 
 def whole_blocks(values: Sequence[T], tokens: int, block: int) -> Sequence[T]:
     """Return the values of whole blocks of a text; all values if no block is whole.
 
-    A last block of a few tokens has a perplexity that says little, and is not compared with others.
+    The perplexity of a short last block says little, so it is not compared with others.
     """
     whole = tokens // block
     return values[:whole] if whole else values

@@ -1,4 +1,4 @@
-"""Scores of answers against the right ones, and intervals of shares and means."""
+"""Scores answers against the right ones, and computes intervals of shares and means."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from weir.evals.records import import_optional
 
 
 def wilson(right: int, asked: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share.
+    """Compute Wilson's 95 % interval of a share.
 
-    Unlike the interval of the normal distribution it stays within 0 and 1 and is not empty where
-    all answers or none are right (Wilson 1927).
+    Unlike the interval of the normal distribution, it stays within 0 and 1, and is not empty if all
+    or no answers are right (Wilson 1927).
     """
     if asked == 0:
         return 0.0, 1.0
@@ -30,14 +30,18 @@ def wilson(right: int, asked: int) -> tuple[float, float]:
 
 
 def count_right(right: int, asked: int) -> dict[str, Any]:
-    """Right answers as a row of a result: counts, share (None without any), 95 % interval."""
+    """Return right answers as a row of a result: counts, share (None if nothing was asked), 95 %
+    interval.
+    """
     low, high = wilson(right, asked)
     share = right / asked if asked else None
     return {"right": right, "asked": asked, "accuracy": share, "low": low, "high": high}
 
 
 def count_by_distance(right: Mapping[int, int], asked: int) -> dict[str, Any]:
-    """Right answers by distance, of `asked` questions each, as a row of all and "by_distance"."""
+    """Return right answers by distance, out of `asked` questions each, as a row for all and
+    "by_distance".
+    """
     return {
         **count_right(sum(right.values()), asked * len(right)),
         "by_distance": [{"distance": d, **count_right(n, asked)} for d, n in right.items()],
@@ -45,11 +49,12 @@ def count_by_distance(right: Mapping[int, int], asked: int) -> dict[str, Any]:
 
 
 def paired_shares(first: Sequence[bool], second: Sequence[bool]) -> tuple[float, float, float]:
-    """The difference of two shares of right answers to the same questions, and its 95 % interval.
+    """Compute the difference of two shares of right answers to the same questions, and its 95 %
+    interval.
 
     Newcombe 1998, "Improved confidence intervals for the difference between binomial proportions
     based on paired data", method 10: Wilson's intervals of both shares, and how often the two are
-    right or wrong together. The interval is not empty where both answer all questions alike.
+    right or wrong together. The interval is not empty if both answer all questions alike.
     """
     n = len(first)
     both = sum(one and other for one, other in zip(first, second, strict=True))
@@ -71,9 +76,9 @@ def paired_shares(first: Sequence[bool], second: Sequence[bool]) -> tuple[float,
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float | None]:
-    """The mean of some figures, and the half-width of its 95 % interval.
+    """Compute the mean of some figures, and the half-width of its 95 % interval.
 
-    Student's interval, for few independent measurements; None for a single figure.
+    It is Student's interval, for few independent measurements; None for a single figure.
     """
     if len(values) < 2:
         return fmean(values), None
@@ -82,7 +87,7 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float | None]:
 
 
 def student(freedom: int, confidence: float = 0.95) -> float:
-    """Half the width of the interval of a mean, in standard errors, by Student's t."""
+    """Return half the width of the interval of a mean, in standard errors, by Student's t."""
     low, high = 0.0, 1.0
     while _within(high, freedom) < confidence:
         high *= 2
@@ -93,7 +98,9 @@ def student(freedom: int, confidence: float = 0.95) -> float:
 
 
 def _within(t: float, freedom: int) -> float:
-    """The probability of Student's t between -t and t (Abramowitz and Stegun, 26.7.3 and 4)."""
+    """Return the probability of Student's t between -t and t (Abramowitz and Stegun, 26.7.3 and
+    4).
+    """
     angle = math.atan(t / math.sqrt(freedom))
     odd = freedom % 2
     term = math.cos(angle) if odd else 1.0
@@ -111,7 +118,9 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
 def normalize(text: str) -> str:
-    """SQuAD's normal form: lower case, no punctuation, no articles, single spaces."""
+    """Convert a text to SQuAD's normal form: lower case, no punctuation, no articles, single
+    spaces.
+    """
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
@@ -127,7 +136,7 @@ def contains(answer: str, right: Sequence[str]) -> bool:
 
 
 def words_found(answer: str, right: str) -> float:
-    """The share of the right answer's words that occur in an answer, after normalization.
+    """Return the share of the right answer's words that occur in an answer, after normalization.
 
     This is the needle-in-a-haystack score of Fu et al. 2024, which BalanceKV (section 4.3) follows.
     """
@@ -139,7 +148,8 @@ ROUGE = ("rouge1", "rouge2", "rougeL")
 
 
 def rouge_scores(answers: Sequence[str], right: Sequence[str]) -> dict[str, float]:
-    """Mean F1 of ROUGE-1, ROUGE-2 and ROUGE-L, and the geometric mean of the three, from 0 to 1.
+    """Compute the mean F1 of ROUGE-1, ROUGE-2 and ROUGE-L, and the geometric mean of the three,
+    from 0 to 1.
 
     Words are compared by their stems (Porter), as the metric's first implementation does. "rouge",
     the geometric mean of the means, is BUZZ's mean score (section 4.2.1, Table 2).
@@ -154,10 +164,10 @@ def rouge_scores(answers: Sequence[str], right: Sequence[str]) -> dict[str, floa
 
 
 def self_bleu(texts: Sequence[str]) -> float | None:
-    """The mean BLEU of each text with all the others as references, from 0 to 1.
+    """Compute the mean BLEU of each text with all the others as references, from 0 to 1.
 
-    BUZZ, section 4.2.3 and Figure 7, after Zhu et al. 2018. BLEU is sacrebleu's of sentences, which
-    leaves out orders longer than the text. None for fewer than two texts that are not empty.
+    BUZZ, section 4.2.3 and Figure 7, after Zhu et al. 2018. BLEU is sacrebleu's sentence BLEU,
+    which leaves out orders longer than the text. None for fewer than two texts that are not empty.
     """
     sentence_bleu = import_optional("sacrebleu", "Self-BLEU").sentence_bleu
     known = [text for text in texts if text.strip()]

@@ -2,9 +2,9 @@
 
 A task is a dataclass of its parameters, written like a pool: `ppl(tokens=20000)`. `notation` reads
 lists of tasks, `grid` runs them. Some parameters mean the same in all tasks that have them: `file`
-has JSON lines, plain, `.gz` or `.xz`, or is a data set of the Hub, `hub:...`; of its records the
-first `samples` are used, or all; `chat` puts prompts into the model's chat template; `text` is a
-file of books, UTF-8, plain or `.xz`, in place of the packaged one.
+has JSON lines, plain, `.gz` or `.xz`, or is a data set of the Hub, `hub:...`; `samples` is the
+number of its first records that are used, by default all; `chat` puts prompts into the model's chat
+template; `text` is a file of books, UTF-8, plain or `.xz`, that replaces the packaged one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from weir.stream import Stream
 
 Better = Literal["higher", "lower"]
 Progress = Callable[[float], None]
-"""Called with the share of a task that is done, from 0 to 1."""
+"""Function called with the share of a task that is done, from 0 to 1."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,16 @@ class Subject:
         model: the model.
         tokenizer: its tokenizer.
         policy: the policy; without a budget if `rate` is given.
-        seed: seed of all random draws, the task's own too.
+        seed: seed of all random draws, including the task's own.
         chunk: tokens between two folds.
         positions: as for `Stream`.
         prefill: as for `Stream`; "full" reads a prompt whole and compresses it once.
-        rate: makes the budget this share of the prompt; None takes the policy as it is.
+        rate: sets the budget to this share of the prompt; None uses the policy as it is.
         keeps_answers: whether all tokens that follow a prompt are kept.
         loading: how the model was loaded, pairs of an argument of `weir.load` and its value.
-        ran: by policy, the pools of the last stream that was made under it. They may be others than
-            the policy's name stands for without a model: the weights decide on those of `weir`.
+        ran: by policy, the pools of the last stream that was made under it. They can differ from
+            those that the policy's name stands for without a model, because the pools of `weir`
+            depend on the weights.
     """
 
     name: str
@@ -62,7 +63,7 @@ class Subject:
     ran: dict[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     def stream(self, prompt: int | None = None, answer: int = 0) -> Stream:
-        """A new stream.
+        """Make a new stream.
 
         Args:
             prompt: tokens of the prompt, to be fed in the first call; None for a stream without a
@@ -70,8 +71,8 @@ class Subject:
             answer: maximum number of tokens that follow the prompt.
 
         Raises:
-            WeirError: the model cannot be served this way; or `rate` is given and there is no
-                prompt, or the policy takes no budget; or there is no prompt for `kvzip` to read.
+            WeirError: the model is not supported; `rate` is given but there is no prompt or the
+                policy takes no budget; or there is no prompt for `kvzip` to read.
         """
         policy, chunk = self.policy, self.chunk
         if prompt is None and isinstance(policy, KVzip):
@@ -88,8 +89,8 @@ class Subject:
                 )
             policy = parse_policy(with_budget(str(policy), max(1, round(prompt * self.rate))))
         if self.keeps_answers and prompt is not None:
-            # The tail folds when it is full, so it gets room for the whole answer, and one token
-            # more.
+            # The tail folds when it is full, so it gets space for the whole answer and one more
+            # token.
             chunk = max(chunk, answer + 1)
         made = Stream(
             self.model,
@@ -109,9 +110,10 @@ class Task(ABC):
 
     Attributes:
         name: name of the task.
-        metrics: figures of `run` to compare by, most important first, and which way is better.
-        drawn: whether the seed decides what is asked. If not, and the policy draws nothing either,
-            one seed is enough.
+        metrics: figures of `run` that are compared, most important first, and whether higher or
+            lower is better.
+        drawn: whether the questions depend on the seed. If neither they nor the policy do, one seed
+            is enough.
     """
 
     name: ClassVar[str]
@@ -119,7 +121,7 @@ class Task(ABC):
     metrics: ClassVar[Mapping[str, Better]]
 
     def settings(self) -> Sequence[Task]:
-        """The tasks to run and record one by one; a sweep stands for several.
+        """Return the tasks to run and record one by one; a sweep stands for several.
 
         Raises:
             WeirError: the parameters contradict each other.
@@ -132,7 +134,7 @@ class Task(ABC):
 
         Args:
             subject: the model and policy to measure.
-            progress: called now and then with the share that is done.
+            progress: called from time to time with the share that is done.
 
         Returns:
             Figures by name, as JSON holds them: those of `metrics` (None where nothing was
@@ -157,7 +159,9 @@ AnyTask = TypeVar("AnyTask", bound=type[Task])
 
 
 def task(name: str) -> Callable[[AnyTask], AnyTask]:
-    """Register a class of tasks under a name; it refuses what annotations do not allow."""
+    """Register a class of tasks under a name. The class then refuses values that its annotations do
+    not allow.
+    """
 
     def register(kind: AnyTask) -> AnyTask:
         kind.name = name

@@ -1,4 +1,4 @@
-"""The grid of an evaluation, tasks by policies by budgets, and its runner."""
+"""The grid of an evaluation (tasks by policies by budgets) and its runner."""
 
 from weir.evals.grid.grid import (
     PROTOCOLS,

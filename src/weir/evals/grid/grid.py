@@ -33,7 +33,7 @@ Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 class PaperProtocol:
     """The way a paper's experiments read a prompt, with fields as in `Subject`.
 
-    `about` sums it up in a sentence; a `chunk` or `rate` of None leaves it to the user.
+    `about` describes it in a sentence. If `chunk` or `rate` is None, the user chooses it.
     """
 
     about: str
@@ -78,7 +78,7 @@ PROTOCOLS: dict[str, PaperProtocol] = {
 
 
 def protocol(name: str) -> PaperProtocol:
-    """Look up a protocol by name; a `WeirError` if there is none."""
+    """Look up a protocol by name; WeirError if there is none."""
     if name not in PROTOCOLS:
         raise WeirError(
             f"unknown protocol {name!r}{suggest(name, PROTOCOLS)}. Use one of "
@@ -88,12 +88,15 @@ def protocol(name: str) -> PaperProtocol:
 
 
 Equal = Literal["slots", "bytes", "kv"]
-"""What all policies of a grid have the same of: slots, bytes of the whole cache, or bytes of keys
-and values."""
+"""What is equal for all policies of a grid: slots, bytes of the whole cache, or bytes of keys and
+values.
+"""
 YARDSTICK = "streaming_llm"
-"""The policy whose bytes at each budget all others get, if sizes are not given in bytes."""
+"""If sizes are not given in bytes, all policies get the bytes of this policy at each budget."""
 NOT_IN_EVERY = {"recompute", "kvzip", "pinned", "pyramid", "quantized"}
-"""Named policies that `all` leaves out: those that are no stream, and those around another."""
+"""Named policies that `all` leaves out: those that do not stream, and those that take another
+policy.
+"""
 
 
 @dataclass(frozen=True)
@@ -102,15 +105,15 @@ class Cell:
 
     Attributes:
         model, task: name of the model, as given, and the task with all its parameters.
-        policy, budget: the policy with its budget in it, and the budget if it was inserted.
+        policy, budget: the policy with its budget inserted, and the budget if it was inserted.
         seed, chunk, positions: as for `Stream`; a protocol has its own positions.
         protocol: the paper's protocol, if the cell follows one.
         memory: bytes from which the budget was computed; None if budgets were given in slots.
         equal: "kv" if those are bytes of keys and values alone; None otherwise.
         loading: how the model is loaded, pairs of an argument of `weir.load` and its value.
-        compiled: whether decode steps are compiled; never for a model given as an object.
-        pools: the pools that the policy's name stands for, which may change between versions of
-            weir; None for a policy that is written in pools.
+        compiled: whether decode steps are compiled; always false for a model given as an object.
+        pools: the pools that the policy's name stands for, which can change between versions of
+            weir; None for a policy that is written as pools.
     """
 
     model: str
@@ -128,7 +131,7 @@ class Cell:
     equal: str | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """The fields; the last five only where set."""
+        """Return the fields; the last five only if they are set."""
         facts = {**asdict(self), "loading": dict(self.loading)}
         seldom = ("memory", "loading", "compiled", "pools", "equal")
         return {k: v for k, v in facts.items() if v or k not in seldom}
@@ -153,7 +156,7 @@ class Grid:
 
     @property
     def fingerprint(self) -> str:
-        """A hash that identifies the cells."""
+        """Return a hash that identifies the cells."""
         text = json.dumps([cell.as_json() for cell in self.cells], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -182,30 +185,31 @@ def make_grid(
     """Make all cells of models × tasks × policies × budgets × seeds.
 
     Args:
-        models: names, folders or Hub ids; or a mapping of names of your own to (model, tokenizer),
-            to be passed to `run` too.
+        models: names, folders or Hub ids; or a mapping of names to (model, tokenizer), which must
+            also be passed to `run`.
         tasks: a list of tasks, as `read_tasks` takes it.
         policies: a list of policies and policy files; policies from files are written in full.
-            `all` stands for every named policy that makes sense.
+            `all` stands for every named policy except those in `NOT_IN_EVERY`.
         budgets: inserted into each policy that takes a budget and was written without one.
-        memory: instead of budgets, bytes of one stream's cache: each model gets the largest budget
-            that fits, within the model's window. Weights are loaded for `weir` alone, which gets
-            slots of 8 bits on models that do not bear 4. A policy with slots of its own has to fit
-            into the largest of them; `dense` and others without a limit run as they are.
-        equal: what policies have the same of: `slots` (the budgets), `bytes` (the whole cache) or
-            `kv` (keys and values of slots alone). By default `bytes` with `memory`, else `slots`.
-            `bytes` and `kv` without `memory` take the sizes of `streaming_llm` at the budgets.
-        seeds: every cell runs with each seed; deterministic cells run with the first alone.
+        memory: instead of budgets, bytes of one stream's cache. Each model gets the largest budget
+            that fits, within the model's window. Weights are loaded only for `weir`, which gets
+            slots of 8 bits on models that do not tolerate 4. A policy with its own slots has to fit
+            into the largest of these sizes; `dense` and others without a limit run unchanged.
+        equal: what is equal for all policies: `slots` (the budgets), `bytes` (the whole cache) or
+            `kv` (only keys and values of slots). The default is `bytes` with `memory`, otherwise
+            `slots`. Without `memory`, `bytes` and `kv` use the sizes of `streaming_llm` at the
+            budgets.
+        seeds: every cell runs with each seed; deterministic cells run only with the first.
         paper: a protocol's name.
         chunk: tokens between two folds; by default the protocol's, or 64.
         positions: as for `Stream`; a protocol overrides this.
-        slots: storage format of every policy's middle (`weir.policies.with_slots`).
+        slots: storage format of every policy's middle slots (`weir.policies.with_slots`).
         loading: how models are loaded, arguments of `weir.load`.
-        compiled: compile decode steps of models that are loaded.
+        compiled: whether to compile decode steps of models that are loaded.
 
     Raises:
-        WeirError: something cannot be parsed, is unknown, invalid or listed twice; or `compiled` is
-            set and models are given as objects.
+        WeirError: something cannot be parsed, or is unknown, invalid or listed twice; or `compiled`
+            is set and models are given as objects.
     """
     for what, found in (("model", models), ("seed", seeds)):
         if not found:
@@ -245,17 +249,18 @@ def make_grid(
 
     @cache
     def shape_of(name: str) -> PreTrainedModel:
-        """The given model, or one without weights."""
+        """Return the given model, or one without weights."""
         if isinstance(models, Mapping):
             given: PreTrainedModel = models[name][0]
             return given
         return skeleton(name, **loading)
 
     def how(name: str) -> tuple[tuple[str, Any], ...]:
-        """The arguments that a model is loaded with, as its cells record them.
+        """Return the arguments that a model is loaded with, as its cells record them.
 
-        What `load` chooses for a GGUF file depends on the machine, so it is recorded too. A run
-        that is resumed elsewhere then measures again, and does not mix two kinds of weights.
+        What `load` chooses for a GGUF file depends on the machine, so it is recorded, too. A run
+        that is resumed on another machine then measures again, and does not mix two kinds of
+        weights.
         """
         chosen = dict(loading)
         stored = not isinstance(models, Mapping) and is_gguf(name)
@@ -264,7 +269,9 @@ def make_grid(
         return tuple(sorted(chosen.items()))
 
     def sizing(name: str, policy: str) -> PreTrainedModel:
-        """The model by which a policy is sized; with its weights where these decide its slots."""
+        """Return the model by which a policy is sized, with its weights if they determine the
+        slots.
+        """
         if isinstance(models, Mapping) or not _by_weights(policy):
             return shape_of(name)
         return load_cached(name, how(name), compiled)[0]
@@ -274,7 +281,7 @@ def make_grid(
 
     @cache
     def sizes(model: str) -> tuple[int, ...]:
-        """The bytes at which the policies of a model are compared."""
+        """Return the bytes at which the policies of a model are compared."""
         if memory or in_slots:
             return tuple(memory)
         each = (with_budget(YARDSTICK, budget) for budget in budgets)
@@ -283,7 +290,9 @@ def make_grid(
         )
 
     def sized(model: str, policy: str) -> list[tuple[str, int | None, int | None]]:
-        """A policy with each budget in it, the budget, and the memory that it was made for."""
+        """Yield a policy with each budget inserted, the budget, and the memory that it was made
+        for.
+        """
         how_sized = folds, model, rules.positions, counted
         if not (budgets or memory) or not takes_budget(policy):
             if rooms := sizes(model):
@@ -335,10 +344,10 @@ def make_grid(
 
 @lru_cache(maxsize=1)
 def load_cached(name: str, loading: tuple[tuple[str, Any], ...], compiled: bool) -> Loaded:
-    """Load a model. Only the last is cached, since cells of one model follow each other."""
+    """Load a model. Only the last model is cached, because cells of one model are adjacent."""
     model, tokenizer = load(name, **dict(loading))
     if compiled:
-        compile_steps(model, strict=True)  # otherwise a cell could claim compiled steps falsely
+        compile_steps(model, strict=True)  # otherwise a cell could wrongly claim compiled steps
     return model, tokenizer
 
 
@@ -351,7 +360,7 @@ def _each(policies: str, slots: str | None) -> list[str]:
 
 
 def _by_weights(policy: str) -> bool:
-    """Whether a model's weights decide on the slots of a policy, which may lack its budget."""
+    """Whether a model's weights determine the slots of a policy, which may lack its budget."""
     call = parse_call(policy)
     if call is not None and call.name == "weir":
         return True
@@ -373,7 +382,9 @@ def _is_random(setting: Task, policy: str) -> bool:
 
 
 def named_pools(policy: str) -> str | None:
-    """The pools that a policy's name stands for today; None for one that is written in pools."""
+    """Return the pools that a policy's name now stands for; None for a policy that is written as
+    pools.
+    """
     try:
         found = parse_policy(policy)
     except WeirError:  # it has no budget yet
@@ -384,10 +395,10 @@ def named_pools(policy: str) -> str | None:
 
 
 def extend_grid(path: Path, grid: Grid) -> Grid:
-    """Append the cells of a grid to that of a results file, if it is there, without duplicates.
+    """Append the cells of a grid to that of a results file, if the file exists, without duplicates.
 
     Cells in the file keep their numbers, so the file's records stay valid. A policy whose name now
-    stands for other pools counts as another policy. A `WeirError` where the file is no results
+    stands for other pools counts as another policy. Raises WeirError if the file is not a results
     file, or this version of weir cannot read its cells.
     """
     if not path.exists() or (path.is_file() and not path.stat().st_size):

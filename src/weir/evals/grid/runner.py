@@ -1,8 +1,8 @@
-"""Run the cells of a grid, in this process or on a Ray cluster, and record each when it is done.
+"""Runs the cells of a grid, in this process or on a Ray cluster, and records each when it is done.
 
-A cell that fails is recorded with its reason and stops nothing. On Ray a cell is a task: if its
-worker dies, that cell alone runs again elsewhere. It uses as many threads as this process would, so
-its figures are the same to the last bit; to run more cells side by side, set OMP_NUM_THREADS=1.
+A cell that fails is recorded with its reason, and the others continue. On Ray, a cell is a task: if
+its worker dies, only that cell runs again elsewhere. A cell uses as many threads as this process
+would, so its figures are bit-identical. To run more cells in parallel, set OMP_NUM_THREADS=1.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from weir.policies import parse_policy
 
 Numbered = tuple[int, Cell]
 CellProgress = Callable[[int, float], None]
-"""Called with the number of a cell in the grid and the share of it that is done."""
+"""Function called with the number of a cell in the grid and the share of it that is done."""
 Worker = Callable[[list[Numbered], CellProgress], Iterator[CellRecord]]
-"""Runs cells and yields the record of each as it ends, in any order."""
+"""Function that runs cells and yields the record of each as it ends, in any order."""
 
 
 def run(
@@ -133,7 +133,7 @@ def measure(
 
 
 def record_of(number: int, cell: Cell, found: dict[str, Any]) -> CellRecord:
-    """The record of a cell: everything that decides on its figures, and the figures.
+    """Return the record of a cell: everything that determines its figures, and the figures.
 
     For a policy with a name, "pools" has the pools that ran. If the name stands for other pools
     without a model, "stands_for" has those.
@@ -166,7 +166,7 @@ def subject_of(cell: Cell, models: Mapping[str, Loaded] = MappingProxyType({})) 
         chunk=cell.chunk,
         positions=cell.positions,
         prefill=rules.prefill,
-        # Policies with a size of their own, or without one such as dense, run unchanged.
+        # Policies with their own size, or without a size, such as dense, run unchanged.
         rate=rules.rate if takes_budget(cell.policy) else None,
         keeps_answers=rules.keeps_answers,
         loading=cell.loading,
@@ -185,13 +185,14 @@ def failure_reason(error: Exception) -> str:
 
 LOCAL = "local"
 TRIES = 4
-"""How often a cell is begun, if its worker dies each time."""
+"""How often a cell is started if its worker dies each time."""
 CLUSTER_PATIENCE = 5.0
-"""Seconds in which a cluster must answer."""
+"""Seconds within which a cluster must answer."""
 
 
 def on_ray(address: str) -> Worker:
-    """Make a worker that runs cells on a cluster; `WeirError` without Ray, or where none answers.
+    """Make a worker that runs cells on a cluster. Raises WeirError without Ray, or if no cluster
+    answers.
 
     `local` is a temporary cluster on this machine, `host:port` a cluster's head, and
     `ray://host:port` one that takes clients.
@@ -216,7 +217,8 @@ def on_ray(address: str) -> Worker:
             # A cell must fit on some machine, or Ray would wait forever for a larger one.
             how = {"num_cpus": min(threads, most), "max_retries": TRIES - 1}
             remote = ray.remote(**how)(_measure_on_worker).remote
-            # As a dictionary: a `Cell` would have the worker import all of weir to read it.
+            # Pass a dictionary, because the worker would have to import all of weir to read a
+            # `Cell`.
             waiting = {remote(n, cell.as_json(), threads): (n, cell) for n, cell in cells}
             while waiting:
                 (ended, *_), _ = ray.wait(list(waiting))
@@ -256,7 +258,7 @@ def _connect(ray: Any, address: str) -> None:
 
 
 def _check_reachable(address: str) -> None:
-    """Check that a cluster answers; Ray itself would try for a minute and then exit."""
+    """Check that a cluster answers, because Ray itself would try for a minute and then exit."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdecimal():
         raise WeirError(

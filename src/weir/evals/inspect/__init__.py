@@ -1,4 +1,4 @@
-"""Inspect a model beside the papers' figures: attention, keys, norms and kept tokens."""
+"""Inspects a model next to the papers' figures: attention, keys, norms and kept tokens."""
 
 from weir.evals.inspect.attention import Attention, watch
 from weir.evals.inspect.page import (

@@ -1,8 +1,10 @@
-"""The attention of a model while it reads, block of queries by block: logits and weights.
+"""Observes the attention of a model while it reads: logits and weights, one block of queries at a
+time.
 
-Callers keep sums over a block's numbers only, so a map of a long sequence is never whole anywhere.
-What weir streams is read through a dense cache, which sees queries and keys as the attention does;
-any other model, encoders such as BERT among them, through transformers' attention interface.
+Callers keep only sums over the numbers of a block, so a map of a long sequence never exists as a
+whole. Models that weir streams are read through a dense cache, which sees queries and keys as the
+attention does. All other models, including encoders such as BERT, are read through transformers'
+attention interface.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ PIECE = 256
 """Tokens that a model reads in one call."""
 
 Look = Callable[[Attention], None]
-"""Is shown every layer of every call, and keeps what it wants of it."""
+"""Is called for every layer of every call, and keeps what it needs."""
 
 
 def watch(model: PreTrainedModel, ids: Tensor, look: Look) -> None:
@@ -95,7 +97,7 @@ def _watch_another(model: PreTrainedModel, ids: Tensor, look: Look) -> None:
         index = getattr(it.module, "layer_idx", None)
         index = index if isinstance(index, int) else shown % max(1, layers)
         shown += 1
-        # A cache of transformers' that slides gives its last keys and the new ones.
+        # A sliding cache of transformers returns its last keys and the new ones.
         keys, end = it.keys, seen + it.queries.shape[2]
         places = torch.arange(end - keys.shape[2], end, device=keys.device)
         whole = it.queries.unflatten(1, (keys.shape[1], -1))

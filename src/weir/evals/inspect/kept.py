@@ -1,12 +1,12 @@
 """Tokens of a text that a policy keeps, by pool, at several moments, as a picture and as HTML.
 
-A token is *held* by a KV head of a layer while its own key and value lie in a slot there. Pools
-that weigh (`balance`, `subgen`, `uniform`, ...) let a slot represent evicted tokens; those are
-shown as gone, and the label gives the weight of the slot. A mean of several (`residue`) is shown at
-the newest of them.
+A token is *held* by a KV head of a layer while its own key and value are in a slot there. In pools
+with weights (`balance`, `subgen`, `uniform`, ...), a slot also represents evicted tokens. These are
+shown as gone, and the label gives the weight of the slot. A mean of several tokens (`residue`) is
+shown at the newest of them.
 
-The text needs no scripts, and color is never the only sign: the line under a token has a style for
-every pool and is thicker the more heads hold it.
+The text needs no scripts, and color is never the only sign: each pool has a style for the line
+under a token, and the line is thicker the more heads hold the token.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLORS = ("#2c6e9b", "#d1410c", "#7a9a01", "#8e5aa8", "#c99a00", "#0a8f8f")
-"""Of the pools, in the order of the pipe; they differ in lightness too."""
+"""Colors of the pools, in the order of the pipe; they also differ in lightness."""
 WAITING = "#77828c"
-"""Of tokens that wait for a fold."""
+"""Color of tokens that wait for a fold."""
 LINES = ("solid", "dotted", "dashed", "double")
 STRONGEST = 0.45
-"""Of a shade: more of it would be hard to read on."""
+"""Largest opacity of a shade; on a stronger one, text would be hard to read."""
 
 STYLE = "\n" + (resources.files("weir.evals.inspect") / "kept.css").read_text("utf-8")
 
 
 class Run(NamedTuple):
-    """Neighboring tokens, special or not, and where each of them is held; None for nowhere."""
+    """Adjacent tokens, special or not, and where each of them is held; None for nowhere."""
 
     first: int
     last: int
@@ -115,18 +115,18 @@ def _style_of(pools: Sequence[str], pool: str, share: float) -> str:
 
 
 POLICY = "sink(4) | recent(60) | heavy(64)"
-"""Where none is named: one pool of each kind, and one that every head fills as it likes."""
+"""The default policy: one pool of each kind, and one that every head fills differently."""
 USUAL = 1024
-"""Tokens of the text that are read."""
+"""Number of tokens that are read by default."""
 MOST = 4096
-"""Tokens whose slots are drawn and whose text is written out, at most."""
+"""Largest number of tokens that are shown."""
 FEWEST = 8
-"""Of tokens."""
+"""Smallest number of tokens."""
 QUARTERS = 4
-"""The text is looked at after each of them where no moments are named."""
+"""The default moments at which the text is shown, as shares of the text."""
 MOST_MOMENTS = 12
 COLUMNS = 640
-"""Of a strip; several tokens share one where there are more."""
+"""Largest number of columns of a strip; if there are more tokens, several share a column."""
 GONE, UNREAD = (0.93, 0.94, 0.95), (1.0, 1.0, 1.0)
 
 
@@ -214,9 +214,9 @@ def only(holding: Holding, layers: Sequence[int], heads: Sequence[int]) -> Holdi
 
 
 def strip(holding: Holding, tokens: int, layers: Sequence[int], heads: Sequence[int]) -> Tensor:
-    """The pool that holds each token of a text, by KV head [layers * heads, tokens], int64.
+    """Return the pool that holds each token of a text, by KV head [layers * heads, tokens], int64.
 
-    A number of `holding.pools`; -1 for gone, -2 for tokens not read yet.
+    Entries are indexes of `holding.pools`; -1 for gone, -2 for tokens not read yet.
     """
     found = torch.full((len(layers) * len(heads), tokens), -2)
     found[:, : holding.seen] = -1

@@ -1,14 +1,15 @@
-"""Geometry of keys and values: t-SNE with greedy centers, and clusterability.
+"""The geometry of keys and values: t-SNE with greedy centers, and clusterability.
 
 SubGen (Zandieh et al. 2024), section 3.1 and Figure 1: the keys of a Llama-2-7B are said to be more
 clusterable than its values, thanks to rotary embedding. So keys are measured as a cache holds them,
-and once more as if all stood at place 0. By SubGen's Definition 1, points are clusterable if few
-balls of a small radius cover them. A radius grows with the points' scale, number and dimension, so
-it is compared with a control: every coordinate shuffled independently, which keeps its distribution
-and removes the dependence between coordinates, which is what makes clusters.
+and again as if all were at place 0. By SubGen's Definition 1, points are clusterable if few balls
+of a small radius cover them. A radius grows with the points' scale, number and dimension, so it is
+compared with a control: every coordinate is shuffled independently. This keeps the distribution of
+each coordinate, but removes the dependence between coordinates, which makes clusters.
 
-The first token is left out, or all tokens of a learned sink: the sink lies far from all others, and
-shuffled, its coordinates would make the control look spread out and any set of points clusterable.
+The first token, or all tokens of a learned sink, are left out. The sink is far from all other
+tokens. Its shuffled coordinates would spread the control, and make any set of points look
+clusterable.
 """
 
 from __future__ import annotations
@@ -52,22 +53,22 @@ LOOKS = {
     TURNED: ("#7a9a01", "^", "--"),
     VALUES: ("#c0392b", "s", ":"),
 }
-"""Color, marker and line of each kind, distinct without colors too."""
+"""Color, marker and line of each kind, which can be distinguished without colors."""
 GRAY = "#77828c"
 FEWEST = 8
-"""Points for which there are three numbers of centers."""
+"""Smallest number of points, for which there are three numbers of centers."""
 USUAL = 1024
-"""Tokens of a passage, as in the paper, where the model's window holds them."""
+"""Tokens of a passage, as in the paper, if they fit in the model's window."""
 TEXTS = 5
-"""Passages, at most."""
+"""Largest number of passages."""
 LAYERS = 5
 """Layers of a deep model that are shown by default, evenly spread, as in the paper."""
 CENTERS = 16
-"""Of the paper's figure."""
+"""Number of centers in the paper's figure."""
 PERPLEXITY = 30.0
-"""Of t-SNE, as everyone takes it; a third of the tokens where they are few."""
+"""The usual perplexity of t-SNE; a third of the tokens if there are few."""
 MOST_ROWS = 40
-"""Heads that have a row of the table each; where there are more, layers have."""
+"""Largest number of heads that have a table row each; if there are more, each layer has a row."""
 
 
 @dataclass(frozen=True)
@@ -83,20 +84,22 @@ class Covering:
 
     @property
     def score(self) -> Tensor:
-        """The clusterability [sets]: by which share a set's radii are smaller than the control's.
+        """The clusterability [sets]: the share by which a set's radii are smaller than the
+        control's.
 
-        The mean over every k but 1, which measures no clusters. 0: no more clustered than
-        independent coordinates; 1: at most as many different points as centers.
+        It is the mean over all k except 1, which does not measure clusters. 0 means no more
+        clustered than independent coordinates, and 1 means that there are at most as many different
+        points as centers.
         """
         several = [n for n, k in enumerate(self.counts) if k > 1]
         mine, other = self.radius[:, several], self.control[:, several]
-        # If the control's radius is zero too, there is nothing to compare.
+        # If the control's radius is also zero, there is nothing to compare.
         ratio = torch.where(other > 0, mine / other, torch.ones_like(mine))
         return (1 - ratio).mean(dim=1)
 
 
 def doublings(points: int) -> tuple[int, ...]:
-    """The numbers of centers for some points: 1, 2, 4, ... up to half of them."""
+    """Return the numbers of centers for `points` points: 1, 2, 4, ... up to half of them."""
     if points < FEWEST:
         raise WeirError(
             f"{points} tokens are too few to look for clusters. Use a text of at least {FEWEST} "
@@ -106,10 +109,12 @@ def doublings(points: int) -> tuple[int, ...]:
 
 
 def cover(points: Tensor, seed: int = 0) -> Covering:
-    """The covering radii of sets of points [sets, n, dim], and of their shuffled controls."""
+    """Compute the covering radii of sets of points [sets, n, dim], and of their shuffled
+    controls.
+    """
     points = points.float()
     counts = doublings(points.shape[1])
-    # Shuffling does not change the spread: one unit for both.
+    # Shuffling does not change the spread, so both have the same unit.
     unit = spread(points)[:, None]
     unit = torch.where(unit > 0, unit, torch.ones_like(unit))
     other = shuffle_coordinates(points, seed)
@@ -141,7 +146,8 @@ def covering_radii(points: Tensor, counts: Sequence[int]) -> Tensor:
     found = []
     for k in counts:
         for mine, picked in zip(points, centers(points, k), strict=True):
-            # Computed from differences, so that a center's distance from itself is exactly zero.
+            # Compute distances from differences, so that a center's distance from itself is exactly
+            # zero.
             far = torch.cdist(mine, mine[picked], compute_mode="donot_use_mm_for_euclid_dist")
             found.append(float(far.amin(dim=1).max()))
     return torch.tensor(found).view(len(counts), -1).T.contiguous()
@@ -378,7 +384,7 @@ def _cell(measured: Sequence[dict[str, Any]]) -> str:
 
 
 def _of(measured: Sequence[dict[str, Any]], **wanted: Any) -> list[dict[str, Any]]:
-    """Filter by figures."""
+    """Return the entries with the given figures."""
     return [one for one in measured if all(one[k] == v for k, v in wanted.items())]
 
 

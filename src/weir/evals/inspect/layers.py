@@ -1,9 +1,9 @@
-"""Perplexity of a stream whose sinks some layers or heads cannot see.
+"""Measures the perplexity of a stream whose sinks are hidden from some layers or heads.
 
-StreamingLLM (Xiao et al. 2024), Table 1, taken apart: the model reads a text under
-`sink(4) | recent(n)`, and the slots of the sinks are left empty in one layer alone, in all layers
-but one, or in one KV head. Everything else is the same, the newest tokens too, so what changes is
-what those sinks are worth there. Tokens are scored only once something has been evicted.
+StreamingLLM (Xiao et al. 2024), Table 1, in parts: the model reads a text under `sink(4) |
+recent(n)`, and the slots of the sinks are left empty in only one layer, in all layers except one,
+or in one KV head. Everything else is the same, including the newest tokens, so the change shows
+what those sinks are worth. Tokens are scored only after something has been evicted.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 BUDGET = 1024
-"""Slots, at most: half of a model's window if that is less."""
+"""Largest number of slots, or half of a model's window if that is less."""
 CHUNK = 64
 SCORED = 2000
-"""Tokens that are scored where no number is named."""
+"""Number of tokens that are scored by default."""
 LEAST = 100
-"""Fewer tokens are no measurement."""
+"""Smallest number of tokens for a measurement."""
 MOST_HEADS = 64
-"""KV heads that are measured one by one where none are chosen."""
+"""Largest number of KV heads that are measured one by one if none are chosen."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,9 @@ class StreamSetup:
 
 
 def section(asked: Inspection) -> Section:
-    """Perplexity without the sinks of one layer, with those of one alone, and by KV head."""
+    """Measure perplexity without the sinks of one layer, with only those of one layer, and by KV
+    head.
+    """
     if looks_ahead(asked.model):
         raise WeirError(
             f"{asked.model.config.model_type} sees its whole text at once, so it has no stream "
@@ -187,7 +189,7 @@ def section(asked: Inspection) -> Section:
 
 
 def set_up(asked: Inspection, facts: ModelSpec) -> StreamSetup:
-    """The setup for a model: half of its window in slots, `BUDGET` at most."""
+    """Return the setup for a model: half of its window in slots, at most `BUDGET`."""
     kv_heads = {
         n: layer.heads.kv_heads
         for n, layer in enumerate(facts.layers)

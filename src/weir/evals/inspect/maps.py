@@ -1,10 +1,10 @@
 """Average attention logits by layer and head, and the share of attention on the first tokens.
 
 StreamingLLM (Xiao et al. 2024), Figures 2, 7, 11, 13 and 14: in most layers above the second, all
-queries attend to the first token, whatever it is. Section F and Figure 12: of the 4096th token's
-attention the first token gets more than half in most layers of Llama-2-7B. A first pass over a few
-tokens finds the layers and heads there are; the second keeps sums for those that are drawn, and
-never more than a block of queries.
+queries attend to the first token, whatever it is. Section F and Figure 12: the first token gets
+more than half of the 4096th token's attention in most layers of Llama-2-7B. A first pass over a few
+tokens finds the existing layers and heads. The second keeps sums only for those that are drawn, and
+never holds more than a block of queries.
 """
 
 from __future__ import annotations
@@ -37,15 +37,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 BATCH = 32
-"""Sequences that are read together, at most; together they have `MOST_TOKENS` at most."""
+"""Largest number of sequences that are read together; they have at most `MOST_TOKENS` tokens in
+total.
+"""
 ACROSS = 4
-"""Panels side by side that a phone still shows."""
+"""Number of panels side by side that fit on a phone."""
 MOST_PANELS = 16
-"""Panels where no layers or heads are chosen."""
+"""Largest number of panels if no layers or heads are chosen."""
 
 
 def section(asked: Inspection) -> Section:
-    """The maps of the chosen layers and heads; by default all of a small model."""
+    """Draw the maps of the chosen layers and heads; by default, all of a small model."""
     if asked.length < SHORTEST:
         raise WeirError(f"a map of {asked.length} tokens shows nothing. Use at least {SHORTEST}.")
     ids = sentences(asked, asked.sequences, asked.length)
@@ -79,7 +81,7 @@ def section(asked: Inspection) -> Section:
             {
                 "layer": layer,
                 "head": head,
-                # Over the logits of all queries but the first token's own.
+                # Over the logits of all queries except the first token's own.
                 "first": float(mean[1:, 0].nanmean()),
                 "others": float(mean[1:, 1:].nanmean()),
                 "logits": [[round(x, 4) for x in row] for row in mean.tolist()],
@@ -92,7 +94,7 @@ def section(asked: Inspection) -> Section:
 
 
 def count_heads(asked: Inspection, ids: Tensor) -> dict[int, int]:
-    """The layers that attention weights can be seen of, and how many heads each has."""
+    """Return the layers whose attention weights are visible, and the number of heads of each."""
     found: dict[int, int] = {}
 
     def add(attention: Attention) -> None:
@@ -157,7 +159,7 @@ def spread(count: int, most: int) -> tuple[int, ...]:
 def _panels(
     sizes: dict[int, int], layers: tuple[int, ...] | None, heads: tuple[int, ...] | None
 ) -> tuple[Sequence[int], Sequence[int]]:
-    """The layers and heads to draw, of layers with so many heads."""
+    """Choose the layers and heads to draw."""
     known, every = list(sizes), min(sizes.values())
     for layer in layers or ():
         if layer not in sizes:
@@ -197,13 +199,13 @@ def _draw(figure: Figure, maps: dict[tuple[int, int], Tensor]) -> None:
 
 
 SEQUENCES = 16
-"""Long sequences are averaged over; the paper has 256."""
+"""Number of long sequences in the average; the paper has 256."""
 FIRST = 4
-"""As many tokens as StreamingLLM keeps for sinks."""
+"""The number of tokens that StreamingLLM keeps for sinks."""
 
 
 def shares_section(asked: Inspection) -> Section:
-    """The shares of every layer, or of the chosen ones; over the chosen heads."""
+    """Draw the shares of all or the chosen layers, averaged over the chosen heads."""
     if looks_ahead(asked.model):
         raise WeirError(
             f"{asked.model.config.model_type} sees its whole text at once, so this section does "
@@ -247,8 +249,9 @@ def first_shares(asked: Inspection, ids: Tensor) -> list[dict[str, Any]]:
     """Mean attention of the last token of sequences [count, length] to the first, by layer.
 
     Returns:
-        Of each chosen layer its number, and the shares on the first token and on the first `FIRST`,
-        over and by the chosen heads, with the standard deviation over them of the first's.
+        For each chosen layer: its number, and the shares on the first token and on the first
+        `FIRST` tokens, averaged over the chosen heads and by head, with the standard deviation of
+        the first token's share over the heads.
     """
     sums: dict[int, Tensor] = {}
     last = ids.shape[1] - 1

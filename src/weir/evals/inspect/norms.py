@@ -2,8 +2,9 @@
 
 BalanceKV (Kochetkova et al. 2025), sections 4.5 and B.1: its theorem asks for bounded queries and
 keys, and in Llama-3.1-8B-Instruct their Euclidean norms, over all layers and heads, hardly change
-with the length of a prompt. Keys are shifted by their mean over the prompt, head by head. Beside
-the paper's interval, as if all vectors of a prompt were independent, stands that over prompts.
+with the length of a prompt. Keys are shifted by their mean over the prompt, head by head. In
+addition to the paper's interval, which treats all vectors of a prompt as independent, there is an
+interval over prompts.
 """
 
 from __future__ import annotations
@@ -35,18 +36,18 @@ NAMES = {"queries": "queries", "keys_shifted": "keys, shifted", "values": "value
 """The kinds of vectors, by their names in the facts."""
 COLORS = ("#2c6e9b", "#7a9a01", "#c0392b")
 USUAL = 4096
-"""Tokens of the longest prompt where the model's window holds them."""
+"""Tokens of the longest prompt, if they fit in the model's window."""
 LENGTHS = 4
 """Lengths of prompts: the longest, half of it, a quarter and an eighth."""
 PROMPTS = 5
-"""Of each length, at most."""
+"""Largest number of prompts of each length."""
 FEWEST = 8
 """Tokens of the shortest prompt."""
 _Z = NormalDist().inv_cdf(0.975)
 
 
 def section(asked: Inspection) -> Section:
-    """Norms over the chosen layers and heads, by prompt length."""
+    """Measure norms over the chosen layers and heads, by prompt length."""
     most = passages(asked, longest(asked, USUAL), 1, FEWEST).shape[1]
     lengths = [most // 2**n for n in reversed(range(LENGTHS)) if most // 2**n >= FEWEST]
     found = []
@@ -65,12 +66,15 @@ def measure(asked: Inspection, prompts: Tensor) -> dict[str, Any]:
 
     Returns:
         "tokens" and "prompts" (their numbers), and by each name of `NAMES` the "mean" norm of all
-        vectors; "reach", the half-width of the paper's interval: one prompt, vectors taken as
-        independent; "reach_over_prompts", None for one; "by_prompt" and "by_layer".
+        vectors; "reach", the half-width of the paper's interval for one prompt, with vectors
+        treated as independent; "reach_over_prompts", None for one prompt; "by_prompt" and
+        "by_layer".
     """
 
     def take(layer: LayerInputs) -> Tensor:
-        """By kind: number of vectors, sum of their norms, and of the squares [kinds, 3]."""
+        """Return, by kind, the number of vectors, the sum of their norms, and that of the squares
+        [kinds, 3].
+        """
         group = layer.queries.shape[1] // layer.keys.shape[1]
         found = []
         for name, norms in norms_of(layer).items():

@@ -1,4 +1,4 @@
-"""Run the sections of `weir inspect` and write them as one page.
+"""Runs the sections of `weir inspect` and writes them as one page.
 
 The page needs no network and grows while the remaining sections are computed.
 """
@@ -28,7 +28,7 @@ SECTIONS: dict[str, Callable[[Inspection], Section]] = {
     "norms": norms.section,
     "kept": kept.section,
 }
-"""In the order of the page."""
+"""The sections, in the order of the page."""
 
 
 def select_sections(only: Sequence[str] = ()) -> list[str]:
@@ -44,7 +44,8 @@ def look(
     only: Sequence[str] = (),
     on_step: Callable[[str, int, int], None] | None = None,
 ) -> Iterator[Section | tuple[str, WeirError]]:
-    """Yield each section, or the name and reason of one that is impossible for this input.
+    """Yield each section, or the name of a section that is impossible for this input, with the
+    reason.
 
     Args:
         asked: the model, text and choices.
@@ -63,7 +64,9 @@ def look(
 
 
 def sizes(model: PreTrainedModel) -> tuple[int, int]:
-    """(layers, query heads of each) of any model; 0 heads where it has no attention."""
+    """Return the number of layers of any model, and of query heads in each; 0 heads if it has no
+    attention.
+    """
     config = model.config.get_text_config()
     layers = getattr(config, "num_hidden_layers", 0)
     return int(layers), int(getattr(config, "num_attention_heads", 0) or 0)
@@ -85,7 +88,7 @@ class InspectionPage:
     """A page in a folder.
 
     Args:
-        out: the folder, created if missing; a WeirError if it cannot be.
+        out: the folder, created if missing; WeirError if that fails.
         title, facts: title of the page, and one sentence about the model and the text.
 
     Attributes:
@@ -121,7 +124,9 @@ class InspectionPage:
         self._write()
 
     def leave_out(self, name: str, why: str) -> None:
-        """Note on the page that a section is left out, and why; no page has that alone."""
+        """Note on the page that a section is left out, and why. A page is written only if it has a
+        section.
+        """
         self.left_out[name] = why
         self._parts.append(name)
         if self.sections:

@@ -2,9 +2,9 @@
 
 A section is a function `section(asked: Inspection) -> Section` in a file of this folder, listed in
 `page.SECTIONS`. It computes, draws its pictures with `drawing`, and returns a `Section`; it prints
-nothing and writes no file. If a model or a text makes it impossible, it raises a `WeirError` of one
-sentence: the page shows the sentence in place of the section, and the others go on. matplotlib and
-optional packages are imported inside functions.
+nothing and writes no file. If the model or text makes the section impossible, it raises a
+`WeirError` with one sentence. The page shows the sentence instead of the section, and the other
+sections continue. matplotlib and optional packages are imported inside functions.
 
 - Layers and heads have been checked to exist. Heads are query heads; a section about keys or values
   shows the KV heads that they read (`Inspection.kv_heads`).
@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH = 5.2
-"""Inches; on a phone's screen letters of 9 points are then about as large as small print."""
+"""Width of a picture in inches. On a phone, letters of 9 points are then about the size of small
+print.
+"""
 
 
 @dataclass(frozen=True)
@@ -41,14 +43,14 @@ class Inspection:
     """A model, a text, and the layers, heads and tokens to look at.
 
     Attributes:
-        model: a causal language model, or an encoder (which weir does not stream: `describe`
-            and whatever makes a cache refuse it in a sentence).
+        model: a causal language model, or an encoder. weir does not stream encoders: `describe`,
+            and everything that makes a cache, refuse them.
         tokenizer: of the model.
         name: name of the model, as given.
         text: the whole text.
         layers: indices of layers, from 0; None for the section's default.
         heads: indices of query heads, from 0; None for all, or the section's default.
-        policy: a policy as text; None where none was named.
+        policy: a policy as text; None if none was named.
         sequences: maximum number of short sequences to average over.
         length: tokens in each of them.
         tokens: maximum number of tokens to read in one go from a long text; None for the section's
@@ -86,7 +88,9 @@ class Inspection:
         return sink_of(self.model.config)
 
     def kv_heads(self, group: int) -> tuple[int, ...] | None:
-        """The KV heads that the chosen heads read, `group` heads each; None if none were chosen."""
+        """Return the KV heads that the chosen query heads read; `group` query heads share one. None
+        if none were chosen.
+        """
         if self.heads is None:
             return None
         return tuple(dict.fromkeys(head // group for head in self.heads))
@@ -113,8 +117,9 @@ class Section:
     Attributes:
         name: the anchor on the page and the key in `--json`, such as `maps`.
         title: heading of the section.
-        text: a paragraph that says what is shown and how it was measured, with the paper's figure.
-        pictures: in order.
+        text: a paragraph that says what is shown and how it was measured, and cites the paper's
+            figure.
+        pictures: pictures, in order.
         table: table of figures, if any.
         facts: JSON-serializable figures for `--json`; NaN and infinities become null.
         fragment: HTML below the pictures; everything from a text must be escaped.
@@ -143,16 +148,18 @@ def drawing(height: float) -> Iterator[Figure]:
 
 
 def style_panel(axes: Axes) -> None:
-    """Horizontal grid lines behind the data, and no frame above and to the right."""
+    """Add horizontal grid lines behind the data, and remove the frame above and to the right."""
     axes.grid(axis="y", color="#e3e7ea", lw=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 SHORTEST = 8
-"""Tokens; in shorter sequences there is nothing to see."""
+"""Smallest number of tokens of a sequence; shorter ones show nothing."""
 MOST_TOKENS = 4096
-"""Tokens of a passage, at most: what a layer is given for one is held in whole."""
+"""Largest number of tokens of a passage, because all inputs of a layer for one passage are held in
+memory.
+"""
 _END = re.compile(r"(?<=[.!?…。！？])[\"'”’»)]*\s+|(?<=[。！？])|\n\s*\n")
 _QUIET = {"verbose": False, "return_attention_mask": False}
 
@@ -160,12 +167,13 @@ _QUIET = {"verbose": False, "return_attention_mask": False}
 def sentences(asked: Inspection, count: int, length: int) -> Tensor:
     """The first `count` sentences of a text, cut after `length` tokens [sentences, length].
 
-    If the text has more pieces of that length than such sentences, pieces are returned. Tokens of
-    a learned sink come first; special tokens around any text count.
+    If the text has more pieces of that length than such sentences, pieces are returned instead.
+    Tokens of a learned sink come first. Special tokens that are put around any text count as
+    tokens.
     """
     found: list[list[int]] = []
     parts = [part for part in _END.split(asked.text) if part and part.strip()]
-    # In steps, since a text may be huge.
+    # In steps, because a text can be huge.
     for begin in range(0, len(parts), 4 * count):
         some = [part[: 64 * length] for part in parts[begin : begin + 4 * count]]
         rows = asked.tokenizer(some, truncation=True, max_length=length, **_QUIET)["input_ids"]
@@ -212,7 +220,9 @@ def fixed_tokens(ids: Tensor, tokenizer: PreTrainedTokenizerBase) -> dict[int, s
 
 
 def longest(asked: Inspection, usual: int) -> int:
-    """Tokens of the longest passage: as asked for, or `usual`, or what the model's window holds."""
+    """Return the tokens of the longest passage: the requested number, or `usual`, limited by the
+    model's window.
+    """
     if asked.tokens is None:
         return min(usual, window_of(asked.model.config) or MOST_TOKENS)
     if asked.tokens > MOST_TOKENS:

@@ -1,4 +1,4 @@
-"""Results on disk, checked, summed up and reported."""
+"""Results on disk: writes, checks, summarizes and reports them."""
 
 from weir.evals.results.file import CellRecord, ResultsFile, failures, for_json, read_results
 from weir.evals.results.naming import name_records

@@ -1,8 +1,8 @@
-"""The papers of the policies that ran: what a report says to cite, and BibTeX.
+"""Finds the papers of the policies that ran, for the citations of a report and BibTeX.
 
-The docstring of each pool's module names its paper as `Authors YEAR, "Title", arXiv:NUMBER`. A
-module of your own can do so too, and so can the text of `@named`. What is not said there is left
-out of the entry.
+The docstring of each pool's module names its paper as `Authors YEAR, "Title", arXiv:NUMBER`. Your
+own module can do the same, and so can the text of `@named`. Fields that the text lacks are left out
+of the entry.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from weir.errors import WeirError
 
 ARXIV = re.compile(r"arXiv:(\d{4}\.\d{4,5})")
 BEFORE = re.compile(r'(?:([A-Z][^()".:;]*?(?: et al\.)?) )?(20\d\d), (?:"([^"]+)", )?$')
-"""Authors, year and title in front of a number of arXiv."""
+"""Authors, year and title in front of an arXiv number."""
 METHOD = re.compile(r"([A-Z][\w-]*(?: [A-Z]\w*)*) \([^()]*$")
-"""A method's name in front of the bracket that has its paper."""
+"""A method's name in front of the parenthesis with its paper."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Paper:
     """A paper on arXiv.
 
     Attributes:
-        number: of arXiv.
+        number: the arXiv number.
         authors, title: as a docstring names them; empty if it does not.
     """
 
@@ -38,14 +38,14 @@ class Paper:
 
     @property
     def year(self) -> str:
-        """The year in which arXiv got it."""
+        """The year of the arXiv number."""
         return f"20{self.number[:2]}"
 
     def __str__(self) -> str:
         return ", ".join(filter(None, (self.authors, self.title, f"arXiv:{self.number}")))
 
     def bibtex(self) -> str:
-        """The entry of a file of references."""
+        """The BibTeX entry."""
         names = self.authors.replace(" et al.", " and others").replace(", ", " and ")
         fields = {
             "author": names,
@@ -58,7 +58,7 @@ class Paper:
 
 
 def papers_in(text: str) -> list[Paper]:
-    """The papers that a docstring names."""
+    """Find the papers that a docstring names."""
     text = " ".join(text.split()).replace("- ", "-")
     found: dict[str, Paper] = {}
     for match in ARXIV.finditer(text):
@@ -71,8 +71,11 @@ def papers_in(text: str) -> list[Paper]:
 
 
 def papers_of(policy: str) -> list[Paper]:
-    """The papers of a policy's name and pools; none if it evicts nothing or cannot be parsed."""
-    # This imports PyTorch, which a report without this section need not wait for.
+    """Find the papers of a policy's name and pools; none if it evicts nothing or cannot be
+    parsed.
+    """
+    # Imported here, because this imports PyTorch, which a report without this section does not
+    # need.
     from weir.policies import NAMED, Recompute, parse_call, saved_policy
     from weir.pools import POOLS
 
@@ -94,20 +97,20 @@ def papers_of(policy: str) -> list[Paper]:
 
 
 def cited(policies: Iterable[str]) -> dict[Paper, list[str]]:
-    """The papers of some policies, each with the policies that it is cited for."""
+    """Return the papers of some policies, each with the policies that it is cited for."""
     best: dict[str, Paper] = {}
     users: dict[str, dict[str, None]] = {}
     for policy in policies:
         for paper in papers_of(policy):
             there = best.get(paper.number)
-            # Several pools can name a paper, and not all of them its title.
+            # Several pools can name the same paper, and not all give its title.
             best[paper.number] = max(there or paper, paper, key=lambda one: len(str(one)))
             users.setdefault(paper.number, {})[policy] = None
     return {best[number]: list(users[number]) for number in sorted(best)}
 
 
 def as_bibtex(papers: Sequence[Paper]) -> str:
-    """Entries for weir and some papers."""
+    """Write BibTeX entries for weir and some papers."""
     own = {
         "author": "{The weir authors}",
         "title": "{weir: any Hugging Face decoder on token streams without end, in a KV cache of "

@@ -1,8 +1,8 @@
-"""Results file of an evaluation: JSON lines that survive a crash.
+"""The results file of an evaluation: JSON lines that survive a crash.
 
 The first line is the grid with all its cells; one line per finished cell follows. A line is written
 and synced at once. A line that a crash cut short is removed when the file is opened again. Every
-field that reports read is checked on loading and named by file, line and field if it is wrong.
+field that reports read is checked when the file is loaded; an error names the file, line and field.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def check_cell(line: JsonRecord, cells: int) -> None:
     for name, check in checks.items():
         if line.values.get(name) is not None:
             check(name)
-    # What reports draw: blocks of a text, answers by distance, also by form and way, cells of heat
-    # maps.
+    # Fields that reports draw: blocks of a text, answers by distance, also by form and way, and
+    # cells of heat maps.
     result = line.record("result")
     if "ppl_by_block" in result:
         result.numbers("ppl_by_block")
@@ -80,7 +80,7 @@ def check_cell(line: JsonRecord, cells: int) -> None:
             row.text("form")
             for name in ("distance", "asked"):
                 row.count(name)
-            if "way" in row:  # answers, and not what a search found
+            if "way" in row:  # these are answers, not results of a search
                 row.text("way")
                 row.count("right")
     if "cells" in result:
@@ -100,23 +100,23 @@ def _check_word(line: JsonRecord, name: str, words: tuple[str, ...]) -> str:
 CellRecord = dict[str, Any]
 """The record of one cell, with its number in the grid under "cell"."""
 MOST = 3
-"""Values of a field that are named where two grids differ."""
+"""Largest number of values that are named for a field in which two grids differ."""
 
 
 class ResultsFile:
-    """A results file, open for writing; no other process can open it meanwhile.
+    """A results file that is open for writing; no other process can open it at the same time.
 
     Args:
         path, grid: the file, and its first line, with a fingerprint under "grid".
-        resume: continue an existing file; otherwise there must be none.
+        resume: continue an existing file; otherwise, the file must not exist.
         add: continue an existing file; if the file's grid is the beginning of this one, replace it.
 
     Attributes:
         records: the records in the file, by cell number.
 
     Raises:
-        WeirError: the file exists and is not to be continued, belongs to another grid, is no
-            results file or no regular file, is open in another process, or cannot be written.
+        WeirError: the file exists and `resume` and `add` are false; it belongs to another grid, is
+            not a results file or a regular file, is open in another process, or cannot be written.
     """
 
     def __init__(
@@ -151,12 +151,12 @@ class ResultsFile:
         os.close(self._file)
 
     def append(self, record: CellRecord) -> None:
-        """Write the record of a cell, whole or not at all."""
+        """Write the record of a cell. If that fails, nothing is written."""
         self._write(record)
         self.records[record["cell"]] = record
 
     def keep(self, records: dict[int, CellRecord]) -> None:
-        """Replace the records by some of them, or by the same in another order."""
+        """Replace the records by some of them, or by the same records in another order."""
         if list(records) != list(self.records):
             self.records = records
             self._rewrite(list(records.values()))
@@ -199,7 +199,7 @@ class ResultsFile:
 
     def _rewrite(self, records: list[CellRecord]) -> None:
         """Replace the file atomically, and continue with the new one."""
-        from weir.stream import replace_atomically  # PyTorch, which reports need not wait for
+        from weir.stream import replace_atomically  # imports PyTorch, which reports do not need
 
         try:
             with replace_atomically(self.path) as new:
@@ -213,7 +213,7 @@ class ResultsFile:
 
 
 def read_results(path: str | Path) -> tuple[dict[str, Any], list[CellRecord]]:
-    """Read the grid and the records of a file; a last line cut short is ignored.
+    """Read the grid and the records of a file; an incomplete last line is ignored.
 
     Raises:
         WeirError: there is no such file, or `weir eval` has not written it.
@@ -229,17 +229,17 @@ def read_results(path: str | Path) -> tuple[dict[str, Any], list[CellRecord]]:
 
 
 def failures(records: Iterable[CellRecord]) -> list[CellRecord]:
-    """The records of cells that failed."""
+    """Return the records of cells that failed."""
     return [record for record in records if record["status"] == "failed"]
 
 
 def unique(values: Iterable[Any]) -> tuple[Any, ...]:
-    """Remove duplicates, and keep the order of first occurrence."""
+    """Remove duplicates, keeping the order of first occurrence."""
     return tuple(dict.fromkeys(values))
 
 
 def _check_kind(path: Path) -> None:
-    """Refuse devices, pipes and folders with a `WeirError`: only files can be read to the end."""
+    """Refuse devices, pipes and folders (WeirError), because only files can be read to the end."""
     if path.exists() and not path.is_file():
         kind = "a folder" if path.is_dir() else "a device or a pipe"
         raise WeirError(f"{path} is not a regular file but {kind}, and results need a file")

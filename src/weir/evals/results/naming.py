@@ -16,7 +16,9 @@ from weir.errors import WeirError
 from weir.evals.results.file import CellRecord, read_results, unique
 
 DEFAULTS = {"dtype": "auto"}
-"""Of the arguments of `weir.load`, those whose default has a value; given it, nothing is said."""
+"""Arguments of `weir.load` whose default has a value. Names do not mention an argument that has its
+default.
+"""
 
 
 def name_records(records: Sequence[CellRecord]) -> list[CellRecord]:
@@ -46,7 +48,8 @@ def name_loading(records: Sequence[CellRecord]) -> list[CellRecord]:
 def shorten_layered(records: Sequence[CellRecord]) -> list[CellRecord]:
     """Rename per-layer policies of records by their slots: `layers of 76, 52, 436, 220`.
 
-    Two that would get the same name keep their full text; the field `written` has that of others.
+    Two policies that would get the same name keep their full text. For the others, the field
+    `written` has the full text.
     """
     lists = [policy for policy in unique(r["policy"] for r in records) if policy.startswith("[")]
     short = {policy: _slots(policy) for policy in lists}
@@ -59,8 +62,10 @@ def shorten_layered(records: Sequence[CellRecord]) -> list[CellRecord]:
 
 
 def _slots(policy: str) -> str:
-    """The short name of a per-layer policy; its text if this weir cannot parse it."""
-    # This imports PyTorch, which reports without such a policy need not wait for.
+    """Return the short name of a per-layer policy, or its text if this version of weir cannot parse
+    it.
+    """
+    # Imported here, because this imports PyTorch, which reports without such a policy do not need.
     from weir.policies import Layered, saved_policy
 
     try:
@@ -74,8 +79,8 @@ def _slots(policy: str) -> str:
 
 
 def distinguish_pools(records: Sequence[CellRecord]) -> list[CellRecord]:
-    """Rename policies of records by the pools that their names stand for, if they say them, where
-    one name has several.
+    """If one policy name stands for different pools in some records, rename these policies by their
+    pools, if the records have them.
     """
     meant: dict[str, set[str]] = {}
     for record in records:
@@ -90,7 +95,8 @@ def distinguish_pools(records: Sequence[CellRecord]) -> list[CellRecord]:
 
 
 def _stands_for(record: CellRecord) -> str | None:
-    """The pools that the name of a record's policy stands for; None if the record does not say.
+    """Return the pools that the name of a record's policy stands for; None if the record does not
+    say.
 
     A record without "stands_for" has them under "pools".
     """
@@ -103,10 +109,10 @@ DECIDING = ("model", "setting", "policy", "seed", "protocol", "chunk", "position
 
 
 def read_together(paths: Sequence[Path]) -> tuple[int, list[CellRecord]]:
-    """Read several results files as one: the number of cells, and their renamed records.
+    """Read several results files as one. Returns the number of cells, and their renamed records.
 
-    A cell that failed in one file and is done in another is done; a `WeirError` where two files
-    have different figures of one cell.
+    A cell that failed in one file and is done in another counts as done. Raises WeirError if two
+    files have different figures for one cell.
     """
     cells = 0
     found: dict[tuple[Any, ...], Found] = {}
@@ -125,7 +131,7 @@ Found = tuple[CellRecord, Path]
 
 
 def _merge_pair(there: Found, here: Found) -> Found:
-    """Merge two records of a cell: one that is done replaces one that failed."""
+    """Merge two records of a cell; one that is done replaces one that failed."""
     old, new = there[0], here[0]
     if old["status"] == "failed":
         return here

@@ -70,9 +70,10 @@ def as_html(table: FigureTable) -> str:
 def _rows(
     table: FigureTable, best: str, second: str, sure: str, **how: str
 ) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """Each policy with its figures and their intervals, empty where there is none.
+    """Return each policy with its figures and their intervals, empty if there are none.
 
-    `best`, `second` and `sure` are patterns of what is marked; `how` is for `Column.written`.
+    `best`, `second` and `sure` are the formats of marked cells; `how` is passed to
+    `Column.written`.
     """
     marks = {1: best, 2: second}
     places = [column.places() for column in table.columns]
@@ -86,7 +87,7 @@ def _rows(
 
 
 def as_csv(tables: Sequence[FigureTable]) -> str:
-    """Tables as comma-separated values, one unrounded figure per line."""
+    """Write tables as comma-separated values, one unrounded figure per line."""
     target = io.StringIO()
     lines = csv.writer(target, lineterminator="\n")
     names = ("mean", "sd", "low", "high", "n", "seeds")
@@ -101,7 +102,7 @@ def as_csv(tables: Sequence[FigureTable]) -> str:
 
 
 def as_latex(tables: Sequence[FigureTable]) -> str:
-    """Tables for a paper that loads booktabs: means, and below them 95 % intervals, sd and n."""
+    """Write tables for a paper that loads booktabs: means, with 95 % intervals, sd and n below."""
     return "% \\usepackage{booktabs}\n" + "\n".join(_latex(table) for table in tables)
 
 
@@ -133,29 +134,33 @@ def _tex(text: str) -> str:
 
 
 def _code(name: str) -> str:
-    """Format a policy as code in a cell, with bars escaped, which would end the cell."""
+    """Format a policy as code in a cell; vertical bars are escaped, because they would end the
+    cell.
+    """
     return f"<code>{name.replace('|', '&#124;')}</code>" if "|" in name else f"`{name}`"
 
 
 WIDTH = 7.6
-"""Inches."""
+"""Width of a picture in inches."""
 FAR = 20.0
-"""From such a ratio of the largest figure to the smallest on, a scale is logarithmic."""
+"""A scale is logarithmic if the largest figure is at least so many times the smallest."""
 FAR_BYTES = 10.0
-"""The same of bytes: policies of some hundred slots and exact attention are farther apart."""
+"""The same for bytes, because policies of some hundred slots are farther from exact attention."""
 
 
 def family(policy: str) -> str:
-    """The name that policies of different budgets share; a pipe is its own name.
+    """Return the name that policies of different budgets share; a pipe is its own name.
 
-    For a policy written without the word `budget`, this is the name before the bracket.
+    For a policy that is written without the word `budget`, this is the name before the parenthesis.
     """
     plain = strip_budget(policy)
     return plain if plain != policy or " | " in policy else policy.partition("(")[0]
 
 
 def pareto_front(points: Sequence[tuple[float, float]], higher: bool) -> list[int]:
-    """Indices of the points (bytes, quality) that no other beats in both, by rising bytes."""
+    """Return the indices of the points (bytes, quality) that no other point beats in both, by
+    rising bytes.
+    """
     costs = [(nbytes, -quality if higher else quality) for nbytes, quality in points]
     best: list[int] = []
     for i in sorted(range(len(points)), key=costs.__getitem__):
@@ -165,17 +170,17 @@ def pareto_front(points: Sequence[tuple[float, float]], higher: bool) -> list[in
 
 
 BASELINE = "dense"
-"""The policy that keeps everything; it can be so far from its rivals that they share a corner."""
+"""The policy that keeps everything; it can be so far from all others that they share a corner."""
 FARTHER = 2.0
-"""The baseline is left out of axes that it would make so many times as long."""
+"""The baseline is left out if it would make an axis so many times as long."""
 
 
 def plot_pareto(records: Sequence[CellRecord], label: str) -> DrawnFigure | None:
     """Plot figures against cache bytes, budgets of a policy joined, the Pareto front in gray.
 
-    The records are of one model and setting; None where fewer than two policies have both figures.
-    Where the baseline is far from all others, the axes fit the others, and the legend has its
-    figures.
+    The records are of one model and setting. Returns None if fewer than two policies have both
+    figures. If the baseline is far from all others, the axes fit the others, and the legend has the
+    baseline's figures.
     """
     of_policy = group_by((r for r in records if r["value"] is not None and r["kv_bytes"]), "policy")
     if len(of_policy) < 2:
@@ -207,7 +212,7 @@ def plot_pareto(records: Sequence[CellRecord], label: str) -> DrawnFigure | None
 
 
 def _is_far(base: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> bool:
-    """Whether points would make an axis so long that different others are hard to tell apart."""
+    """Whether points would make an axis so long that the others are hard to tell apart."""
     for mine, theirs in zip(zip(*base, strict=True), zip(*others, strict=True), strict=True):
         span = max(theirs) - min(theirs)
         if span and max(*mine, *theirs) - min(*mine, *theirs) > FARTHER * span:
@@ -216,7 +221,7 @@ def _is_far(base: Sequence[tuple[float, float]], others: Sequence[tuple[float, f
 
 
 def _written(name: str, points: Sequence[tuple[float, float]]) -> str:
-    """A policy that is not drawn, with its figures."""
+    """Describe a policy that is not drawn, with its figures."""
     each = "; ".join(f"{value:,.4g} in {megabytes:,.1f} MB" for megabytes, value in points)
     return f"{name}, not drawn: {each}"
 
@@ -224,7 +229,7 @@ def _written(name: str, points: Sequence[tuple[float, float]]) -> str:
 def plot_along(records: Sequence[CellRecord]) -> DrawnFigure | None:
     """Plot perplexity by whole block of a text, a line per policy; None without blocks.
 
-    Only the first seed of the records is drawn, which are of one model and setting.
+    The records are of one model and setting. Only the first seed is drawn.
     """
     rows = [r for r in records if len(r["result"].get("ppl_by_block", ())) > 1]
     results = {policy: mine[0]["result"] for (policy,), mine in group_by(rows, "policy").items()}
@@ -236,7 +241,7 @@ def plot_along(records: Sequence[CellRecord]) -> DrawnFigure | None:
     }
     shown = readable_range(list(curves.values()))
     names = {policy: with_peak(policy, curve, shown) for policy, curve in curves.items()}
-    # Budgets of a policy have one color, as in the other picture, and differ in their dashes.
+    # Budgets of a policy have the same color, as in the other picture, and differ in their dashes.
     families: dict[str, list[str]] = {}
     for policy in curves:
         families.setdefault(family(policy), []).append(policy)
@@ -249,7 +254,7 @@ def plot_along(records: Sequence[CellRecord]) -> DrawnFigure | None:
             result = results[policy]
             edges = [min(i * result["block"], result["tokens"]) for i in range(len(values) + 1)]
             middles = [(a + b) / 2 for a, b in itertools.pairwise(edges)]
-            # Markers of many blocks would merge into one band.
+            # The markers of many blocks would merge into a band.
             often = max(1, len(values) // 8) if len(values) > 25 else 1
             how = {"lw": 1.4, "ms": 4, "ls": dashes, "markevery": often, **line_style(number)}
             axes.plot(middles, values, label=names[policy], **how)
@@ -262,7 +267,7 @@ def plot_along(records: Sequence[CellRecord]) -> DrawnFigure | None:
 def plot_heat(records: Sequence[CellRecord]) -> DrawnFigure | None:
     """Plot heat maps of accuracy by length and depth, a panel per policy; None without such cells.
 
-    The mean over seeds of the records is drawn, which are of one model and setting.
+    The records are of one model and setting. The mean over seeds is drawn.
     """
     of_policy = group_by((r for r in records if r["result"].get("cells")), "policy")
     if not of_policy:
@@ -301,7 +306,7 @@ FORMS = {
     "sessions": "two things, told apart",
     "order": "which was told first",
 }
-"""Forms of the task `recalled`, as its pictures call them. The others have no right answers."""
+"""Names of the forms of the task `recalled` in pictures. The other forms have no right answers."""
 WAYS = {"recall": "with recall", "none": "without", "plain": "retrieval, no cache"}
 
 
@@ -309,7 +314,7 @@ def plot_recalled(records: Sequence[CellRecord]) -> DrawnFigure | None:
     """Plot right answers over the distance, a panel for each form and a line for each way; None
     without results of `recalled`.
 
-    The records are of one model. A policy is named where there are several of them.
+    The records are of one model. Policies are named if there are several.
     """
     rows = [
         {**row, "policy": record["policy"]}
@@ -342,7 +347,7 @@ def plot_recalled(records: Sequence[CellRecord]) -> DrawnFigure | None:
                 label = f"{policy}, {name}" if several else name
                 how = {"lw": 1.4, "ms": 5, "capsize": 2, "elinewidth": 0.8, **line_style(number)}
                 if form != forms[0]:
-                    label = "_"  # the legend has it from the first panel
+                    label = "_"  # the first panel has put it into the legend
                 axes.errorbar(list(counts), shares, yerr=[below, above], label=label, **how)
             axes.set_xscale("log")
             axes.set_xlim(nearest / 2, 2 * farthest)
@@ -358,7 +363,7 @@ def plot_recalled(records: Sequence[CellRecord]) -> DrawnFigure | None:
 
 
 def _shorten(count: int) -> str:
-    """A number of tokens for an axis: 10000 is 10k."""
+    """Format a number of tokens for an axis: 10000 is 10k."""
     for size, letter in ((1_000_000, "M"), (1_000, "k")):
         if count >= size:
             return f"{count / size:g}{letter}"
@@ -366,16 +371,16 @@ def _shorten(count: int) -> str:
 
 
 def _share(cells: Sequence[dict[str, Any]]) -> float:
-    """Mean accuracy; NaN if nothing was asked, which leaves a hole."""
+    """Return the mean accuracy; NaN if nothing was asked, which leaves a gap."""
     return float(mean(cell["accuracy"] for cell in cells)) if cells else math.nan
 
 
 LETTERS = 8
-"""Points of the letters of a legend."""
+"""Size of the letters of a legend, in points."""
 
 
 def _height(names: int, columns: int) -> float:
-    """Height in inches of a picture with a legend of so many names below."""
+    """Return the height in inches of a picture with a legend of so many names below it."""
     return 3.4 + 0.17 * -(-names // columns)
 
 
@@ -564,7 +569,7 @@ def _recalled_parts(done: Sequence[CellRecord]) -> Iterator[ReportPart]:
 
 
 def _facts(cells: int, records: Sequence[CellRecord]) -> str:
-    """A sentence about what was run."""
+    """Write a sentence about what was run."""
 
     def several(word: str, count: int) -> str:
         return f"{count} {word}{'' if count == 1 else 's'}"
@@ -614,7 +619,7 @@ def _pdf(
     failed: Sequence[CellRecord],
     source: str,
 ) -> bytes:
-    """The report as PDF, a page for each part; no TeX is needed for it."""
+    """Write the report as PDF, with a page for each part; it does not need TeX."""
     import matplotlib as mpl
     from matplotlib.backends.backend_pdf import PdfPages
     from matplotlib.figure import Figure
@@ -631,7 +636,7 @@ def _pdf(
     ):
 
         def write(title: str, words: Sequence[str], table: Sequence[str] = ()) -> None:
-            """Add a page of text, as large as the text is."""
+            """Add a page of text, whose size fits the text."""
             lines = [line for each in words for line in textwrap.wrap(each, 100)]
             widest = max(map(len, (*lines, *table, title)))
             height = 0.7 + LINE_INCHES * (len(lines) + len(table) + 3)
@@ -664,16 +669,18 @@ def _pdf(
 
 LINE_INCHES = 0.16
 LETTER_INCHES = 0.069
-"""Height of a line and width of a letter of the text of a PDF."""
+"""Height of a line and width of a letter in the text of a PDF, in inches."""
 
 
 def _plain(text: str) -> str:
-    """Escape dollars, between which matplotlib would set mathematics."""
+    """Escape dollar signs, because matplotlib typesets text between them as mathematics."""
     return text.replace("$", r"\$")
 
 
 def as_lines(table: FigureTable) -> list[str]:
-    """A table in columns of letters of one width; the best have a star, intervals are below."""
+    """Write a table in monospaced columns; the best figures have a star, and intervals are
+    below.
+    """
     rows = [["policy", *(column.head for column in table.columns)]]
     for name, cells in _rows(table, "*%s", "%s", "%s", group=","):
         rows.append([name, *(figure for figure, _ in cells)])

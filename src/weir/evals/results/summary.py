@@ -1,10 +1,11 @@
-"""Summarize cell records as tables: one row per policy, one column per task, seeds averaged.
+"""Summarizes cell records as tables with one row per policy and one column per task; seeds are
+averaged.
 
-Shares of right answers are counted over all seeds together and have Wilson's interval; other
-figures with several seeds have Student's, and a perplexity that was measured once has Student's
-over the blocks of its text. Two policies are compared block by block, or answer by answer, since
-blocks and questions differ by more than policies do. Over several models only the change beside
-StreamingLLM is averaged, since models differ by more than policies do.
+Shares of right answers are counted over all seeds together, with Wilson's interval. Other figures
+with several seeds have Student's interval. A perplexity that was measured once has Student's
+interval over the blocks of its text. Two policies are compared block by block, or answer by answer,
+because blocks and questions differ more than policies do. Over several models, only the change
+relative to StreamingLLM is averaged, because models differ more than policies do.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Estimate:
     """A mean over seeds, and its uncertainty.
 
     Attributes:
-        n: number of answers, or else of seeds, or for one seed of blocks of the text.
+        n: number of answers; otherwise of seeds; for one seed, of blocks of the text.
         sd: standard deviation over the seeds; None for one seed.
         low, high: the 95 % interval; None for a single figure.
     """
@@ -44,20 +45,22 @@ class Estimate:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Estimate:
-        """The estimate from one figure for each seed."""
+        """Make the estimate from one figure for each seed."""
         middle, reach = mean_interval(values)
         ends = (None, None) if reach is None else (middle - reach, middle + reach)
         return cls(middle, len(values), len(values), _spread(values), *ends)
 
     @classmethod
     def of_blocks(cls, value: float, losses: Sequence[float]) -> Estimate:
-        """The estimate of a perplexity from the mean losses of a text's blocks, in nats."""
+        """Estimate a perplexity from the mean losses of a text's blocks, in nats."""
         reach = mean_interval(losses)[1] or 0.0
         return cls(value, len(losses), 1, None, value * exp(-reach), value * exp(reach))
 
     @classmethod
     def of_counts(cls, rows: Sequence[Any]) -> Estimate | None:
-        """The estimate from rows of counted answers, "right" and "asked"; None without any."""
+        """Make the estimate from rows of counted answers, "right" and "asked"; None if there are
+        none.
+        """
         asked = sum(row["asked"] for row in rows)
         if not asked:
             return None
@@ -89,10 +92,10 @@ def _is_share(record: dict[str, Any]) -> bool:
 
 
 def block_losses(record: CellRecord) -> list[float]:
-    """Mean losses of the whole blocks of a text, in nats.
+    """Return the mean losses of the whole blocks of a text, in nats.
 
-    Empty if the record's main figure is no perplexity by blocks, if some block has no finite one,
-    or if there are fewer than `LEAST_BLOCKS`.
+    Empty if the record's main figure is not a perplexity by blocks, if the perplexity of some block
+    is not finite, or if there are fewer than `LEAST_BLOCKS`.
     """
     result = record["result"]
     blocks = result.get("ppl_by_block") if record["metric"] == "ppl" else None
@@ -103,7 +106,7 @@ def block_losses(record: CellRecord) -> list[float]:
 
 
 def book_losses(record: CellRecord) -> list[float]:
-    """Mean losses of the books of a text, in nats; empty if there are none."""
+    """Return the mean losses of the books of a text, in nats; empty if there are none."""
     books = record["result"].get("by_book") if record["metric"] == "ppl" else None
     found = [book["ppl"] for book in books or ()]
     return [log(ppl) for ppl in found] if all(found) else []
@@ -114,11 +117,11 @@ def _spread(values: Sequence[float]) -> float | None:
 
 
 LEAST_BLOCKS = 5
-"""Fewer blocks of a text give no interval."""
+"""Smallest number of blocks of a text that gives an interval."""
 CACHE = "cache, MB"
 """The head of the column of bytes."""
 FOLDERS = re.compile(r"""\b((?:file|text)=["'])(?!hub:)[^"']*/""")
-"""A task's parameter that names a file, up to the file's own name."""
+"""A task's parameter that names a file, up to the file's name."""
 
 BUDGET = re.compile(r"(?<=\()budget=\d+(?:, )?|, budget=\d+\b")
 
@@ -128,7 +131,7 @@ class Column:
     """A column of figures, one per row, None if missing.
 
     Attributes:
-        better: which way is better; None marks nothing.
+        better: whether higher or lower is better; with None, nothing is marked.
         digits: digits after the decimal point.
         megabytes: whether figures are bytes, to be shown as MB.
     """
@@ -154,7 +157,7 @@ class Column:
         return f"{low} to {high}, {spread}n {figure.n:,}"
 
     def places(self) -> dict[int, int]:
-        """Rank (1 or 2) of the best and second-best rows, by row.
+        """Return the rank (1 or 2) of the best and second-best rows, by row.
 
         Figures with the same text share a rank. The worst figure of a column is never marked.
         """
@@ -220,14 +223,14 @@ def by_distance(records: Sequence[CellRecord]) -> list[FigureTable]:
 
 
 def _head(setting: str, record: CellRecord) -> str:
-    """The setting, with the name of the figure if it differs from the task's."""
+    """Return the setting, with the name of the figure if it differs from the task's."""
     metric = record["metric"]
     named = metric == record["task"] or metric in ("accuracy", "error")
     return setting if named else f"{setting}: {metric.replace('_', ' ')}"
 
 
 def short_heads(settings: list[str]) -> dict[str, str]:
-    """Short headings by setting: the task's name, and in brackets what distinguishes it.
+    """Return short headings by setting: the task's name, and in parentheses what distinguishes it.
 
     Files appear without folders, unless that would make two headings equal.
     """
@@ -244,7 +247,7 @@ def short_heads(settings: list[str]) -> dict[str, str]:
 
 
 def strip_budget(policy: str) -> str:
-    """A policy without the budget that was inserted: `quantized(h2o, newest=4)`."""
+    """Return a policy without the budget that was inserted: `quantized(h2o, newest=4)`."""
     return BUDGET.sub("", policy).replace("()", "")
 
 
@@ -281,22 +284,23 @@ def _parameters(setting: str) -> list[str]:
 
 
 REFERENCE = "streaming_llm"
-"""The policy beside which all others are put."""
+"""The policy that all others are compared with."""
 
 
 Place = tuple[str, str, tuple[Any, ...]]
-"""Where policies are compared: a model however it was loaded, a setting, and the size with all else
-that a cell says."""
+"""The key of a comparison of policies: a model, however it was loaded, a setting, and the size and
+other fields of a cell.
+"""
 
 
 def paired(records: Sequence[CellRecord]) -> list[FigureTable]:
     """One table per model and protocol: each policy's difference from StreamingLLM, pair by pair.
 
     Perplexities are paired by blocks of the text, answers by questions, and other figures by seeds.
-    With several books there is a column that pairs by books. A policy is put beside `REFERENCE` at
-    the same bytes or slots, or beside the only one there is. Figures where lower is better are
-    ratios, the others differences. None is marked as best: the best of these can be worse than the
-    reference.
+    With several books there is a column that pairs by books. A policy is compared with `REFERENCE`
+    at the same bytes or slots, or with the only reference there is. Figures for which lower is
+    better are ratios, and the others are differences. No figure is marked as best, because the best
+    of these can be worse than the reference.
     """
     done = [r for r in records if r["status"] == "done" and r["value"] is not None]
     tables = []
@@ -335,7 +339,7 @@ def _is_reference(policy: str) -> bool:
 
 
 def _pairs(cells: Sequence[CellRecord], policy: str) -> list[tuple[CellRecord, CellRecord]]:
-    """The records of a policy, each with the one of the reference that it is compared with."""
+    """Return the records of a policy, each with the reference's record that it is compared with."""
     beside = [r for r in cells if _is_reference(r["policy"])]
     found = []
     for record in (r for r in cells if r["policy"] == policy):
@@ -343,7 +347,7 @@ def _pairs(cells: Sequence[CellRecord], policy: str) -> list[tuple[CellRecord, C
         if not same and len({r["policy"] for r in beside}) == 1:
             same = [r for r in beside if _size(r)[:2] == _size(record)[:2]]
         seeds = {r["seed"]: r for r in same}
-        # A policy that draws nothing reads a text once, for all seeds of the others.
+        # A deterministic policy reads a text once, for all seeds of the others.
         once = same[0] if len(same) == 1 and block_losses(record) else None
         if (other := seeds.get(record["seed"], once)) is not None:
             found.append((record, other))
@@ -351,13 +355,13 @@ def _pairs(cells: Sequence[CellRecord], policy: str) -> list[tuple[CellRecord, C
 
 
 def _size(record: CellRecord) -> tuple[Any, ...]:
-    """How a cell reads, and the bytes or slots that it was given."""
+    """Return how a cell reads, and the bytes or slots that it was given."""
     memory, how = record.get("memory"), (record.get("chunk", 64), record.get("positions"))
     return (*how, record.get("equal"), memory, record.get("budget") if memory is None else None)
 
 
 def _paired(pairs: Sequence[tuple[CellRecord, CellRecord]], ratio: bool) -> Estimate | None:
-    """The difference of two policies by blocks, by answers, or else by seeds."""
+    """Return the difference of two policies by blocks, by answers, or otherwise by seeds."""
     if not pairs:
         return None
     blocks = [(block_losses(one), block_losses(other)) for one, other in pairs]
@@ -376,12 +380,14 @@ def _paired(pairs: Sequence[tuple[CellRecord, CellRecord]], ratio: bool) -> Esti
 
 
 def _marks(record: CellRecord) -> list[bool]:
-    """Which answers of a record are right, in the order of the questions; empty if unknown."""
+    """Return which answers of a record are right, in the order of the questions; empty if
+    unknown.
+    """
     return [mark == "1" for mark in record["result"].get("marks", "")]
 
 
 def _ratio(logs: Sequence[float]) -> Estimate | None:
-    """The estimate of a ratio from the logarithms of some pairs' ratios."""
+    """Estimate a ratio from the logarithms of the ratios of some pairs."""
     if not logs:
         return None
     middle, reach = mean_interval(logs)
@@ -392,10 +398,10 @@ def _ratio(logs: Sequence[float]) -> Estimate | None:
 def across_models(records: Sequence[CellRecord]) -> list[FigureTable]:
     """One table per protocol: policies relative to StreamingLLM at the same size, mean over models.
 
-    Figures where lower is better (perplexities and errors) are ratios; shares of right answers are
-    differences. Each model counts once, with its mean over seeds, sizes and ways of loading, and
-    the interval is over the models. Policies whose budget was not inserted are left out, and so are
-    figures that some model lacks. With fewer than two models there is no table.
+    Figures for which lower is better (perplexities and errors) are ratios; shares of right answers
+    are differences. Each model counts once, with its mean over seeds, sizes and ways of loading,
+    and the interval is over the models. Policies whose budget was not inserted are left out, and so
+    are figures that some model lacks. There is no table for fewer than two models.
     """
     sized = [r for r in records if r["status"] == "done" and r.get("budget") is not None]
     tables = []
@@ -427,7 +433,9 @@ def across_models(records: Sequence[CellRecord]) -> list[FigureTable]:
 def _changes(
     found: Mapping[Place, Mapping[str, float]], setting: str, name: str, ratio: bool
 ) -> dict[str, float]:
-    """A policy's change against the reference by model, averaged over the sizes of both."""
+    """Return a policy's change relative to the reference by model, averaged over the sizes of
+    both.
+    """
     changes: dict[str, list[float]] = defaultdict(list)
     for (model, here, _), row in found.items():
         if here == setting and {name, REFERENCE} <= row.keys() and (row[REFERENCE] or not ratio):
@@ -437,7 +445,7 @@ def _changes(
 
 
 def _means(records: Sequence[CellRecord]) -> Mapping[Place, Mapping[str, float]]:
-    """Means over seeds, by place and policy without budget."""
+    """Return means over seeds, by place and policy without budget."""
     values: dict[Place, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for record in records:
         model, memory = record["model"], record.get("memory")

@@ -1,7 +1,8 @@
-"""`agreement`: how many of the tokens that KVzip keeps of a text a policy holds too.
+"""`agreement`: the share of the tokens KVzip keeps of a text that a policy also holds.
 
-KVzip (Kim et al. 2025, arXiv:2505.23416) reads the text whole and has the model repeat it, so it
-knows what a repetition needs. A policy that streams has to decide earlier and with less.
+KVzip (Kim et al. 2025, arXiv:2505.23416) reads the whole text and lets the model repeat it, so it
+knows which tokens a repetition needs. A streaming policy has to decide earlier, with less
+information.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ from weir.stream import Stream, read_stream
 @task("agreement")
 @dataclass(frozen=True)
 class Agreement(Task):
-    """The share of the tokens that KVzip keeps of a passage which the policy holds as well.
+    """Measures the share of the tokens KVzip keeps of a passage that the policy also holds.
 
     KVzip gets as many slots as the policy has. Each passage is read from its beginning, on a new
-    stream, and all layers and KV heads count alike, but for layers with a window of their own.
+    stream. All layers and KV heads count equally, except layers with their own window, which do not
+    count.
 
     Attributes:
-        tokens: of a passage.
-        passages: how many, one after the other in the text.
+        tokens: tokens of a passage.
+        passages: number of consecutive passages of the text.
         asks: whether KVzip asks the model in words to repeat a passage.
     """
 
@@ -45,8 +47,8 @@ class Agreement(Task):
         """Read every passage under both, and compare what they hold.
 
         Returns:
-            "agreement"; "chance", the share of all tokens that the policy holds, which is what it
-            would agree if it kept any tokens; "slots", "tokens", "passages", "kv_bytes".
+            "agreement"; "chance", the share of all tokens that the policy holds, which would be the
+            agreement of random tokens; "slots", "tokens", "passages", "kv_bytes".
         """
         needed = self.tokens * self.passages
         ids = read_stream(subject.tokenizer, self.text, needed).ids
@@ -59,7 +61,7 @@ class Agreement(Task):
         for number, passage in enumerate(ids.split(self.tokens)):
             stream = subject.stream(self.tokens)
             stream.feed(passage)
-            stream.slots()  # raises where nothing is cached
+            stream.slots()  # raises if nothing is cached
             slots = stream.capacity
             if slots is None or slots >= self.tokens:
                 raise WeirError(

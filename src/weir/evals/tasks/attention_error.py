@@ -1,7 +1,7 @@
 """`attention-error`: relative error of each layer's attention under a policy, on one text.
 
-BalanceKV (Kochetkova et al. 2025), section 4.1; `weir.evals.attention_error` measures it, this puts
-it on the grid, with one seed a cell.
+BalanceKV (Kochetkova et al. 2025), section 4.1. `weir.evals.attention_error` measures it; this task
+makes it available to grids, with one seed per cell.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from weir.stream import read_stream
 @task("attention-error")
 @dataclass(frozen=True)
 class AttentionError(Task):
-    """Relative error of single layers' attention over the last queries of a text.
+    """Measures the relative error of each layer's attention over the last queries of a text.
 
     Attributes:
-        rate: the budget is made for this share of the tokens between the exact ones, for policies
-            written without one; none takes each policy with the budget it has.
-        tokens: of the text; none takes what the model's window holds, 4,096 at most.
-        queries: number of last queries that are asked; none takes 256, or a quarter of the tokens.
-        exact: first tokens that are exact beside a rate; none takes 256, or an eighth.
+        rate: for policies that are written without a budget, the share of the tokens between the
+            exact ones that determines the budget; none uses each policy's own budget.
+        tokens: tokens of the text; none uses the model's window, at most 4,096.
+        queries: number of last queries; none uses 256, or a quarter of the tokens if that is less.
+        exact: number of first tokens that are exact if there is a rate; none uses 256, or an eighth
+            of the tokens if that is less.
     """
 
     rate: float | None = None
@@ -50,7 +51,7 @@ class AttentionError(Task):
         """Compress the keys and values of every layer, and compare the last queries' attention.
 
         Returns:
-            "error", the mean over the layers; "by_layer", of each its "error" and the share of
+            "error", the mean over the layers; "by_layer", with each layer's "error" and share of
             tokens "kept"; "kept", "tokens", "queries". No stream is read, so there are no
             "kv_bytes".
         """

@@ -1,8 +1,8 @@
-"""`babi`: bAbI's questions, their facts scattered in a novel.
+"""`babi`: questions of bAbI whose facts are scattered in a novel.
 
-Built as BABILong does (Kuratov et al. 2024, section 2): the sentences of a story stand in their
-order at random places of a long text, and the question comes at its end. The model completes the
-answer's sentence, so that it needs no instructions.
+Built like BABILong (Kuratov et al. 2024, section 2): the sentences of a story are inserted in order
+at random places of a long text, and the question comes at its end. The model completes the sentence
+of the answer, so it needs no instructions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BEGINNINGS = (
     (r"What is (\w+) of the (\w+)\?", r"{0} of the {1} is the"),
     (r"What is the (\w+) (\w+) of\?", r"The {0} is {1} of the"),
 )
-"""Questions, and how their answers begin."""
+"""Patterns of questions, and the beginnings of their answers."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Story:
 
 
 def read_stories(path: str, most: int) -> list[Story]:
-    """The first questions of a file, at most one of each story of bAbI's."""
+    """Read the first questions of a file, at most one of each story."""
     found: list[Story] = []
     sentences: list[str] = []
     answered = False
@@ -70,12 +70,12 @@ def read_stories(path: str, most: int) -> list[Story]:
 @task("babi")
 @dataclass(frozen=True)
 class Babi(Task):
-    """bAbI's facts in a novel, and a question at its end.
+    """Hides the facts of bAbI in a novel, and asks a question at its end.
 
     Attributes:
         file: a file of bAbI, `qa1_single-supporting-fact_test.txt`.
         length: tokens of the novel and the facts in it.
-        samples: questions, of the first stories.
+        samples: number of questions, from the first stories.
     """
 
     file: str
@@ -86,7 +86,7 @@ class Babi(Task):
     metrics: ClassVar[dict[str, Better]] = {"accuracy": "higher"}
 
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
-        """Ask all questions, some streams side by side.
+        """Ask all questions; some streams are read in one batch.
 
         Returns:
             "accuracy" with "right", "asked", "low" and "high" (95 %); "tokens" and "kv_bytes" of
@@ -115,7 +115,7 @@ class Babi(Task):
     def _scatter(
         self, story: Story, wording: Wording, book: np.ndarray, rng: np.random.Generator
     ) -> np.ndarray:
-        """The ids of one stream: the novel, with the sentences at places of their own."""
+        """Return the ids of one stream: the novel with the sentences at random places."""
         sentences = [wording.ids(f"\n{sentence}\n") for sentence in story.sentences]
         room = self.length - len(wording.front) - sum(map(len, sentences))
         if room < 0:

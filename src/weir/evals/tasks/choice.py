@@ -1,8 +1,9 @@
-"""`choice`: multiple-choice questions, one after the other on one stream, answered in place.
+"""`choice`: asks multiple-choice questions one after the other on one stream.
 
 StreamingLLM (Xiao et al. 2024), section 4.3 and Table 5: the questions of ARC with their answers
 are concatenated into one stream, as in a chat that never ends, and the model's completion is
-compared at each answer. For comparison, one-shot: each question alone, on its own stream.
+compared at each answer. For comparison, each question is also asked alone on its own stream
+(one-shot).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Question:
     right: str
 
     def __str__(self) -> str:
-        """The question with its choices, one a line."""
+        """Return the question with its choices, one per line."""
         choices = "\n".join(f"{label}. {text}" for label, text in self.choices)
         return f"Question: {self.stem}\n{choices}"
 
@@ -38,11 +39,12 @@ class Question:
 @task("choice")
 @dataclass(frozen=True)
 class Choice(Task):
-    """Multiple-choice questions streamed, exact match of the label, against one-shot.
+    """Compares streamed multiple-choice questions with one-shot questions, by exact match of the
+    label.
 
     Attributes:
         file: questions in ARC's JSON lines, `ARC-Easy-Test.jsonl`; or `hub:...`.
-        chat: ask in turns of the model's chat template. Without, the stream is text: "Answer: B".
+        chat: ask in turns of the model's chat template. Otherwise, the stream is text: "Answer: B".
     """
 
     file: str
@@ -55,7 +57,7 @@ class Choice(Task):
         """Ask all questions on one stream, then each on its own stream.
 
         The right answer is fed after each question, as the paper concatenates them; a completion is
-        right exactly if greedy decoding would have given the label.
+        right if greedy decoding would have given the label.
 
         Returns:
             "accuracy" on the stream with "right", "asked", "low" and "high" (95 %); "answers", 1 or
@@ -84,7 +86,7 @@ class Choice(Task):
         }
 
     def _choose(self, conversation: Conversation, question: Question) -> int:
-        """Ask a question behind what the stream has read; 1 for the right answer, else 0."""
+        """Ask a question after the stream's text; returns 1 for the right answer, otherwise 0."""
         stream, tokenizer = conversation.stream, conversation.tokenizer
 
         def ids(text: str, start: bool = False) -> list[int]:
@@ -102,7 +104,7 @@ class Choice(Task):
 
 
 def answer_in_place(stream: Stream, question: Sequence[int], right: Sequence[int]) -> int:
-    """Feed a question and its answer; return 1 if greedy decoding gives the answer, else 0."""
+    """Feed a question and its answer; return 1 if greedy decoding gives the answer, otherwise 0."""
     wanted = torch.tensor(right)
     first = stream.feed(question)[:, None]
     rest = stream.feed(wanted, all_logits=True)[:, :-1]

@@ -1,7 +1,7 @@
-"""`docqa`: questions over k documents, with the answer in a chosen one of them.
+"""`docqa`: asks questions about k documents, one of which has the answer, at a chosen place.
 
 BUZZ (Zhao et al. 2024), section 4.2.2 and Figure 6, on the data of Liu et al. 2023, Lost in the
-Middle: ten documents, the one with the answer at place 0, 4 or 9, exact match by place.
+Middle: exact match with ten documents, by the place of the one with the answer, 0, 4 or 9.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weir.evals.task import Better, Progress, Subject, Task, task
 from weir.pools import Count
 
 MOST = 100
-"""Tokens of an answer, as in Lost in the Middle."""
+"""Largest number of tokens of an answer, as in Lost in the Middle."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class DocumentQuestion:
 
     @property
     def prompt(self) -> str:
-        """The prompt: the documents, then the question."""
+        """Return the prompt: the documents, followed by the question."""
         shown = "\n".join(
             f"Document [{i}] (Title: {title}) {text}"
             for i, (title, text) in enumerate(self.documents, 1)
@@ -46,14 +46,17 @@ class DocumentQuestion:
 @task("docqa")
 @dataclass(frozen=True)
 class DocumentQA(Task):
-    """Questions over several documents, exact match by the place of the one with the answer.
+    """Measures exact match of answers about several documents, by the place of the one with the
+    answer.
 
     Attributes:
         file: an official file, `nq-open-10_total_documents_gold_at_0.jsonl.gz`, packed or not; or
             `hub:...`.
-        gold: put the document with the answer at this place, from 0; several with spaces between
-            (`"0 4 9"`) are run one by one; none leaves it where the file has it.
-        documents: per question, the one with the answer among them; none takes all.
+        gold: put the document with the answer at this place, counted from 0. Several places,
+            separated by spaces (`"0 4 9"`), are run one by one. With none, it stays where it is in
+            the file.
+        documents: number of documents per question, including the one with the answer; none uses
+            all.
     """
 
     file: str
@@ -81,14 +84,14 @@ class DocumentQA(Task):
         return [replace(self, gold=place) for place in self.places()] or [self]
 
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
-        """Ask every question on a stream of its own.
+        """Ask each question on a separate stream.
 
         Only the first line of an answer counts.
 
         Returns:
-            "exact_match" and "contains" (a right answer stands in it, the metric of Lost in the
+            "exact_match" and "contains" (the answer contains a right one, the metric of Lost in the
             Middle), both in SQuAD's normal form; "right", "asked", "low" and "high" (95 %) of the
-            exact matches; "answers"; and what `costs` says of the caches.
+            exact matches; "answers"; and the figures of `costs`.
         """
         cases = self.cases()
         prompts, stops = [case.prompt for case in cases], () if self.chat else ("\n",)

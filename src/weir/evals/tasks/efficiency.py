@@ -1,9 +1,10 @@
-"""`efficiency`: seconds of prefill and decoding, and bytes, beside exact attention and recompute.
+"""`efficiency`: compares seconds of prefill and decoding, and bytes, with exact attention and
+recompute.
 
 StreamingLLM (Xiao et al. 2024), Figure 10: latency per token by cache size against a sliding window
 with re-computation; BalanceKV (Kochetkova et al. 2025), Table 2: a prompt and an answer against
-exact attention. All rivals are timed in turns, step by step, so that other load on the machine
-affects them equally; compare the ratios of the medians.
+exact attention. All candidates take turns, step by step, so that other load on the machine affects
+them equally. Compare the ratios of the medians.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ EXACT, RECOMPUTE = "exact", "recompute"
 @task("efficiency")
 @dataclass(frozen=True)
 class Efficiency(Task):
-    """Seconds for a prompt and for each token after it, and bytes of the cache.
+    """Measures the seconds for a prompt and for each token after it, and the bytes of the cache.
 
-    The one task whose figures differ from run to run.
+    This is the only task whose figures differ from run to run.
 
     Attributes:
-        prompt: tokens of the prompt; random ones, as only their number matters.
-        tokens: decoded after it, one at a time.
-        repeats: the prompt is read so often.
+        prompt: number of tokens of the prompt, which are random, because only their number matters.
+        tokens: number of tokens that are decoded after it, one at a time.
+        repeats: how often the prompt is read.
     """
 
     prompt: Count = 1024
@@ -51,12 +52,12 @@ class Efficiency(Task):
     }
 
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
-        """Read the prompt and decode, all rivals in turns.
+        """Read the prompt and decode; all candidates take turns.
 
         Returns:
-            The three ratios (None where the model cannot recompute as many tokens as the policy
-            holds); "rivals", of each the medians "prefill_s" and "decode_s" (a token) and its
-            "kv_bytes"; "prompt", "tokens", "threads", "device"; "kv_bytes".
+            The three ratios (None if the model cannot recompute as many tokens as the policy
+            holds); "rivals", with the medians "prefill_s" and "decode_s" (per token) and the
+            "kv_bytes" of each; "prompt", "tokens", "threads", "device"; "kv_bytes".
         """
         rivals = self._rivals(subject)
         vocabulary = subject.model.config.get_text_config(decoder=True).vocab_size

@@ -1,9 +1,11 @@
-"""Tasks in the form of nano's exercises: names with numbers in book text, asked for later.
+"""Tasks in the form of nano's exercises: names with numbers in book text, which are asked for
+later.
 
-`recall`, `repeated`, `changed`, `verbatim` and `instruction`. "Anna has 482." has single tokens of
-the tokenizer and one length, so many streams are read side by side. Inside its window nano always
-answers right, so a wrong answer means that the cache lost the number. Other models can be asked if
-their tokenizer has the digits and enough of the names as single tokens. `facts` has facts in words.
+The tasks are `recall`, `repeated`, `changed`, `verbatim` and `instruction`. All parts of "Anna has
+482." are single tokens, so all statements have the same length and many streams can be read in one
+batch. Within its window nano always answers right, so a wrong answer means that the cache lost the
+number. Other models can be asked if their tokenizer has the digits and enough of the names as
+single tokens. The task `facts` has facts in words.
 """
 
 from __future__ import annotations
@@ -26,13 +28,13 @@ from weir.train import DIGITS, Words, passage
 
 NEAREST = 16
 PATIENCE = 200
-"""Draws of places after which they are drawn farther apart."""
+"""Number of failed draws of places after which they are drawn farther apart."""
 BOOK_TOKENS = 200_000
-"""Tokens of the text from which passages are taken."""
+"""Number of tokens of the text from which passages are taken."""
 AT_ONCE = 32
-"""Streams that are read side by side."""
+"""Number of streams that are read in one batch."""
 MOST = 9
-"""Numbers of one name, each beginning with another digit."""
+"""Largest number of numbers for one name, each with a different first digit."""
 ASK = 3
 """Tokens of a question: name, verb, space."""
 STATEMENT = ASK + DIGITS + 1
@@ -40,9 +42,10 @@ STATEMENT = ASK + DIGITS + 1
 
 
 class StreamLayout(NamedTuple):
-    """Where statements and answers begin, the same in every sample, and the stream's length.
+    """The places where statements and answers begin, which are the same in every sample, and the
+    stream's length.
 
-    `statements` has those of each question, the newest last.
+    `statements` has the places for each question, the newest last.
     """
 
     statements: tuple[tuple[int, ...], ...]
@@ -51,7 +54,7 @@ class StreamLayout(NamedTuple):
 
 
 def distances_to(farthest: int, nearest: int = NEAREST) -> list[int]:
-    """Distances 16, 32, 64 ... that end with `farthest`."""
+    """Return the distances 16, 32, 64 ... that end with `farthest`."""
     found = [nearest]
     while 2 * found[-1] <= farthest:
         found.append(2 * found[-1])
@@ -69,10 +72,10 @@ def draw_layout(
 ) -> StreamLayout:
     """Draw positions so that each answer comes at its distance, and nothing overlaps.
 
-    `distances` are tokens from the newest statement of what is asked for to its answer, the
-    farthest last; `before` are tokens in front of the earliest of the newest statements, `front` of
-    them without any. Of `times` statements, each of `statement` tokens, the earlier ones stand
-    anywhere before the newest.
+    `distances` are the numbers of tokens from the newest statement of a fact to its answer, the
+    largest last. `before` is the number of tokens in front of the earliest of the newest
+    statements; the first `front` of them have no statements. Each fact is stated `times` times,
+    with `statement` tokens each, and the earlier statements can be anywhere before the newest.
     """
     if distances[0] < statement:
         raise WeirError(
@@ -80,7 +83,7 @@ def draw_layout(
             f"{distances[0]}"
         )
     for tries in itertools.count():
-        # Long statements at many distances need more room between them.
+        # Long statements at many distances need more space between them.
         widest = 48 * (1 + tries // PATIENCE)
         gaps = rng.integers(8, widest, size=len(distances))
         answers = before + distances[-1] + np.cumsum(gaps + statement)
@@ -116,14 +119,14 @@ def _room(free: np.ndarray, size: int, rng: np.random.Generator) -> int:
 
 
 class Fact(NamedTuple):
-    """A number of a person: ids of the answer [n] and of the whole statement."""
+    """A person's number: the ids of the answer [n] and of the whole statement."""
 
     answer: np.ndarray
     statement: np.ndarray
 
 
 StreamFacts = list[list[Fact]]
-"""Of one stream, for each question the stated facts, newest last."""
+"""The stated facts of one stream, for each question, newest last."""
 
 
 class Material(NamedTuple):
@@ -137,7 +140,9 @@ class Material(NamedTuple):
 def draw_facts(
     material: Material, count: int, times: int = 1, length: int = DIGITS, distinct: bool = True
 ) -> StreamFacts:
-    """Draw numbers of `length` digits for people; those of a person begin differently if told."""
+    """Draw numbers of `length` digits for people; with `distinct`, the numbers of a person have
+    different first digits.
+    """
     words, rng = material.words, material.rng
     if count > len(words.names):
         raise WeirError(
@@ -154,7 +159,9 @@ def draw_facts(
 
 
 def fill_in(material: Material, facts: StreamFacts, layout: StreamLayout) -> np.ndarray:
-    """A passage of the book with facts in it, each stated again where it is asked for [length]."""
+    """Return a passage of the book [length] with facts in it; each is stated again where it is
+    asked for.
+    """
     length, front = layout.length, material.words.front
     if len(material.book) <= length:
         raise WeirError(
@@ -171,7 +178,7 @@ def fill_in(material: Material, facts: StreamFacts, layout: StreamLayout) -> np.
 def follows(likeliest: np.ndarray, old: np.ndarray, new: np.ndarray) -> bool:
     """Whether an answer is the old one up to where old and new first differ.
 
-    The new answer was fed, so predictions after the first difference say nothing.
+    The new answer was fed, so predictions after the first difference do not tell anything.
     """
     pairs = zip(old, new, strict=False)
     first = next((n for n, (one, other) in enumerate(pairs, 1) if one != other), 0)
@@ -179,16 +186,16 @@ def follows(likeliest: np.ndarray, old: np.ndarray, new: np.ndarray) -> bool:
 
 
 class ExerciseTask(Task):
-    """A task that asks for facts of the exercises; subclasses are dataclasses of the parameters.
+    """A task that asks for facts of the exercises. Subclasses are dataclasses of the parameters.
 
     Attributes:
-        samples: streams, each with one question per distance.
-        farthest: the largest distance, in tokens from where a number was said last to its answer.
-        before: tokens in front of the newest statement that stands farthest back.
-        times: how often each name is said with a number.
+        samples: number of streams, each with one question per distance.
+        farthest: the largest distance, in tokens from the last statement of a number to its answer.
+        before: number of tokens in front of the earliest of the newest statements.
+        times: how often each name is stated with a number.
         length: tokens of an answer.
-        at_once: number of streams that are read side by side.
-        left_out: figures that say nothing about this task.
+        at_once: number of streams that are read in one batch.
+        left_out: figures that do not apply to this task.
     """
 
     samples: Count
@@ -210,7 +217,7 @@ class ExerciseTask(Task):
 
     @property
     def nearest(self) -> int:
-        """The first distance, doubled from 16, that leaves room for a whole statement."""
+        """The first of the distances 16, 32, 64 ... that is long enough for a whole statement."""
         return max(NEAREST, 1 << (2 * self.length + 7).bit_length())
 
     def draw(
@@ -250,15 +257,15 @@ class ExerciseTask(Task):
         while done < self.samples:
             rows = min(self.at_once, self.samples - done)
             drawn, layout = self.draw(material, distances, rows)
-            # Facts may be drawn one stream at a time, with the text of each.
+            # Facts may be drawn one stream at a time, together with the text of each.
             facts, ids = zip(*((f, fill_in(material, f, layout)) for f in drawn), strict=True)
             stream, text, fed = subject.stream(), torch.from_numpy(np.stack(ids)), 0
             places = zip(distances, layout.answers, strict=True)
             for question, (distance, place) in enumerate(places):
                 stream.feed(text[:, fed : place - 1])
                 fed = place - 1 + self.length
-                # The right answer is fed: greedy decoding gives all of it exactly if each token is
-                # the likeliest after the right ones before it.
+                # The right answer is fed. Greedy decoding gives all of it if, and only if, each
+                # token is the likeliest after the right tokens before it.
                 logits = stream.feed(text[:, place - 1 : fed], all_logits=True)
                 for told, answer in zip(facts, logits.argmax(-1).cpu().numpy(), strict=True):
                     *earlier, newest = (fact.answer for fact in told[question])
@@ -285,7 +292,7 @@ class ExerciseTask(Task):
 @task("recall")
 @dataclass(frozen=True)
 class Recall(ExerciseTask):
-    """Nano's exercises on a stream: numbers asked for after 16, 32, 64 ... tokens."""
+    """Asks for numbers after 16, 32, 64 ... tokens, as in nano's exercises."""
 
     samples: Count = 32
     farthest: int = 1024
@@ -323,10 +330,10 @@ class _RepeatedFacts(ExerciseTask):
 @task("repeated")
 @dataclass(frozen=True)
 class Repeated(_RepeatedFacts):
-    """Numbers that are said several times, asked for 16, 32, 64 ... tokens after the last.
+    """Asks for numbers that are stated several times, 16, 32, 64 ... tokens after the last time.
 
-    A repeated fact has several chances to stay, and a cache that merges similar tokens needs to
-    keep it only once.
+    A repeated fact has several chances to stay in the cache, and a cache that merges similar tokens
+    has to keep it only once.
     """
 
     def draw(
@@ -340,11 +347,11 @@ class Repeated(_RepeatedFacts):
 @task("changed")
 @dataclass(frozen=True)
 class Changed(_RepeatedFacts):
-    """Numbers that change, asked for 16, 32, 64 ... tokens after the newest, which counts.
+    """Asks for numbers that change, 16, 32, 64 ... tokens after the newest statement, which counts.
 
     A cache that favors old or average entries gives the old answer. No two numbers of a name begin
-    with the same digit, so a `stale` answer differs from one that is a guess: guessing is stale
-    twice in ten.
+    with the same digit, so `stale` answers can be told from guesses: a guess is stale two times in
+    ten.
     """
 
     left_out: ClassVar[tuple[str, ...]] = ()
@@ -354,10 +361,11 @@ class Changed(_RepeatedFacts):
 @task("verbatim")
 @dataclass(frozen=True)
 class Verbatim(ExerciseTask):
-    """Long numbers or passwords, given back whole after 16, 32, 64 ... tokens.
+    """Asks for long numbers, such as passwords, after 16, 32, 64 ... tokens.
 
-    A number of three digits is three tokens. Answers here have any length: a cache that keeps only
-    some of the tokens cannot reproduce them. Distances are from the beginning of what is asked for.
+    In the other tasks, a number has three digits, which are three tokens. Here answers have any
+    length, and a cache that keeps only some of the tokens cannot reproduce them. Distances are
+    counted from the beginning of the number.
     """
 
     length: Annotated[int, Bounds(2)] = 6
@@ -372,10 +380,11 @@ class Verbatim(ExerciseTask):
 @task("instruction")
 @dataclass(frozen=True)
 class Instruction(ExerciseTask):
-    """Numbers given at the start of a stream, each asked for once, 32, 64, 128 ... tokens on.
+    """Asks for numbers that are given at the start of a stream, each once, after 32, 64, 128 ...
+    tokens.
 
-    The first tokens of a stream are attention sinks, often hold instructions, and are what a window
-    loses first. Distances are from the end of the instructions.
+    The first tokens of a stream are attention sinks, often hold instructions, and are the first
+    that a window loses. Distances are counted from the end of the instructions.
     """
 
     samples: Count = 32

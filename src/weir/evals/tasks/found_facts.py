@@ -1,7 +1,7 @@
-"""`found`: whether an archive finds the passages that answer a question, without asking a model.
+"""`found`: tests whether an archive finds the passages that answer a question, without a model.
 
-The same facts as in `recalled`, in an archive that goes on with a book. It tells how good the
-search is at any distance within seconds, and is what its thresholds are measured with.
+The facts are the same as in `recalled`, in an archive that continues with a book. Within seconds,
+it tells how good the search is at any distance. The thresholds of the search were chosen with it.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from weir.pools import Count
 from weir.stream.archive import Archive, Excerpt
 
 CHARACTERS = 4
-"""Characters of English for a token, about."""
+"""Approximate number of characters of English per token."""
 
 
 @task("found")
 @dataclass(frozen=True)
 class FoundFacts(Task):
-    """Facts told in chat turns and searched for in an archive, after some distances.
+    """Searches an archive for facts that were told in chat turns, after some distances.
 
     Attributes:
-        distances: tokens after the last statement, with spaces between them; four characters count
-            as one.
-        samples: facts of each form.
-        turns: MT-Bench's `mt_bench.jsonl`, whose first turns ask for nothing earlier.
+        distances: numbers of tokens after the last statement, separated by spaces; four characters
+            count as one token.
+        samples: number of facts of each form.
+        turns: MT-Bench's `mt_bench.jsonl`, whose first turns do not ask about anything earlier.
         half: which half of those turns: `first` was used to choose the thresholds.
-        pages: another book, whose pages ask for nothing earlier when they are read out.
+        pages: another book, whose pages do not ask about anything earlier when they are read out.
     """
 
     distances: str | int = "1000 10000 100000"
@@ -54,9 +54,10 @@ class FoundFacts(Task):
 
         Returns:
             "found", the share of told facts whose newest statement came first; "by_form", for each
-            form and distance how often the right passage came "first", "other" ones did, or "none";
-            "false_recalls" over the turns of others, with "false_by"; "search_ms", the median
-            processor time of a search, and "search_ms_most"; "archive_bytes" a token.
+            form and distance how often the right passage came "first", "other" passages did, or
+            "none"; "false_recalls" over turns that ask about nothing earlier, with "false_by";
+            "search_ms", the median processor time of a search, and "search_ms_most";
+            "archive_bytes" per token.
         """
         words = str(self.distances).split()
         if not words or not all(word.isdecimal() for word in words):
@@ -96,7 +97,7 @@ class FoundFacts(Task):
         }
 
     def _fill(self, told: list[RecalledFact], distance: int, seed: int) -> Archive:
-        """Make an archive of all statements with pages between them, and then of a book."""
+        """Fill an archive with all statements, with pages between them, followed by a book."""
         rng = np.random.default_rng([seed, distance])
         first = list(dict.fromkeys(fact.told[0] for fact in told))
         later = [fact.told[1] for fact in told if len(fact.told) > 1]
@@ -119,7 +120,7 @@ class FoundFacts(Task):
         return archive
 
     def _search_others(self, archive: Archive, false: Counter[str]) -> None:
-        """Search for turns that ask for nothing earlier."""
+        """Search for turns that ask about nothing earlier."""
         said: list[tuple[str, str]] = []
         if self.turns is not None:
             records = list(read_records(self.turns))

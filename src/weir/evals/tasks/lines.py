@@ -1,9 +1,9 @@
-"""`lines`: LongEval's line retrieval, from its official files or made in their format.
+"""`lines`: LongEval's line retrieval, with its official files or cases in their format.
 
 SubGen (Zandieh et al. 2024), section 3.2 and Table 1: a record of lines "line torpid-kid:
-REGISTER_CONTENT is <2416>", then a question for the number of one of them; accuracy beside the size
-of the cache. A model without a chat template cannot be asked in words; it is given the beginning of
-the line once more, as LongEval does it for such models.
+REGISTER_CONTENT is <2416>", followed by a question for the number of one of them; accuracy is
+compared with the size of the cache. A model without a chat template cannot be asked in words, so it
+is given the beginning of the line again, as LongEval does for such models.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from weir.evals.task import Better, Progress, Subject, Task, task
 from weir.pools import Bounds, Count
 
 SAMPLES = 50
-"""Questions, where nothing else is said; as many as an official file has."""
+"""Default number of questions, the same as in an official file."""
 LARGEST = 50_000
-"""Numbers of made lines are from 1 to this, as the official ones."""
+"""Numbers of generated lines are from 1 to this, like the official ones."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,15 @@ class LineQuestion:
 @task("lines")
 @dataclass(frozen=True)
 class Lines(Task):
-    """LongEval line retrieval; the format is beyond nano.
+    """Measures LongEval's line retrieval; nano cannot read the format.
 
     Attributes:
-        file: an official file, `200_lines.jsonl`, or `hub:...`; none makes cases in that format.
-        lines: lines of each case that is made.
+        file: an official file, `200_lines.jsonl`, or `hub:...`; none generates cases in that
+            format.
+        lines: number of lines of each generated case.
         samples: number of questions; the first ones of a file.
-        chat: ask in words through the model's chat template. Without, the model is to complete the
-            line that is asked for.
+        chat: ask in words through the model's chat template. Otherwise, the model has to complete
+            the line that is asked for.
     """
 
     file: str | None = None
@@ -58,8 +59,8 @@ class Lines(Task):
         """Ask every question on its own stream.
 
         Returns:
-            "accuracy" with "right", "asked", "low" and "high" (95 %); the "answers"; and what
-            `costs` says of the caches.
+            "accuracy" with "right", "asked", "low" and "high" (95 %); the "answers"; and the
+            figures of `costs`.
         """
         cases = self.cases(subject.seed)
         prompts = [
@@ -76,7 +77,7 @@ class Lines(Task):
         return {**count_right(right, len(cases)), "answers": texts, **costs(answers)}
 
     def cases(self, seed: int) -> list[LineQuestion]:
-        """Read or make the questions."""
+        """Read or generate the questions."""
         if self.file is None:
             draw = random.Random(seed)
             return [make_case(self.lines, draw) for _ in range(self.samples)]
@@ -97,17 +98,19 @@ LINE = re.compile(r"line (?P<name>\S+): REGISTER_CONTENT is <(?P<number>\d+)>")
 
 
 def line_name(number: int) -> str:
-    """One of the `NAMES` names of lines, like "quiet-lamp"."""
+    """Return one of the `NAMES` names of lines, like "quiet-lamp"."""
     return f"{ADJECTIVES[number // len(NOUNS)]}-{NOUNS[number % len(NOUNS)]}"
 
 
 def line_start(name: str) -> str:
-    """The beginning of a line, up to the number."""
+    """Return the beginning of a line, up to the number."""
     return f"line {name}: REGISTER_CONTENT is <"
 
 
 def number_in(text: str, last: bool) -> int | None:
-    """The last number in a text, as LongEval takes it from an answer in words, or the first."""
+    """Return the last number in a text, which LongEval uses for an answer in words, or the
+    first.
+    """
     found = re.findall(r"[0-9]+", text)
     return int(found[-1 if last else 0]) if found else None
 
@@ -146,4 +149,4 @@ NOUNS = """acorn anchor apple arrow badger barn basket beacon beaver bell birch 
     stable star stone stork stream swan table thistle tower train tulip turtle valley violin
     wagon walnut wheel willow window winter wolf wren""".split()
 NAMES = len(ADJECTIVES) * len(NOUNS)
-"""Different names of lines."""
+"""Number of different names of lines."""

@@ -1,9 +1,9 @@
-"""`longbench`: files of LongBench and LongBench-E (Bai et al. 2024), by lm-evaluation-harness.
+"""`longbench`: files of LongBench and LongBench-E (Bai et al. 2024), with lm-evaluation-harness.
 
-Prompts, lengths of answers and metrics are the harness's own tasks, given the records of a local
-file; weir answers on a stream under the subject's policy. StreamingLLM (Table 8) cuts prompts in
-the middle, to 1,750 tokens of each end; BalanceKV (section 4.2, Table 1) takes LongBench-E under
-the protocol `balancekv`.
+Prompts, lengths of answers and metrics come from the harness's own tasks, applied to the records of
+a local file. weir answers on a stream under the subject's policy. StreamingLLM (Table 8) cuts out
+the middle of prompts and keeps 1,750 tokens at each end. BalanceKV (section 4.2, Table 1) uses
+LongBench-E under the protocol `balancekv`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from weir.evals.task import Better, Progress, Subject, Task, task
 from weir.pools import Bounds, Count
 
 PLAIN = ("trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p")
-"""Data sets whose prompts LongBench never puts into a chat template: few-shot, and code."""
+"""Data sets whose prompts LongBench never puts into a chat template: few-shot and code."""
 CLASSES = ("trec", "lsht")
 """Data sets whose answer is one of several classes; the others have null in `all_classes`."""
 LENGTHS = (("0-4k", 0, 4000), ("4-8k", 4000, 8000), ("8k+", 8000, float("inf")))
@@ -82,7 +82,7 @@ class LongBench(Task):
 
 
 def harness_task(name: str, rows: list[dict[str, Any]]) -> Any:
-    """Make the harness's task of a data set, with these records in place of the Hub's."""
+    """Make the harness's task for a data set, with these records instead of the Hub's."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about optional packages that would be faster
         for package in ("lm_eval", "jieba", "fuzzywuzzy.fuzz", "rouge"):
@@ -105,7 +105,7 @@ def harness_task(name: str, rows: list[dict[str, Any]]) -> Any:
 
 
 def fields_of(record: JsonRecord, name: str) -> dict[str, Any]:
-    """The fields of a record under the harness's names; `question` may stand for `input`."""
+    """Return the fields of a record under the harness's names; `question` can replace `input`."""
     if record.text("dataset").removesuffix("_e") != name:
         raise record.wrong("dataset", f"must be {name!r} in the whole file")
     return {
@@ -118,7 +118,9 @@ def fields_of(record: JsonRecord, name: str) -> dict[str, Any]:
 
 
 def without_middle(tokenizer: PreTrainedTokenizerBase, text: str, most: int) -> str:
-    """The first and the last tokens of a text, half of `most` each; all of a shorter text."""
+    """Return the first and last tokens of a text, half of `most` each; all tokens of a shorter
+    text.
+    """
     ids = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     if len(ids) <= most:
         return text
@@ -127,7 +129,7 @@ def without_middle(tokenizer: PreTrainedTokenizerBase, text: str, most: int) -> 
 
 
 def by_length(rows: list[dict[str, Any]], scores: list[float]) -> list[dict[str, Any]]:
-    """The mean score of each group of lengths that has records."""
+    """Return the mean score of each group of lengths that has records."""
     found = []
     for group, least, past in LENGTHS:
         pairs = zip(rows, scores, strict=True)

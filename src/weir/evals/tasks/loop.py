@@ -1,7 +1,7 @@
-"""`loop`: whether greedy text without end falls into a loop.
+"""`loop`: tests whether endless greedy text ends in a loop.
 
-Small models repeat themselves under exact attention too, so the figure to compare with is that of
-`dense` inside its window.
+Small models also repeat themselves under exact attention, so compare with the figure of `dense`
+within its window.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from weir.stream import read_stream
 from weir.train import front_of, passage
 
 SPAN = 250
-"""Tokens of a stretch that is judged by itself."""
+"""Tokens of a stretch of text that is judged separately."""
 LOOPED = 0.25
-"""Share of different runs of four tokens below which a stretch is a loop."""
+"""A stretch is a loop if the share of different runs of four tokens is below this."""
 PROMPT = 100
-"""Tokens of book in front of each text."""
+"""Number of tokens of the book in front of each text."""
 
 
 @task("loop")
 @dataclass(frozen=True)
 class Loop(Task):
-    """Greedy text of some length, continued from passages of a book side by side.
+    """Writes greedy text that continues passages of a book, in one batch.
 
     Attributes:
-        tokens: of each text, a multiple of 250.
-        samples: texts.
+        tokens: number of tokens of each text, a multiple of 250.
+        samples: number of texts.
     """
 
     tokens: Count = 20_000
@@ -50,7 +50,7 @@ class Loop(Task):
             raise WeirError(f"tokens of loop must be a multiple of {SPAN}, got {self.tokens}")
 
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
-        """Write the texts; end tokens do not end them.
+        """Write the texts, ignoring end tokens.
 
         Returns:
             "looped", the share of stretches of 250 tokens in which less than a quarter of the runs

@@ -1,9 +1,9 @@
-"""`mtbench`: all dialogues of MT-Bench on one stream, one after the other, without an end.
+"""`mtbench`: runs all dialogues of MT-Bench one after the other on one endless stream.
 
-StreamingLLM's own demonstration. No judge is at hand, so answers are judged by the model itself:
-their likelihood under exact attention, behind their own dialogue alone, and by repetition, within
-an answer and of earlier answers. What a cache spoils shows in the last answers beside the first,
-and beside `dense` with a cache of its own for every dialogue (`alone=true`).
+This is StreamingLLM's own demonstration. There is no judge, so answers are judged by the model
+itself: by their likelihood under exact attention after only their own dialogue, and by repetition
+within an answer and of earlier answers. To see the effect of a cache, compare the last answers with
+the first, and with `dense` with a separate cache for every dialogue (`alone=true`).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from weir.stream import Conversation, Stream, render_chat
 from weir.stream.archive import Archive
 
 GRAM = 3
-"""Tokens in a row that are counted as one for repetition."""
+"""Length of the runs of tokens that are counted for repetition."""
 
 
 def share_distinct(tokens: Sequence[int], gram: int = GRAM) -> float:
-    """The share of different n-grams among all of a list; 1 where there is none."""
+    """Return the share of different n-grams among all in a list; 1 if there are none."""
     grams = list(zip(*(tokens[i:] for i in range(gram)), strict=False))
     return len(set(grams)) / len(grams) if grams else 1.0
 
@@ -36,13 +36,13 @@ def share_distinct(tokens: Sequence[int], gram: int = GRAM) -> float:
 @task("mtbench")
 @dataclass(frozen=True)
 class MTBench(Task):
-    """MT-Bench's dialogues on one stream, in random order.
+    """Runs MT-Bench's dialogues on one stream, in random order.
 
     Attributes:
-        file: `mt_bench.jsonl`, a record a dialogue with its `turns`.
+        file: `mt_bench.jsonl`, with one record for each dialogue, which has its `turns`.
         most: tokens of an answer.
-        alone: give each dialogue a new stream, for a baseline.
-        recall: tokens that are recalled into a turn at most; 0 keeps no archive.
+        alone: use a new stream for each dialogue, as a baseline.
+        recall: largest number of tokens that are recalled into a turn; 0 keeps no archive.
     """
 
     file: str
@@ -86,7 +86,7 @@ class MTBench(Task):
                 recalls[place] += bool(talk.recalled)
                 recalled.append([excerpt.text for excerpt in talk.recalled])
                 ids = subject.tokenizer(answers[-1], add_special_tokens=False)["input_ids"]
-                # An empty answer has nothing that could be judged.
+                # An empty answer cannot be judged.
                 nll.append(_judge(subject, history, ids) if ids else None)
                 distinct.append(share_distinct(ids) if ids else None)
                 history.append({"role": "assistant", "content": answers[-1]})
@@ -108,14 +108,16 @@ class MTBench(Task):
         }
 
     def _begin(self, subject: Subject) -> Conversation:
-        """A new conversation, with an archive if something is to be recalled."""
+        """Begin a new conversation, with an archive if text can be recalled."""
         archive = Archive() if self.recall else None
         stream = subject.stream()
         return Conversation(stream, subject.tokenizer, archive=archive, recall=self.recall)
 
 
 def _compare_ends(name: str, figures: Sequence[float | None]) -> dict[str, float | None]:
-    """The mean of a figure over the first and the last quarter of the answers, and its reach."""
+    """Return the mean of a figure over the first and the last quarter of the answers, and the reach
+    of its interval.
+    """
     judged = [figure for figure in figures if figure is not None]
     quarter = max(1, len(judged) // 4)
     ends = {"first": judged[:quarter], "last": judged[-quarter:]}
@@ -126,7 +128,7 @@ def _compare_ends(name: str, figures: Sequence[float | None]) -> dict[str, float
 
 
 def _judge(subject: Subject, history: list[dict[str, str]], answer: list[int]) -> float:
-    """The mean loss of an answer under exact attention, behind its own dialogue alone."""
+    """Return the mean loss of an answer under exact attention, after only its own dialogue."""
     stream = Stream(subject.model, parse_policy("dense"))
     text = render_chat(subject.tokenizer, history)
     stream.feed(subject.tokenizer(text, add_special_tokens=False)["input_ids"])

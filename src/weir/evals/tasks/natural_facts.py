@@ -1,8 +1,9 @@
-"""`facts`: facts in natural sentences, chat turns or a system turn, asked for much later.
+"""`facts`: tells facts in natural sentences, chat turns or a system turn, and asks for them much
+later.
 
-For real models. Every fact of a stream is of another kind (a code, an animal, a city ...), since a
-small model mixes up facts of one kind even where it holds the whole text. A question is asked
-beside the stream and taken back: it leaves nothing there that a later question could copy.
+This task is for real models. Every fact of a stream is of a different kind (a code, an animal, a
+city ...), because a small model mixes up facts of one kind even if it holds the whole text. A
+question is fed and then removed again, so it leaves nothing that a later question could copy.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from weir.train import NAMES, front_of, passage
 Form = Literal["sentence", "chat", "changed", "several", "rule"]
 
 BLOCK = 100
-"""Tokens of a block of a stream. Facts end and questions begin where blocks end."""
+"""Tokens of a block of a stream. Facts end, and questions begin, at the ends of blocks."""
 CHANGE = re.compile(r"\b(is|will|was|lives)\b")
-"""The word behind which a fact that has changed says that it is so now."""
+"""In the statement of a changed fact, "now" is inserted after this word."""
 TOGETHER = 3
-"""Facts of one sentence under `form=several`."""
+"""Number of facts in one sentence with `form=several`."""
 SHORTEST = 32
-"""Tokens of the shortest block, after front tokens that take up the others."""
+"""Tokens of the shortest block, if front tokens take up the rest of it."""
 AT_ONCE = 8
-"""Streams that are read side by side."""
+"""Number of streams that are read in one batch."""
 
 CITIES = """Athens Berlin Boston Brussels Budapest Cairo Chicago Delhi Denver Dublin Geneva Hamburg
     Havana Lima Lisbon Madrid Milan Munich Naples Oslo Prague Seattle Tokyo Venice Vienna
@@ -74,11 +75,11 @@ RULES = (
 )
 """Sentences of a system turn: how each begins, how its answer does, its question and its kind."""
 LEAK = "Please tell me a short story about the sea."
-"""A request that is unrelated to the system turn, under `form=rule`."""
+"""A request that is unrelated to the system turn, for `form=rule`."""
 LEAK_TOKENS = 32
-"""Tokens of the answer to it."""
+"""Largest number of tokens of the answer to it."""
 COPIED = 6
-"""Tokens in a row that an answer shares with the system turn's if it leaks."""
+"""An answer that shares so many consecutive tokens with the system turn counts as a leak."""
 
 
 NUMBERS = {"code": (10_000, 100_000), "number": (100, 1000), "year": (1700, 1900)}
@@ -136,9 +137,10 @@ def draw_rule(count: int, rng: np.random.Generator) -> tuple[str, list[NaturalFa
 
 
 class Wording:
-    """The ids of statements, questions and the text between them, in a book or in a chat.
+    """Makes the ids of statements, questions and the text between them, in a book or in a chat.
 
-    In a chat they are turns of the model's template. `front` has the ids every stream begins with.
+    In a chat, they are turns of the model's template. `front` has the ids with which every stream
+    begins.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, chat: bool) -> None:
@@ -154,13 +156,13 @@ class Wording:
             self._opening, _, self._closing = after.partition("@TURN@")
 
     def beginning(self, system: str | None = None) -> np.ndarray:
-        """The ids of a chat's system turn, if any, and its first two turns."""
+        """Return the ids of a chat's system turn, if any, and its first two turns."""
         turns = [] if system is None else [{"role": "system", "content": system}]
         turns.append({"role": "user", "content": "Hello! I will read to you from a book today."})
         return self.ids(render_chat(self.tokenizer, turns) + "I am listening.")
 
     def turn(self, text: str) -> np.ndarray:
-        """The ids of a user's turn, up to where the model is to answer."""
+        """Return the ids of a user's turn, up to the model's answer."""
         return self.ids(f"{self._opening}{text}{self._closing}")
 
     def ids(self, text: str) -> np.ndarray:
@@ -169,20 +171,22 @@ class Wording:
         return np.array(ids, dtype=np.int64)
 
     def statement(self, sentence: str) -> np.ndarray:
-        """The ids that tell a sentence."""
+        """Return the ids that state a sentence."""
         if self.chat:
             told = f"{self._opening}Please remember this: {sentence}{self._closing}"
             return self.ids(f"{told}I will remember this: {sentence}")
         return self.ids(f"\n\n{sentence}\n\n")
 
     def question(self, fact: NaturalFact) -> np.ndarray:
-        """The ids that ask for a fact, up to where its answer begins."""
+        """Return the ids that ask for a fact, up to where its answer begins."""
         if self.chat:
             return self.ids(f"{self._opening}{fact.question}{self._closing}{fact.begun}")
         return self.ids(f"\n\n{fact.begun}")
 
     def between(self, length: int, book: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """Exactly `length` ids of book text; in a chat, a turn that is read out and thanked for."""
+        """Return exactly `length` ids of book text; in a chat, as a turn that reads it out and a
+        reply that thanks for it.
+        """
         if not self.chat:
             return passage(book, length, rng)
         opening = self.ids(self._opening)
@@ -197,19 +201,20 @@ class Wording:
 @task("facts")
 @dataclass(frozen=True)
 class Facts(Task):
-    """Facts in natural words, told in a book or a chat and asked for at each of some distances.
+    """Tells facts in natural words, in a book or a chat, and asks for them at several distances.
 
     Attributes:
-        form: `sentence`, a paragraph of its own in a book; `chat`, a turn among turns that read out
-            a book; `changed`, told twice with different answers, of which the newest counts;
-            `several`, three facts in one sentence; `rule`, all in a chat's system turn, which
+        form: `sentence`, a separate paragraph in a book; `chat`, a turn among turns that read out a
+            book; `changed`, told twice with different answers, of which the newest counts;
+            `several`, three facts in one sentence; `rule`, all facts in a chat's system turn, which
             says who the model is.
         distances: tokens between a statement and its question, multiples of 100 with spaces
             between them; of a rule from `before` on.
-        samples: streams.
-        facts: in each stream, each of another kind and about somebody else.
-        every: tokens from one statement to the next, a multiple of 100.
-        before: tokens in front of the first statement's end, a multiple of 100.
+        samples: number of streams.
+        facts: number of facts in each stream, each of a different kind and about a different
+            person.
+        every: number of tokens from one statement to the next, a multiple of 100.
+        before: number of tokens in front of the first statement's end, a multiple of 100.
     """
 
     form: Form = "sentence"
@@ -233,7 +238,7 @@ class Facts(Task):
 
     @property
     def tokens_back(self) -> tuple[int, ...]:
-        """The distances as numbers; empty if they are no numbers."""
+        """The distances as numbers; empty if they are not numbers."""
         words = dict.fromkeys(str(self.distances).split())
         return tuple(map(int, words)) if all(word.isdecimal() for word in words) else ()
 
@@ -299,11 +304,11 @@ class ToldFacts:
     """One stream and its facts.
 
     Attributes:
-        facts: what is asked for.
+        facts: the facts that are asked for.
         ids: of the stream [length], up to the last question.
         beginning: tokens of a rule's system turn and the first words after it.
-        schedule: of every question the place where it comes, the fact's number and the distance;
-            the same in every stream of a task.
+        schedule: for every question, its place, the fact's number and the distance; the same in
+            every stream of a task.
     """
 
     def __init__(
@@ -329,7 +334,9 @@ class ToldFacts:
         self.ids = np.concatenate(blocks)
 
     def _tell(self, task: Facts, rng: np.random.Generator) -> tuple[dict[int, str], dict[int, int]]:
-        """Draw facts; returns their sentences by where they end, and where each ends at last."""
+        """Draw facts. Returns their sentences by the place where they end, and the last place where
+        each fact ends.
+        """
         times, size = 1 + (task.form == "changed"), TOGETHER if task.form == "several" else 1
         self.facts = draw_facts(task.facts, times, rng)
         told: dict[int, str] = {}
@@ -344,7 +351,7 @@ class ToldFacts:
 
 
 def _sentence(facts: list[NaturalFact], last: bool) -> str:
-    """One sentence of some facts, with the last answers or the first."""
+    """Make one sentence of some facts, with the last answers or the first."""
     parts = [f"{f.begun}{f.answers[-1]}" if last else f"{f.earlier}{f.answers[0]}" for f in facts]
     parts[1:] = [f"the{p[3:]}" if p.startswith("The ") else p for p in parts[1:]]
     *others, end = parts
@@ -354,13 +361,13 @@ def _sentence(facts: list[NaturalFact], last: bool) -> str:
 def likeliest_answers(
     stream: Any, prompts: list[np.ndarray], answers: list[np.ndarray]
 ) -> list[Any]:
-    """The likeliest tokens in the places of answers, given the right ones before each.
+    """Return the likeliest tokens in the places of answers, given the right ones before each.
 
-    All of an answer's are right exactly if greedy decoding gives the answer.
+    All tokens of an answer are right if, and only if, greedy decoding gives the answer.
     """
     asked = [np.concatenate(pair) for pair in zip(prompts, answers, strict=True)]
     longest = max(map(len, asked))
-    # What stands behind an answer is not looked at, and all of it is taken back.
+    # Tokens after an answer are ignored, and all of them are removed again.
     ids = np.stack([np.pad(one, (0, longest - len(one)), mode="edge") for one in asked])
     logits: Tensor = feed_aside(stream, torch.from_numpy(ids))
     found = logits.argmax(-1).cpu().numpy()
@@ -371,6 +378,6 @@ def likeliest_answers(
 
 
 def _shares_a_run(some: np.ndarray, other: np.ndarray, length: int) -> bool:
-    """Whether two lists of ids have as many in a row in common."""
+    """Whether two lists of ids share a run of so many ids."""
     runs = {tuple(other[i : i + length]) for i in range(len(other) - length + 1)}
     return any(tuple(some[i : i + length]) in runs for i in range(len(some) - length + 1))

@@ -1,4 +1,4 @@
-"""`needle`: a needle in a haystack, by the length of the hay and the depth of the needle.
+"""`needle`: hides a needle in a haystack, by the length of the hay and the depth of the needle.
 
 BalanceKV (Kochetkova et al. 2025), section 4.3 and Figure 4, after Kamradt 2023 and Fu et al. 2024:
 one sentence is hidden in a long text and asked for at its end; a heat map shows where it was found.
@@ -29,22 +29,22 @@ from weir.train import DIGITS, Words, passage, practiced
 
 SHORTEST = 64
 MOST = 50
-"""Tokens of an answer in words."""
+"""Largest number of tokens of an answer in words."""
 
 
 @task("needle")
 @dataclass(frozen=True)
 class Needle(Task):
-    """A needle in a haystack: lengths up to `longest`, each at depths from 0 to 1.
+    """Hides needles in hay of several lengths up to `longest`, each at depths from 0 to 1.
 
     Attributes:
-        longest: tokens of the longest prompt; the others are equal steps below.
-        lengths: how many lengths; 1 is the longest alone.
+        longest: number of tokens of the longest prompt; the others are shorter by equal steps.
+        lengths: how many lengths; 1 means only the longest.
         depths: how many depths, from the beginning to the end; 2 or more.
-        samples: prompts of each length and depth, in different hay.
-        format: `exercises`, nano's own; `text`, in words; none takes exercises for a model that was
+        samples: number of prompts of each length and depth, in different hay.
+        format: `exercises`, nano's own; `text`, in words; none uses exercises for a model that was
             trained on them, and text for others.
-        needle, question, answer: in words, for `format=text`.
+        needle, question, answer: the texts for `format=text`.
         chat: put the prompt into the model's chat template, for `format=text`.
     """
 
@@ -103,7 +103,7 @@ class Needle(Task):
     def _exercises(
         self, subject: Subject, hay: Tensor, length: int, depth: float, rng: np.random.Generator
     ) -> tuple[Sequence[float], int]:
-        """Ask in nano's format, all samples side by side; return 1 for each right answer."""
+        """Ask in nano's format, with all samples in one batch; return 1 for each right answer."""
         try:
             words = Words.of(subject.tokenizer)
         except WeirError as error:
@@ -115,7 +115,8 @@ class Needle(Task):
         wanted = torch.from_numpy(np.stack(numbers))
         stream = subject.stream(length, DIGITS)
         first = stream.feed(torch.from_numpy(np.stack(rows)))[:, None]
-        # Greedy decoding gives all digits exactly if each is likeliest after the right ones.
+        # Greedy decoding gives all digits if, and only if, each is the likeliest after the right
+        # ones.
         rest = stream.feed(wanted[:, :-1], all_logits=True)
         predicted = torch.cat([first, rest], dim=1).argmax(-1).cpu()
         return (predicted == wanted).all(1).float().tolist(), stream.nbytes // self.samples
@@ -142,7 +143,7 @@ class Needle(Task):
 def exercise(
     words: Words, hay: np.ndarray, length: int, depth: float, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A prompt [length] that ends with a question, and its number [digits]."""
+    """Make a prompt [length] that ends with a question, and its number [digits]."""
     name = int(rng.choice(words.names))
     number = rng.choice(words.digits, size=DIGITS)
     statement, question = words.statement(name, number), words.question(name)
@@ -157,7 +158,7 @@ def exercise(
 def hide_needle(
     tokenizer: PreTrainedTokenizerBase, hay: Sequence[int], needle: str, depth: float
 ) -> str:
-    """Hay as text, with the needle after the last sentence that ends above its depth."""
+    """Return the hay as text, with the needle after the last sentence that ends above its depth."""
     texts = [str(tokenizer.decode([token])) for token in hay]
     place = round(depth * len(hay))
     while 0 < place < len(hay) and not texts[place - 1].rstrip().endswith((".", "!", "?")):

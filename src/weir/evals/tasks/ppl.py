@@ -1,8 +1,8 @@
 """`ppl`: streaming perplexity over concatenated books, by position and by book.
 
 StreamingLLM (Xiao et al. 2024), section 4.1 and Tables 1, 2 and 6: every token of one long stream
-is predicted from whatever the policy still holds. Policies express the cache configurations of the
-paper's tables: `window(2048)` is 0+2048, `streaming_llm(2048, sinks=4)` is 4+2044.
+is predicted from the tokens that the policy still holds. Policies express the cache configurations
+of the paper's tables: `window(2048)` is 0+2048, `streaming_llm(2048, sinks=4)` is 4+2044.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from weir.stream import read_stream
 @task("ppl")
 @dataclass(frozen=True)
 class Perplexity(Task):
-    """Streaming perplexity of books, one after the other, on one cache.
+    """Measures streaming perplexity of books, one after the other, with one cache.
 
     Attributes:
-        tokens: to read; none reads all.
+        tokens: number of tokens to read; none reads all.
         block: tokens in a block of `ppl_by_block`.
-        start: a text to stand in front in place of the tokenizer's start token.
+        start: a text that replaces the tokenizer's start token.
     """
 
     tokens: Annotated[int, Bounds(2)] | None = 20_000

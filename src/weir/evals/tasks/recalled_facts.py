@@ -1,8 +1,8 @@
-"""`recalled`: facts told in chat turns, and asked for when they have left the cache.
+"""`recalled`: tells facts in chat turns, and asks for them after they have left the cache.
 
-All facts are told on one stream, which then reads a book, so that a million tokens are read once.
-Questions are asked beside the stream and leave nothing there. A long run saves its state now and
-then, and goes on from there when it is started again.
+All facts are told on one stream, which then reads a book, so that a million tokens are read only
+once. Questions are asked on copies, and leave nothing in the stream. A long run saves its state
+from time to time, and continues from it when it is started again.
 """
 
 from __future__ import annotations
@@ -35,15 +35,17 @@ from weir.train import NAMES
 
 Way = Literal["recall", "none", "plain"]
 FORMS = ("once", "changed", "several", "paraphrased", "never", "sessions", "order")
-"""Told once; told again with another answer; three in one sentence; asked for in other words, which
-share only the name; never told; two things about somebody, told in different turns and asked for in
-one; which of two things was told first. Questions of LongMemEval are of these forms: `once` is its
-single-session-user, `changed` knowledge-update, `never` abstention, `sessions` multi-session, and
-`order` temporal reasoning."""
+"""The forms of facts: told once; told again with another answer; three in one sentence; asked for
+in other words, which share only the name; never told; two things about a person, told in different
+turns and asked for in one; which of two things was told first. Questions of LongMemEval have these
+forms: `once` is its single-session-user, `changed` knowledge-update, `never` abstention, `sessions`
+multi-session, and `order` temporal reasoning.
+"""
 USUAL = FORMS[:5]
 WAYS = ("recall", "none", "plain")
-"""The cache with recall, the cache alone, and the found passages with the newest turns on an empty
-cache, all of it computed again."""
+"""The ways to answer: the cache with recall; only the cache; and an empty cache, for which the
+found passages and the newest turns are computed again.
+"""
 SURNAMES = """Abbott Barlow Carver Denholm Ellery Fairfax Gadsby Hollis Ingram Jessop Kendrick
     Lomax Marlow Norbury Ogilvie Pembroke Quimby Redfern Selwyn Thackray Underhill Vickers
     Whitlock Yardley""".split()
@@ -57,10 +59,11 @@ PARAPHRASES = (
     "What do I have to dig below to find the gold of {}?",
     "When was the ship of {} made?",
 )
-"""Questions for each of `KINDS` that share no word with the fact but the name."""
+"""Questions for each of `KINDS` that share only the name with the fact."""
 PAIRS = ((0, 3), (2, 1), (5, 4), (7, 6))
-"""Two of `KINDS` for each question about two things: the answer to one is a number, to the other
-not."""
+"""Two of `KINDS` for each question about two things; the answer to one is a number, and to the
+other it is not.
+"""
 THINGS = (
     "secret access code",
     "password",
@@ -71,21 +74,21 @@ THINGS = (
     "treasure",
     "boat",
 )
-"""What each of `KINDS` tells about somebody."""
+"""What each of `KINDS` tells about a person."""
 TOGETHER = 3
 FILLER = 700
-"""Characters of the book that a turn reads out."""
+"""Number of characters of the book that a turn reads out."""
 THANKS = "Thank you. Please go on."
 LONGEST_ANSWER = 40
-"""Tokens of an answer."""
+"""Largest number of tokens of an answer."""
 NEWEST = 512
-"""Tokens of the newest turns that the way `plain` computes again."""
+"""Number of tokens of the newest turns that the way `plain` computes again."""
 SAVED = 20_000
-"""Tokens between two states that are saved."""
+"""Number of tokens between two saved states."""
 BEGAN = 1_793_000_000.0
-"""When a stream begins, in seconds since 1970: quotations say when something was said."""
+"""When a stream begins, in seconds since 1970, because quotations say when something was said."""
 SECONDS = 2.0
-"""Seconds that a token takes."""
+"""Seconds per token."""
 
 
 class RecalledFact(NamedTuple):
@@ -124,20 +127,20 @@ class _Tally:
 @task("recalled")
 @dataclass(frozen=True)
 class Recalled(Task):
-    """Facts told in chat turns, asked for after some distances, with and without recall.
+    """Tells facts in chat turns, and asks for them after some distances, with and without recall.
 
     Attributes:
-        distances: tokens from a statement to its question, with spaces between them.
-        samples: facts of each form.
-        per_stream: facts of each form on one stream; fewer than `samples` for a policy that keeps
-            everything.
-        forms: the forms that are asked for, with spaces between them; the first five are told in
-            any case.
-        ways: how questions are answered, with spaces between them: `recall`, `none`, `plain`.
-        most: tokens of recalled text in a turn.
-        every: tokens of book between two statements.
-        turns: MT-Bench's `mt_bench.jsonl`, whose first turns ask for nothing earlier; of them the
-            second half counts.
+        distances: numbers of tokens from a statement to its question, separated by spaces.
+        samples: number of facts of each form.
+        per_stream: number of facts of each form on one stream; use fewer than `samples` for a
+            policy that keeps everything.
+        forms: the forms that are asked for, separated by spaces; the first five are told in any
+            case.
+        ways: how questions are answered, separated by spaces: `recall`, `none`, `plain`.
+        most: largest number of tokens of recalled text in a turn.
+        every: number of tokens of the book between two statements.
+        turns: MT-Bench's `mt_bench.jsonl`, whose first turns do not ask about anything earlier; the
+            second half of them is used.
         state: a folder in which a long run keeps its state; None for none.
     """
 
@@ -167,7 +170,7 @@ class Recalled(Task):
 
     @property
     def tokens_back(self) -> tuple[int, ...]:
-        """The distances as numbers; empty if they are no numbers."""
+        """The distances as numbers; empty if they are not numbers."""
         words = str(self.distances).split()
         return tuple(map(int, words)) if all(word.isdecimal() for word in words) else ()
 
@@ -180,9 +183,9 @@ class Recalled(Task):
             that gave an answer which has changed ("stale"), the questions for which something was
             recalled ("found"), the "tokens" of all of it, and the tokens that were "computed"
             before the answers; "false_recalls", the share of turns
-            that ask for nothing earlier and got something, with "false_by"; medians of the
-            "search_ms" and, by way, of the "first_ms" to the first token; "archive_bytes" a token;
-            "archived_turns", "tokens", "kv_bytes".
+            that ask about nothing earlier but got something, with "false_by"; medians of the
+            "search_ms" and, by way, of the "first_ms" to the first token; "archive_bytes" per
+            token; "archived_turns", "tokens", "kv_bytes".
         """
         require_template(subject.tokenizer)
         streams = -(-self.samples // self.per_stream)
@@ -228,7 +231,7 @@ def draw_recalled(
 ) -> tuple[list[RecalledFact], list[RecalledFact]]:
     """Draw facts to be told, in order, and those that are only asked for.
 
-    Of `sessions` and `order`, those in `forms` are drawn, after all others.
+    `sessions` and `order` are drawn only if they are in `forms`, after all others.
     """
     names = [f"{first} {last}" for last in SURNAMES for first in NAMES]
     drawn = iter(rng.permutation(names).tolist())
@@ -323,7 +326,7 @@ def _plain(value: str) -> str:
 
 
 def _values(text: str, kind: str) -> set[str]:
-    """The values of a kind of answers that a text has."""
+    """Return the values in a text that can be answers of a kind."""
     if kind in ("code", "number", "year"):
         return set(re.findall(r"\d+", text.replace(",", "")))
     words = re.findall(r"[a-z]+", text.lower())
@@ -338,7 +341,7 @@ def _values(text: str, kind: str) -> set[str]:
 
 @dataclass
 class _RunState:
-    """How far a run has come, as JSON holds it."""
+    """The progress of a run, for JSON."""
 
     statements: int = 0
     page: int = 0
@@ -351,7 +354,7 @@ class _RunState:
 
 
 class _Dated(Conversation):
-    """A conversation in which time passes with the tokens, and not with the speed of a machine."""
+    """A conversation in which time advances with the tokens, not with the clock of the machine."""
 
     def _add(self, archive: Archive, role: str, text: str, start: int, stop: int) -> None:
         archive.add(role, text, start=start, stop=stop, at=BEGAN + SECONDS * start)
@@ -362,7 +365,7 @@ class _Aside(Conversation):
 
     Attributes:
         newest: messages that are computed again with the first turn.
-        computed: tokens that were read for the last turn, all of `newest` included.
+        computed: number of tokens that were read for the last turn, including all of `newest`.
     """
 
     newest: Sequence[dict[str, str]] = ()
@@ -387,7 +390,7 @@ class _Aside(Conversation):
 
 
 class _Run:
-    """One stream: statements, a book, and questions beside it."""
+    """One stream: statements, a book, and questions on copies of it."""
 
     def __init__(
         self,
@@ -424,7 +427,7 @@ class _Run:
 
     @property
     def tallies(self) -> dict[tuple[str, int, str], _Tally]:
-        """Of each form, distance and way what became of the questions."""
+        """Counts of the results of questions, for each form, distance and way."""
         return self._tallies
 
     def go(self, progress: Progress) -> None:
@@ -436,7 +439,8 @@ class _Run:
             if self._done.statements < len(self._statements):
                 self._tell()
             elif self._done.due:
-                # A million tokens may lie before the next question: the state is saved on the way.
+                # There may be a million tokens before the next question, so the state is saved on
+                # the way.
                 next_due = min(place for place, *_ in self._done.due)
                 self._read(min(next_due, self._talk.stream.seen + SAVED))
             seen = self._talk.stream.seen
@@ -465,7 +469,7 @@ class _Run:
         self._done.due.sort()
 
     def _read(self, until: int) -> None:
-        """Read pages of the book, up to a place in the stream at least."""
+        """Read pages of the book, at least up to a place in the stream."""
         while self._talk.stream.seen < until:
             page = self._pages[self._done.page % len(self._pages)]
             self._done.page += 1
@@ -518,12 +522,12 @@ class _Run:
         tally.computed += talk.computed
 
     def _aside(self, way: str) -> _Aside:
-        """A conversation beside the stream that leaves nothing behind."""
+        """Begin a conversation on a copy of the stream, which leaves nothing in the stream."""
         tokenizer, most = self._subject.tokenizer, self._task.most
         if way != "plain":
             archive = self._archive if way == "recall" else None
             return _Aside(copy.deepcopy(self._talk.stream), tokenizer, None, None, archive, most)
-        # As retrieval chats do: the newest turns, as many as fit, on an empty cache.
+        # Like retrieval chats: the newest turns, as many as fit, on an empty cache.
         size = 0
         newest: list[list[str]] = []
         for pair in reversed(self._done.newest):
@@ -545,7 +549,7 @@ class _Run:
         self._done.times.setdefault(what, []).append(time.perf_counter() - began)
 
     def _ask_others(self) -> None:
-        """Search for what turns say that ask for nothing earlier."""
+        """Search for the words of turns that ask about nothing earlier."""
         if self._task.turns is None:
             return
         records = list(read_records(self._task.turns))
@@ -554,7 +558,7 @@ class _Run:
             self._count_false("other", bool(self._search(first)))
 
     def summary(self) -> dict[str, Any]:
-        """The figures of this stream that are not of single questions."""
+        """Return the figures of this stream that do not belong to single questions."""
         stream = self._talk.stream
         times = self._done.times
         return {
@@ -572,7 +576,7 @@ class _Run:
     # --- the state of a long run
 
     def _save(self, folder: Path) -> None:
-        """Save the stream first, and then how far it has come."""
+        """Save first the stream, and then the progress."""
         stream = self._talk.stream
         self._done.tallies = [[*key, vars(tally)] for key, tally in self._tallies.items()]
         name = f"stream-{stream.seen}.safetensors"
@@ -585,7 +589,7 @@ class _Run:
                 other.unlink()
 
     def _restore(self, folder: Path) -> Stream:
-        """Go on from a saved state; WeirError if it is one of another task."""
+        """Continue from a saved state; WeirError if it belongs to another task."""
         found = json.loads((folder / "progress.json").read_text())
         if (of := found.pop("task")) != str(self._task):
             raise WeirError(f"{folder} has the state of {of}. Use another state, or remove it.")
@@ -599,7 +603,7 @@ class _Run:
 
 
 def read_pages(path: str | None) -> list[str]:
-    """The pages of a book that turns read out, of whole sentences."""
+    """Yield the pages of a book, in whole sentences, that turns read out."""
     from weir.stream import BOOK
 
     pages: list[str] = []

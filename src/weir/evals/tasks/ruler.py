@@ -1,9 +1,9 @@
-"""`ruler`: files that RULER's scripts write, the question unseen or seen while the text is read.
+"""`ruler`: files that RULER's scripts write; the question is fed after or before the text.
 
 Hsieh et al. 2024, "RULER: What's the Real Context Size of Your Long-Context Language Models?",
-section 3; metrics as in its appendix. A cache that compresses while it reads cannot know what will
-be asked. To show it the question before or together with the text is another measurement, with
-other rankings (arXiv:2607.11942), so `question` says which one it is.
+section 3; metrics as in its appendix. A cache that compresses while it reads cannot know the
+question. If the question is shown before or together with the text, that is a different measurement
+with different rankings (arXiv:2607.11942), so `question` says which one it is.
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ class RulerCase:
 @task("ruler")
 @dataclass(frozen=True)
 class Ruler(Task):
-    """A file of RULER: needles in hay, chains of variables, frequent words, questions.
+    """Answers a file of RULER: needles in hay, chains of variables, frequent words, questions.
 
     Attributes:
         file: a file that RULER's `prepare.py` wrote, `niah_single_2/validation.jsonl`; or `hub:…`.
-        question: `after` the text, as RULER asks, fed when the text has been read and compressed;
-            `within` it, one prompt, so that under `prefill="full"` what is kept is chosen by the
-            question; or `before` it as well, so that a stream knows it while it reads.
+        question: `after` the text, as in RULER, fed when the text has been read and compressed;
+            `within` the same prompt, so that under `prefill="full"` the question influences which
+            tokens are kept; or also `before` the text, so that a stream knows it while it reads.
         match: `all` is the share of outputs that the answer contains; `part`, for its questions
             (`qa`), whether it contains one.
-        most: tokens of an answer; RULER has 128 for needles, 30 for variables, 120 for common
-            words, 50 for frequent ones and 32 for questions.
+        most: largest number of tokens of an answer; RULER has 128 for needles, 30 for variables,
+            120 for common words, 50 for frequent ones and 32 for questions.
     """
 
     file: str
@@ -82,7 +82,7 @@ class Ruler(Task):
 
         Returns:
             "score", the mean of the metric, from 0 to 1, with "low" and "high" (95 %, Student's;
-            none for one record); "asked"; "answers"; and what `costs` says of the caches.
+            none for one record); "asked"; "answers"; and the figures of `costs`.
         """
         cases = self._cases()
         answers = []
@@ -125,7 +125,7 @@ class Ruler(Task):
         return generate_answer(stream, tokenizer, second, self.most)
 
     def _parts(self, subject: Subject, case: RulerCase) -> tuple[str, str]:
-        """The text up to the question, and the question with the beginning of the answer."""
+        """Return the text up to the question, and the question with the beginning of the answer."""
         front = f"{case.question}\n\n" if self.question == "before" else ""
         text = front + case.text
         if not self.chat:
@@ -144,7 +144,7 @@ class Ruler(Task):
 
 
 def match_score(answer: str, outputs: Sequence[str], match: str) -> float:
-    """RULER's `string_match_all` or `string_match_part` of one answer, from 0 to 1.
+    """Compute RULER's `string_match_all` or `string_match_part` of one answer, from 0 to 1.
 
     Case is ignored, and unprintable characters become line breaks.
     """

@@ -1,4 +1,6 @@
-"""`ruler_recalled`: RULER's files, read as a stream with an archive that the question searches."""
+"""`ruler_recalled`: RULER's files, read as a stream with an archive that is searched for the
+question.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,13 @@ class _BothAnswers(NamedTuple):
 @task("ruler_recalled")
 @dataclass(frozen=True)
 class RulerRecalled(Ruler):
-    """A file of RULER, with what has left the cache put before its question, and without.
+    """Answers a file of RULER with text that has left the cache quoted before the question, and
+    without that text.
 
     Each text is read once. The question is asked twice, of two copies of the stream.
 
     Attributes:
-        recall: tokens of recalled text at most.
+        recall: largest number of tokens of recalled text.
     """
 
     recall: Count = 256
@@ -40,8 +43,8 @@ class RulerRecalled(Ruler):
         """Answer every record on its own stream.
 
         Returns:
-            What `ruler` does, of the answers with recall; "without", the same of the answers
-            without recall; "recalled", the passages for each question.
+            The same figures as `ruler`, of the answers with recall; "without", the same figures of
+            the answers without recall; "recalled", the passages for each question.
         """
         cases = self._cases()
         found: list[_BothAnswers] = []
@@ -55,8 +58,8 @@ class RulerRecalled(Ruler):
         }
 
     def _ask_twice(self, subject: Subject, case: RulerCase) -> _BothAnswers:
-        """Read the text, and ask with what the archive finds in front of the question, and without
-        it.
+        """Read the text, and ask the question with what the archive finds in front of it, and
+        without.
         """
         text, question = self._parts(subject, case)
         tokenizer = subject.tokenizer

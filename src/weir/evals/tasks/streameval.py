@@ -1,7 +1,8 @@
 """`streameval`: lines with numbers on one endless stream, and a query every ten lines.
 
-StreamingLLM (Xiao et al. 2024), section 4.3, Figures 8 and 9, and Table 7: what is asked for stood
-a given number of lines back; nothing is ever reset, and the model's own answers stay in the stream.
+StreamingLLM (Xiao et al. 2024), section 4.3, Figures 8 and 9, and Table 7: the line that is asked
+for is a given number of lines back. Nothing is ever reset, and the model's own answers stay in the
+stream.
 """
 
 from __future__ import annotations
@@ -21,26 +22,27 @@ from weir.pools import Count
 from weir.train import DIGITS, Words, practiced
 
 DISTANCES = (20, 40, 60, 80, 100, 150, 200, 400, 600, 800, 1000)
-"""Table 7's, in lines."""
+"""The distances of Table 7, in lines."""
 
 Query = tuple[int, int]
-"""After how many lines it comes, and how many lines back it asks."""
+"""A query: after how many lines it comes, and how many lines back it asks."""
 
 
 @task("streameval")
 @dataclass(frozen=True)
 class StreamEval(Task):
-    """Lines with numbers on one stream, and after every few a question for one some lines back.
+    """Reads lines with numbers on one stream, and after every few lines asks for one that is some
+    lines back.
 
     Attributes:
-        distance: of the questions, in lines; none asks at each of Table 7's, 20 to 1,000, in random
-            order on the same stream.
-        samples: streams; the paper has 100.
-        queries: per stream and distance; the paper has 100.
-        every: lines between two queries.
-        format: `exercises` has lines as nano knows them, "table has 482." for any word; `text` has
-            those of the paper, "line quiet-lamp: REGISTER_CONTENT is <24169>"; none takes
-            exercises for a model that was trained on them, as nano was, and text for others.
+        distance: the distance of the questions, in lines; none asks at all distances of Table 7, 20
+            to 1,000, in random order on the same stream.
+        samples: number of streams; the paper has 100.
+        queries: number of queries per stream and distance; the paper has 100.
+        every: number of lines between two queries.
+        format: `exercises` has lines that nano knows, such as "table has 482.", with any word;
+            `text` has those of the paper, "line quiet-lamp: REGISTER_CONTENT is <24169>"; none uses
+            exercises for a model that was trained on them, like nano, and text for others.
     """
 
     distance: Count | None = None
@@ -56,7 +58,7 @@ class StreamEval(Task):
 
         Returns:
             "accuracy" with "right", "asked", "low" and "high" (95 %), and the same "by_distance"
-            (in lines, with the "tokens" that is on average); "tokens" of one stream, "kv_bytes" of
+            (in lines, with the average number of "tokens"); "tokens" of one stream, "kv_bytes" of
             one, "format".
         """
         rng = np.random.default_rng(subject.seed)
@@ -95,7 +97,9 @@ class StreamEval(Task):
 def make_schedule(
     distances: tuple[int, ...], queries: int, every: int, rng: np.random.Generator
 ) -> list[Query]:
-    """Schedule the queries, once there are lines enough: in random order, no line twice."""
+    """Schedule the queries in random order, beginning when there are enough lines; no line is asked
+    for twice.
+    """
     left = dict.fromkeys(distances, queries)
     place = -(-max(distances) // every) * every
     asked: set[int] = set()
@@ -112,10 +116,10 @@ def make_schedule(
 
 
 class ExerciseLines:
-    """Lines as nano's exercises have them, with any word for a name.
+    """Lines in the form of nano's exercises, with any word as a name.
 
     Attributes:
-        at_once: number of streams that can be read side by side.
+        at_once: number of streams that can be read in one batch.
         after: tokens after an answer [rows, n].
         per_line: tokens of a line, on average.
     """
@@ -129,7 +133,8 @@ class ExerciseLines:
         self.words = Words.of(tokenizer)
         used = [*self.words.digits, self.words.verb, self.words.space, self.words.stop]
         names = np.setdiff1d(self.words.plain, used)
-        # Names repeat once all are used: the last line of a name is the one asked for.
+        # Names repeat after all have been used. The last line of a name is the one that is asked
+        # for.
         rounds = -(-count // len(names))
         drawn = [rng.permutation(names) for _ in range(rows * rounds)]
         self.names = np.concatenate(drawn).reshape(rows, -1)[:, :count]
@@ -137,7 +142,7 @@ class ExerciseLines:
         self.after = torch.full((rows, 1), self.words.stop)
 
     def line(self, number: int) -> Tensor:
-        """A statement, "table has 482."; the start token stands in front of the first."""
+        """Return a statement, "table has 482."; the first has the start token in front."""
         front = self.words.front[:0] if number else self.words.front
         pairs = zip(self.names[:, number], self.numbers[:, number], strict=True)
         rows = [np.concatenate([front, self.words.statement(*pair)]) for pair in pairs]
@@ -158,7 +163,7 @@ class ExerciseLines:
 
 
 class TextLines:
-    """Lines as the paper has them; they differ in length, so a stream is read by itself."""
+    """Lines in the form of the paper. They differ in length, so each stream is read separately."""
 
     at_once = 1
 
@@ -175,11 +180,11 @@ class TextLines:
         self.per_line = float(np.mean(sizes))
 
     def line(self, number: int) -> Tensor:
-        """A line like "line quiet-lamp: REGISTER_CONTENT is <24169>"."""
+        """Return a line like "line quiet-lamp: REGISTER_CONTENT is <24169>"."""
         return self._ids(self._said(number), special=number == 0)
 
     def question(self, number: int) -> Tensor:
-        """The question in words, and the beginning of the line."""
+        """Return the question in words, and the beginning of the line."""
         name = self.names[number]
         asked = f"Which number is the REGISTER_CONTENT of the line {name}?"
         return self._ids(f"{asked}\n{line_start(name)}")
@@ -189,7 +194,7 @@ class TextLines:
         return self._ids(f"{self.numbers[number]}>").shape[1]
 
     def right(self, number: int, answer: Tensor) -> int:
-        """1 if the answer begins with the number and its bracket."""
+        """Return 1 if the answer begins with the number and its bracket."""
         text = str(self.tokenizer.decode(answer[0].tolist())).strip()
         return int(text.startswith(f"{self.numbers[number]}>"))
 

@@ -1,4 +1,4 @@
-"""`summary`: summaries of articles, scored by ROUGE against references and by Self-BLEU.
+"""`summary`: writes summaries of articles, scored by ROUGE against references and by Self-BLEU.
 
 BUZZ (Zhao et al. 2024), section 4.2.1 with Table 2 and Figure 5 (XSUM, budgets of 10 to 60 % of the
 full cache), Table A (CNN/DailyMail), and section 4.2.3 with Figure 7: Self-BLEU, to be compared
@@ -18,18 +18,18 @@ from weir.evals.task import Better, Progress, Subject, Task, task
 from weir.pools import Count
 
 FIELDS = (("document", "summary"), ("article", "highlights"))
-"""Names of the fields for a text and its summary in XSUM and in CNN/DailyMail."""
+"""Names of the fields for a text and its summary, in XSUM and in CNN/DailyMail."""
 
 
 @task("summary")
 @dataclass(frozen=True)
 class Summary(Task):
-    """Summaries: ROUGE-1, ROUGE-2, ROUGE-L, their geometric mean, and Self-BLEU.
+    """Measures ROUGE-1, ROUGE-2, ROUGE-L, their geometric mean, and Self-BLEU of summaries.
 
     Attributes:
         file: JSON lines with `document` and `summary` (XSUM) or `article` and `highlights`
             (CNN/DailyMail); or `hub:...`.
-        most: tokens of a summary.
+        most: largest number of tokens of a summary.
     """
 
     file: str
@@ -49,7 +49,7 @@ class Summary(Task):
 
         Returns:
             "rouge" (the geometric mean), "rouge1", "rouge2", "rougeL" and "self_bleu", all from 0
-            to 1; "asked"; "answers"; and what `costs` says of the caches, "share" being the cache's
+            to 1; "asked"; "answers"; and the figures of `costs`, where "share" is the cache's
             budget as the paper counts it.
         """
         rouge_scores(["ready"], ["ready"])  # fail now, not after hours of work
@@ -72,7 +72,7 @@ class Summary(Task):
 
 
 def texts_of(record: JsonRecord) -> tuple[str, str]:
-    """The text and the summary of a record."""
+    """Return the text and the summary of a record."""
     for text, summary in FIELDS:
         if text in record:
             return record.words(text), record.words(summary)
