@@ -1,9 +1,9 @@
 """Gates: keep tokens that a trained map expects to be needed.
 
 KVzap (Jégou and Jeblick 2026, "KVzap: Fast, Adaptive, and Faithful KV Cache Pruning",
-arXiv:2601.07891) and Fast KVzip (arXiv:2601.17668): a small map a layer, trained on the model at
-hand, predicts the logarithm of KVzip's score (`kvzip`) without a repetition. Theirs reads
-hidden states; this one reads the keys and values of all heads, which lie in the slots anyway.
+arXiv:2601.07891) and Fast KVzip (arXiv:2601.17668): a small map per layer, trained on the model,
+predicts the logarithm of KVzip's score (`kvzip`) without a repetition. Their map reads hidden
+states. This one reads the keys and values of all heads, which are already in the slots.
 """
 
 from __future__ import annotations

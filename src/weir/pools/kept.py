@@ -1,4 +1,4 @@
-"""Tokens that somebody asked to keep, such as the output of a tool, stay until they are let go.
+"""Keep tokens that a caller has marked, such as the output of a tool, until they are unmarked.
 
 A row's `Marks` say where they are in its stream. This pool takes them as they leave the window, and
 stores them in the slots that the stream's beginning leaves free.
@@ -20,9 +20,9 @@ from weir.slab import Slots
 class Kept(SizedPool):
     """Keep the tokens at the places that a row's `Marks` give, in the slots of `beginning`.
 
-    Both pools together hold `n` tokens at most, and the beginning goes first. If more tokens are
-    marked than there are free slots, those that came first stay. Tokens that are not marked any
-    more flow on.
+    Both pools together hold at most `n` tokens, and the beginning has priority. If more tokens are
+    marked than there are free slots, those that came first stay. Tokens that are no longer marked
+    overflow.
 
     Attributes:
         n: how many slots both pools have; the same number as that of `beginning`.
@@ -45,11 +45,11 @@ class Kept(SizedPool):
             )
 
     def fixed(self, before: tuple[Pool, ...]) -> int:
-        """Return all slots: what is kept is as long in every layer."""
+        """Return all slots, because marked tokens take the same number in every layer."""
         return self.n
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
-        """Keep the marked tokens, by their places; everything else flows on."""
+        """Keep the marked tokens, by their places. All others overflow."""
         if fold.kept is None and not len(held):
             return held, new
         both = held.join(new)

@@ -3,10 +3,10 @@
     z(q) = sum_i e^(l_i + a_i) v_i / (e^s + sum_i e^(l_i + b_i))
     l_i = softcap(<q, k_i> * scale) + bias_i
 
-where s is the sink logit of the query's head (-inf without sinks). Every version bounds the error
-of an answer by rounding, whatever the logits are. Unless said otherwise, queries are [batch,
-kv_heads, group, length, key_dim], keys and values [batch, kv_heads, slots, dim], weights [batch,
-kv_heads, slots], and a bias broadcasts with [batch, kv_heads, group, length, slots].
+where s is the sink logit of the query's head (-inf without sinks). In every version, the error of
+an answer is bounded by rounding, whatever the logits are. Unless said otherwise, queries are
+[batch, kv_heads, group, length, key_dim], keys and values [batch, kv_heads, slots, dim], weights
+[batch, kv_heads, slots], and a bias broadcasts with [batch, kv_heads, group, length, slots].
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class AttentionParams:
         softcap: float | None,
         sinks: Tensor | None,
     ) -> AttentionParams:
-        """Take the parameters from a call of an attention function of transformers.
+        """Read the parameters from a call of a transformers attention function.
 
         `query` and `key` are [batch, heads, length, key_dim], and `sinks` [heads].
         """
@@ -63,9 +63,10 @@ def two_weight_attention(
     params: AttentionParams,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """The formula above in float32, of float64 in float64; every kernel must equal it.
+    """Compute the formula above in float32, or for float64 in float64. Every kernel must give the
+    same result.
 
-    A log-weight of -inf leaves a slot out of a sum, a bias of -inf hides a slot from a query.
+    A log-weight of -inf leaves a slot out of a sum. A bias of -inf hides a slot from a query.
     Returns [batch, kv_heads, group, length, value_dim], zero for a query that sees nothing.
     """
     logits = _logits(queries, keys, params, bias)
@@ -84,16 +85,16 @@ def two_weight_attention(
 def attention_mass(
     queries: Tensor, keys: Tensor, b: Tensor, params: AttentionParams, bias: Tensor | None = None
 ) -> Tensor:
-    """The attention each slot receives [batch, kv_heads, slots], float32: the softmax of the
-    denominator, summed over the queries and over the query heads of the group.
+    """Compute the attention that each slot receives [batch, kv_heads, slots], float32: the softmax
+    of the denominator, summed over the queries and over the query heads of the group.
     """
     if params.softcap is None and params.sinks is None and keys.device.type == "cpu":
         found = _received(_softmax_in_place(_flat_logits(queries, keys, params, b, bias)), b)
-        if not bool(found.isnan().any()):  # as it is where a query sees nothing
+        if not bool(found.isnan().any()):  # which happens if a query sees nothing
             return found
     below = _logits(queries, keys, params, _per_slot(b) if bias is None else bias + _per_slot(b))
-    # The logits are the largest tensor of a fold: so they are written over, and one product weighs
-    # and sums them, without another of their size.
+    # The logits are the largest tensor of a fold. So they are overwritten, and one product weighs
+    # and sums them without a second tensor of their size.
     top = below.amax(dim=-1, keepdim=True)
     if params.sinks is not None:
         top = torch.maximum(top, params.sinks[:, :, None, None])
@@ -107,18 +108,18 @@ def attention_mass(
 
 
 def _received(shares: Tensor, b: Tensor) -> Tensor:
-    """Shares [batch * kv_heads, queries, slots] summed over the queries, of the shape of `b`."""
+    """Sum shares [batch * kv_heads, queries, slots] over the queries; returns the shape of `b`."""
     ones = shares.new_ones((len(shares), 1, shares.shape[1]))
     return (ones @ shares).view(b.shape).float()
 
 
 class AttentionResult(NamedTuple):
-    """The answers of a call of attention, and what was observed beside them.
+    """The answers of a call of attention, and what was observed during it.
 
     Attributes:
         answers: [batch, kv_heads, group, length, value_dim].
-        received: `attention_mass` from equally many queries at a time
-            [batch, kv_heads, parts, slots], float32; None if not observed.
+        received: `attention_mass` for parts of equally many queries [batch, kv_heads, parts,
+            slots], float32; None if not observed.
         shares: each slot's share of each query's attention [batch, kv_heads, group, length, slots],
             float32; None if not kept.
     """
@@ -129,12 +130,16 @@ class AttentionResult(NamedTuple):
 
     @property
     def mass(self) -> Tensor:
-        """The attention each slot received from all queries [batch, kv_heads, slots], float32."""
+        """The attention that each slot received from all queries [batch, kv_heads, slots],
+        float32.
+        """
         assert self.received is not None
         return self.received.sum(dim=2)
 
     def of_last(self, queries: int) -> Tensor | None:
-        """The same from the last `queries` queries; None where no parts add up to so many."""
+        """Return the attention from only the last `queries` queries; None if no parts add up to
+        that number.
+        """
         assert self.received is not None
         parts, rest = divmod(queries * self.received.shape[2], self.answers.shape[3])
         return None if rest or not parts else self.received[:, :, -parts:].sum(dim=2)
@@ -148,11 +153,11 @@ def observed_attention(
     params: AttentionParams,
     bias: Tensor | None,
 ) -> AttentionResult | None:
-    """Compute answers and the attention received by plain products around one softmax.
+    """Compute answers and received attention with plain products around one softmax.
 
-    On a CPU this takes as long as `fused_attention`, and the mass has the bits of `attention_mass`.
-    For float32 without capping and sinks, with a = b. The bias may cover the last slots alone, if
-    it is zero for all others. Returns None where a query sees nothing.
+    On a CPU, this takes as long as `fused_attention`, and the mass is bit-identical to
+    `attention_mass`. It is for float32 without capping and sinks, with a = b. The bias can cover
+    only the last slots, if it is zero for all others. Returns None if a query sees nothing.
     """
     weights = _softmax_in_place(_flat_logits(queries, keys, params, b, bias))
     mass = _received(weights, b)
@@ -166,16 +171,18 @@ def observed_attention(
 def compute_logits(
     queries: Tensor, keys: Tensor, params: AttentionParams, bias: Tensor | None = None
 ) -> Tensor:
-    """Logits before weights, a new tensor [batch, kv_heads, group, length, slots], float32."""
+    """Compute logits before weights, as a new tensor [batch, kv_heads, group, length, slots],
+    float32.
+    """
     return _logits(queries, keys, params, bias).float()
 
 
 def attention_weights(logits: Tensor, b: Tensor, params: AttentionParams) -> tuple[Tensor, Tensor]:
     """Compute the share of each slot in each query's attention, and the denominators.
 
-    Returns shares of the shape of `logits` (`compute_logits` over all slots), 0 where a query sees
-    nothing, and the logarithm of each denominator, sinks included [batch, kv_heads, group, length],
-    -inf there. Both float32.
+    Returns shares of the shape of `logits` (`compute_logits` over all slots), and the logarithm of
+    each denominator, including sinks [batch, kv_heads, group, length], both float32. For a query
+    that sees nothing, shares are 0 and the logarithm is -inf.
     """
     below = logits + _per_slot(b)
     top = below.amax(dim=-1, keepdim=True)
@@ -188,19 +195,23 @@ def attention_weights(logits: Tensor, b: Tensor, params: AttentionParams) -> tup
 
 
 def attention_softmax(logits: Tensor, b: Tensor, params: AttentionParams) -> Tensor:
-    """The shares of `attention_weights` alone; without sinks one softmax, which is faster."""
+    """Compute only the shares of `attention_weights`. Without sinks, this is one softmax, which is
+    faster.
+    """
     if params.sinks is not None or logits.device.type != "cpu":
         return attention_weights(logits, b, params)[0]
     weights = _softmax_in_place(logits + _per_slot(b))
-    # One column tells: of a query that sees nothing, every share is not a number.
+    # One column is enough to check: if a query sees nothing, all its shares are NaN.
     blind = weights[..., :1].isnan()
     return weights.masked_fill_(blind, 0.0) if bool(blind.any()) else weights
 
 
 def attention_shares(logits: Tensor, b: Tensor, lse: Tensor) -> Tensor:
-    """The share of some slots in each query's attention, of the shape of their `logits`, float32.
+    """Compute the share of some slots in each query's attention, in the shape of their `logits`,
+    float32.
 
-    `lse` has the denominators over all slots (`attention_weights`); 0 where a query sees nothing.
+    `lse` has the denominators over all slots (`attention_weights`). Shares are 0 if a query sees
+    nothing.
     """
     below = logits + _per_slot(b)
     return below.sub_(lse.masked_fill(lse.isneginf(), 0.0)[..., None]).exp_()
@@ -213,9 +224,10 @@ def fused_attention(
     params: AttentionParams,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """PyTorch's fused attention, for a = b; the weights are part of `bias`.
+    """Compute PyTorch's fused attention, for a = b; the weights are part of `bias`.
 
-    With sink logits, which PyTorch's has no place for, it is one softmax over one more column.
+    With sink logits, which PyTorch's function does not support, it is a softmax over one more
+    column.
     """
     batch, kv_heads, group, length, _ = queries.shape
     if params.sinks is not None:
@@ -225,17 +237,18 @@ def fused_attention(
         out = weights.bmm(at_least_float32(values.flatten(0, 1)))
         return out.view(batch, kv_heads, group, length, -1).to(values.dtype)
     if bias is not None and (bias.device.type != "cpu" or queries.dtype == torch.float64):
-        # Only the CPU takes a bias of float32, and only beside queries of half: beside float64 it
-        # answers nonsense without a word (PyTorch 2.9 to 2.13).
+        # Only the CPU accepts a float32 bias, and only with half-precision queries. With float64
+        # queries, it silently returns wrong answers (PyTorch 2.9 to 2.13).
         bias = bias.to(queries.dtype)
     gqa = group > 1
     if length == 1:
-        # One query a head: to PyTorch the heads of a group are so many queries of their KV head.
+        # With one query per head, PyTorch can treat the heads of a group as several queries of
+        # their KV head.
         bias = None if bias is None else bias.expand(batch, kv_heads, group, 1, -1)[:, :, :, 0]
         queries, gqa = queries[:, :, :, 0], False
     elif bias is not None and bias.shape[2] == 1 and bias.shape[1] > 1:
-        # The bias is the same for all heads of a group: with each KV head as a row of the batch it
-        # is not copied, queries times slots, for every query head.
+        # The bias is the same for all heads of a group. If each KV head is a row of the batch, the
+        # bias (queries times slots) is not copied for every query head.
         bias = bias.expand(batch, -1, -1, -1, -1).flatten(0, 1)
         queries = queries.flatten(0, 1)
         keys, values = keys.flatten(0, 1)[:, None], values.flatten(0, 1)[:, None]
@@ -251,9 +264,9 @@ def fused_attention(
 
 
 def split_weights(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(m, e^(a-m), e^(b-m)) where m = max(a, b): the weights as `split_attention` reads them.
+    """Return (m, e^(a-m), e^(b-m)), where m = max(a, b): the weights for `split_attention`.
 
-    Of the two factors the larger is 1; both are 0 in an empty slot, where a = b = -inf.
+    The larger of the two factors is 1. Both are 0 in an empty slot, where a = b = -inf.
     """
     mask = torch.maximum(a, b)
     empty = mask.isneginf()
@@ -271,18 +284,17 @@ def split_attention(
     params: AttentionParams,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Compute both sums from one softmax, as precise as the formula; for logits without a cap.
+    """Compute both sums from one softmax, as precisely as the formula; for logits without a cap.
 
         p = softmax(l + m),  z(q) = sum_i p_i e^(a_i-m_i) v_i / sum_i p_i e^(b_i-m_i)
 
-    A slot of one sum alone adds nothing to the other, however large its logit is, so what rounds
-    are logits and sums of terms of one sign, as in `two_weight_attention`; as there, a sum below
-    e^-87 of the other is lost. Arguments are those of `split_weights`.
+    A slot that is in only one sum adds nothing to the other, however large its logit is. So
+    rounding affects only logits and sums of terms of one sign, as in `two_weight_attention`. As
+    there, a sum below e^-87 of the other is lost. Arguments are those of `split_weights`.
     """
     batch, kv_heads, group, length, _ = queries.shape
     slots = keys.shape[2]
-    # The mask is clamped because a softmax over nothing but -inf is not a number, also where the
-    # factors are 0.
+    # The mask is clamped because a softmax over only -inf is NaN, even where the factors are 0.
     mask = mask.clamp_min(torch.finfo(torch.float32).min)
     logits = _flat_logits(queries, keys, params, mask, bias)
     numerator, denominator = numerator.to(logits.dtype), denominator.to(logits.dtype)
@@ -303,10 +315,10 @@ def split_attention(
 def _flat_logits(
     queries: Tensor, keys: Tensor, params: AttentionParams, mask: Tensor | None, bias: Tensor | None
 ) -> Tensor:
-    """A new tensor [batch * kv_heads, group * length, slots], without capping.
+    """Compute logits without capping, as a new tensor [batch * kv_heads, group * length, slots].
 
-    Three dimensions because PyTorch multiplies them with less overhead than four, which counts in a
-    decode step. The bias may cover the last slots alone.
+    It has three dimensions, because PyTorch multiplies these with less overhead than four, which
+    matters in a decode step. The bias can cover only the last slots.
     """
     batch, kv_heads, group, length, key_dim = queries.shape
     slots = keys.shape[2]
@@ -325,9 +337,10 @@ def _flat_logits(
 
 
 def _softmax_in_place(logits: Tensor) -> Tensor:
-    """A softmax over the last dimension, written over the logits unless gradients flow; on a CPU.
+    """Compute a softmax over the last dimension on a CPU, overwriting the logits unless gradients
+    are needed.
 
-    A second tensor of that size takes longer to allocate than the softmax takes.
+    Allocating a second tensor of that size takes longer than the softmax.
     """
     if logits.requires_grad:
         return logits.softmax(dim=-1)
@@ -337,9 +350,10 @@ def _softmax_in_place(logits: Tensor) -> Tensor:
 def _softmax_with_sinks(
     logits: Tensor, sinks: Tensor, batch: int, length: int
 ) -> tuple[Tensor, Tensor]:
-    """A softmax of logits [batch * kv_heads, group * length, slots] over the slots and a sink each.
+    """Compute a softmax of logits [batch * kv_heads, group * length, slots] over the slots and one
+    sink.
 
-    Returns the weights of the slots, and of the sinks [batch * kv_heads, group * length, 1].
+    Returns the weights of the slots, and those of the sinks [batch * kv_heads, group * length, 1].
     """
     column = sinks.repeat(batch, 1).repeat_interleave(length, dim=1)[:, :, None]
     weights = torch.cat([logits, column], dim=2).softmax(dim=2)
@@ -356,7 +370,9 @@ def _logits(queries: Tensor, keys: Tensor, params: AttentionParams, bias: Tensor
 
 
 def at_least_float32(t: Tensor) -> Tensor:
-    """The tensor in the precision that sums are taken in: float64 stays, all others are float32."""
+    """Convert a tensor to the precision in which sums are computed: float64 stays, and all others
+    become float32.
+    """
     return t if t.dtype == torch.float64 else t.float()
 
 

@@ -1,4 +1,4 @@
-"""KV heads of a layer that are kept apart: who holds which, and answers put back in order."""
+"""Splits the KV heads of a layer among parts, and puts the answers back in order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from torch import Tensor
 from weir.slab.attention import AttentionParams
 
 Answer = Callable[[Tensor, Tensor, Tensor, AttentionParams], Tensor]
-"""Attention of a part: queries, keys, values and parameters to answers [batch, heads, ...]."""
+"""The attention of a part: a function of queries, keys, values and parameters that returns answers
+[batch, heads, ...].
+"""
 
 
 @dataclass(frozen=True)
@@ -19,8 +21,8 @@ class HeadSplit:
     """Assignment of a layer's KV heads to its parts.
 
     Attributes:
-        heads: of each part, its KV heads [n], int64.
-        order: the place of each KV head among those of all parts [kv_heads], int64.
+        heads: for each part, its KV heads [n], int64.
+        order: for each KV head, its place among the heads of all parts [kv_heads], int64.
     """
 
     heads: tuple[Tensor, ...]
@@ -28,14 +30,16 @@ class HeadSplit:
 
     @classmethod
     def of(cls, heads: Sequence[Sequence[int] | None], device: torch.device) -> HeadSplit | None:
-        """Make the assignment of parts with these heads; None for one part, which has all."""
+        """Make the assignment of parts with these heads; None for a single part, which has all
+        heads.
+        """
         if len(heads) == 1:
             return None
         held = tuple(torch.tensor(each, device=device) for each in heads)
         return cls(held, torch.cat(held).argsort())
 
     def on(self, device: torch.device) -> HeadSplit:
-        """Return the same on a device."""
+        """Return the same assignment on another device."""
         if self.order.device == device:
             return self
         return HeadSplit(tuple(t.to(device) for t in self.heads), self.order.to(device))
@@ -51,10 +55,10 @@ class HeadSplit:
         """Let each part answer the queries of its heads, and join the answers.
 
         Args:
-            parts: what answers for each part.
+            parts: the attention of each part.
             queries: [batch, heads, length, key_dim].
             keys, values: of the new tokens [batch, kv_heads, length, dim].
-            params: of the whole layer.
+            params: the parameters of the whole layer.
         """
         queries = queries.unflatten(1, (keys.shape[1], -1))
         answers = []

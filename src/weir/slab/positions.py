@@ -1,15 +1,15 @@
 """Positions: rotary embeddings at any place of an endless stream, ALiBi, and the rolling frame.
 
-The *rolling frame* is StreamingLLM's "positions inside the cache" (Xiao et al. 2024, section 3.2)
-without rotating every key again. The newest tokens (the run) keep their positions in the stream,
-and older tokens (the front) are shifted until the newest of them directly precedes the run: at each
-fold their keys are rotated from unshifted copies (masters). Angles are reduced to one turn in
-float64, so position 4,000,000 is as exact as position 0.
+The *rolling frame* implements StreamingLLM's "positions inside the cache" (Xiao et al. 2024,
+section 3.2) without rotating every key again. The newest tokens (the run) keep their positions in
+the stream, and older tokens (the front) are shifted until the newest of them directly precedes the
+run: at each fold their keys are rotated from unshifted copies (masters). Angles are reduced to one
+turn in float64, so position 4,000,000 is as exact as position 0.
 
 Models with *three axes* (Qwen2-VL's M-RoPE: Wang et al. 2024, section 2.1) rotate some pairs of
-dimensions by a position in time, others by height and width; of a text token all three are the
-same. Each token has a *span*: the position where its text token or image begins, and its extent. A
-shift is the same on all axes, so it preserves the geometry of an image.
+dimensions by a position in time, and others by height and width. For a text token, all three are
+the same. Each token has a *span*: the position where its text token or image begins, and its
+extent. A shift is the same on all axes, so it preserves the geometry of an image.
 """
 
 from __future__ import annotations
@@ -103,11 +103,12 @@ class Rotary:
     def move(self, keys: Tensor, by: Tensor, out: Tensor | None = None) -> Tensor:
         """Shift rotated keys [batch, heads, n, dim] by `by` positions [batch or 1, heads or 1, n].
 
-        `out` is the tensor to write to, which shares no memory with the others; None for a new one.
+        `out` is the tensor to write to, which must not share memory with the others; None for a new
+        one.
         """
         turned = kernels.rotate_keys(keys)
         if turned is not None and (out is None or out.dtype == keys.dtype):
-            # The frequencies of a model on several devices are on one of them.
+            # If a model is on several devices, its frequencies are on one of them.
             return turned(keys, by, self._per_turn.to(keys.device), out)
         moved = self.rotation_at(by).apply(keys)
         return moved if out is None else out.copy_(moved)
@@ -145,7 +146,7 @@ def rotation_tables(
 ) -> tuple[Tensor, Tensor] | None:
     """Compute `Rotary.tables` for the layers of one type; None if no layer has a rotary embedding.
 
-    Of a type that has none of its own, it is the first rotary embedding's.
+    A type without a rotary embedding of its own uses the first one.
     """
     if not rotaries:
         return None
@@ -193,11 +194,11 @@ def roll_positions(positions: Tensor, first_of_run: Tensor) -> Tensor:
 
     `positions` in the stream are [batch, kv_heads, front], int64, -1 for empty slots; the run
     begins at `first_of_run` [batch]. Returns consecutive positions in the order of the stream, the
-    last directly before the run; slots with the same token share one, those of empty slots are
-    undefined.
+    last directly before the run; slots with the same token share a position, and positions of empty
+    slots are undefined.
     """
     if bool((positions[:, :, 1:] > positions[:, :, :-1]).all()):
-        # Most pools keep their slots in order; this is several times as fast as sorting.
+        # Most pools keep their slots in order, and this is several times as fast as sorting.
         before_last = torch.arange(positions.shape[2] - 1, -1, -1, device=positions.device)
         return (first_of_run[:, None, None] - 1 - before_last).expand_as(positions)
     ordered, order = positions.sort(dim=2)
@@ -212,17 +213,18 @@ def shift_spans(positions: Tensor, spans: Tensor, begin: Tensor) -> Tensor:
     """Compute the shifts of front tokens in the rolling frame on three axes [batch, kv_heads,
     front].
 
-    Between a token and the run lie the extents of the text tokens and images between them; an image
-    counts in full while one of its patches is held. For text alone the result is `roll_positions`'.
-    The shift is 0 for patches of the image that the run begins with, and undefined for empty slots.
-    `spans` are [batch, kv_heads, front, 2], int64; the run begins at `begin` [batch] on the axes.
+    The distance between a token and the run is the sum of the extents of the text tokens and images
+    between them. An image counts in full while one of its patches is held. For text only, the
+    result is the same as for `roll_positions`. The shift is 0 for patches of the image with which
+    the run begins, and undefined for empty slots. `spans` are [batch, kv_heads, front, 2], int64;
+    the run begins at `begin` [batch] on the axes.
     """
     empty = positions < 0
     first, reach = spans[..., 0].masked_fill(empty, -1), spans[..., 1].masked_fill(empty, 0)
     ordered, order = first.sort(dim=2, stable=True)
     last = begin[:, None, None].expand(*ordered.shape[:2], 1)
     after = torch.cat([ordered[:, :, 1:], last], dim=2)
-    # Patches of one image have the same begin: only the last of them counts.
+    # Patches of one image have the same begin, so only the last of them counts.
     covered = torch.minimum(reach.gather(2, order), after - ordered).clamp_min(0)
     between = covered.flip(2).cumsum(dim=2).flip(2)
     shift = last - between - ordered

@@ -1,17 +1,18 @@
 """Quantization of keys and values to 8 or 4 bits, its error bounds, and dequantization.
 
-A vector x is written as numbers c of few bits and the largest number of the vector, or of each
-group in it, its *peak*:
+A vector x is stored as numbers c of few bits and its *peak*, the largest number of the vector or of
+each group in it:
 
     step = peak / levels,  c = round(x / step),  read as c * step
 
-Quantizing is a projection: what was read is quantized to the same numbers again, bit for bit, in
-every dtype, so nothing more is lost however often a slot is packed anew. What makes it so: the peak
-is rounded to bfloat16 before it is used, and the largest number is always the last level.
+Quantizing is a projection: numbers that were read are quantized to the same codes again, bit for
+bit, in every dtype. So nothing more is lost, however often a slot is packed again. This holds
+because the peak is rounded to bfloat16 before it is used, and the largest number is always the last
+level.
 
-Four-bit codes round the *rotated* vector, its product with a Hadamard matrix, over whose numbers
-large ones are spread (QuaRot, Ashkboos et al. 2024, section 3; arXiv:2404.00456). The matrix is
-orthogonal and its own inverse, so attention may as well rotate queries and answers (`hadamard`).
+Four-bit codes round the *rotated* vector, its product with a Hadamard matrix, which spreads large
+numbers over all others (QuaRot, Ashkboos et al. 2024, section 3; arXiv:2404.00456). The matrix is
+orthogonal and its own inverse, so attention can instead rotate queries and answers (`hadamard`).
 """
 
 from __future__ import annotations
@@ -27,14 +28,15 @@ from torch import Tensor
 from weir import kernels
 
 PEAK = torch.bfloat16
-"""The dtype of peaks: any number a model makes, in two bytes."""
+"""The dtype of peaks, which has the range of all numbers of models in two bytes."""
 _LARGEST = {torch.float16: 65280.0, torch.float64: torch.finfo(torch.bfloat16).max}
-"""The largest number of bfloat16 that the dtype has too."""
+"""The largest number of bfloat16 that is also in the range of the dtype."""
 _LEAST = 2.0**-100
 """The smallest peak."""
 _LARGEST_BLOCK = 256
-"""Numbers that are rotated together at most. More, and what bfloat16 rounds when a vector is read
-could move its peak to a neighbor (see `_coarse`)."""
+"""Largest number of numbers that are rotated together. With more, the rounding to bfloat16 when a
+vector is read could move its peak to a neighboring value (see `_coarse`).
+"""
 
 
 @dataclass(frozen=True)
@@ -42,14 +44,14 @@ class Code:
     """Encoding of a vector's numbers.
 
     Attributes:
-        levels: the largest number there is; a step is a `levels`-th of the peak.
-        dtype: of what is stored.
-        bound: by how many steps a number may be off when it is read, before it is rounded to the
-            dtype of the model.
+        levels: the largest code; a step is the peak divided by `levels`.
+        dtype: the dtype of stored numbers.
+        bound: the largest error of a number in steps, before it is rounded to the dtype of the
+            model.
         group: how many numbers share a peak; None for the whole vector.
-        finest: how many steps the two closest levels are apart.
-        halves: two numbers to a byte: that at i and that at i + dim / 2.
-        rotated: the numbers are those of the rotated vector, and so are steps and bound.
+        finest: the distance of the two closest levels, in steps.
+        halves: whether a byte has two numbers, the one at i and the one at i + dim / 2.
+        rotated: whether numbers, steps and bound are those of the rotated vector.
     """
 
     levels: int
@@ -65,7 +67,7 @@ class Code:
         return dim // 2 if self.halves else dim
 
     def numbers(self, stored: int) -> int:
-        """Return how many numbers a vector has that is stored in `stored` numbers."""
+        """Return how many numbers a vector has if it is stored in `stored` numbers."""
         return 2 * stored if self.halves else stored
 
     def peaks(self, dim: int) -> int:
@@ -77,8 +79,9 @@ INT8 = Code(127, torch.int8, 0.5)
 INT4 = Code(7, torch.uint8, 0.5, group=32, halves=True)
 ROTATED_INT4 = Code(7, torch.uint8, 0.5, halves=True, rotated=True)
 FP8 = Code(448, torch.uint8, 16.0, finest=2.0**-9)
-"""4 bits of exponent and 3 of mantissa: off by a 16th of the number itself at most, or by 2^-10 of
-a step if that is more. Stored as bytes, because hardly any operation takes the dtype."""
+"""4 bits of exponent and 3 of mantissa. The error is at most a 16th of the number, or 2^-10 of a
+step if that is more. It is stored as bytes, because few operations support the dtype.
+"""
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ class Format:
     """Encoding of the keys and values of quantized slots.
 
     Attributes:
-        name: as it stands in a policy behind a colon, `kcenter(64):int8`.
+        name: its name after a colon in a policy, `kcenter(64):int8`.
         keys, values: their codes.
     """
 
@@ -100,12 +103,12 @@ class Format:
         return self.keys.rotated and self.values.rotated
 
     def unrotated(self) -> Format:
-        """The same, whose numbers are read as they are stored."""
+        """The same format, but numbers are read as they are stored."""
         keys, values = (replace(code, rotated=False) for code in (self.keys, self.values))
         return replace(self, keys=keys, values=values)
 
     def wrong(self, key_dim: int, value_dim: int) -> str | None:
-        """Why heads of such sizes cannot be written so; None if they can."""
+        """Return why heads of these sizes cannot have this format; None if they can."""
         for what, dim, code in (("keys", key_dim, self.keys), ("values", value_dim, self.values)):
             if code.halves and dim % 2:
                 return (
@@ -133,7 +136,7 @@ FORMATS: Mapping[str, Format] = {
 
 
 def whole_bytes(code: Code) -> bool:
-    """Whether each number is a whole one in a byte, and a vector has one peak."""
+    """Return whether each number is a whole number in a byte, and a vector has one peak."""
     return code.dtype == torch.int8 and code.group is None
 
 
@@ -155,23 +158,25 @@ def quantize(x: Tensor, code: Code) -> tuple[Tensor, Tensor]:
 
 
 def _rotated_range(x: Tensor) -> tuple[float, float]:
-    """Return the largest number that is rotated, and the largest peak: what is read, the numbers
-    times the matrix, is within the range of the dtype too.
+    """Return the largest number that is rotated, and the largest peak, so that the numbers that are
+    read (codes times the matrix) are also within the range of the dtype.
     """
     most = min(torch.finfo(x.dtype).max, torch.finfo(PEAK).max)
     return most, most / math.sqrt(block_size(x.shape[-1])) * 15 / 16
 
 
 def _low(dtype: torch.dtype, code: Code) -> float:
-    """The smallest peak of vectors of a dtype."""
+    """Return the smallest peak of vectors of a dtype."""
     if dtype != torch.float16:
         return _LEAST
-    # Its smallest numbers are 2^-24 apart, and have to tell the closest levels from each other.
+    # Its smallest numbers are 2^-24 apart, and have to distinguish the closest levels.
     return max(2.0**-14, 2.0**-22 * code.levels / code.finest)
 
 
 def quantize_into(x: Tensor, code: Code, numbers: Tensor, peaks: Tensor) -> None:
-    """`quantize` into tensors of the shapes and dtypes that it returns; x of four dimensions."""
+    """Do the same as `quantize`, and write into tensors of the shapes and dtypes that it returns; x
+    has four dimensions.
+    """
     write = None
     if whole_bytes(code):
         write = kernels.quantize("int8", x)
@@ -193,10 +198,10 @@ def steps(peaks: Tensor, code: Code) -> Tensor:
 
 
 def dequantize(numbers: Tensor, peaks: Tensor, code: Code, dtype: torch.dtype) -> Tensor:
-    """Vectors as they are read, [..., dim] of a dtype; arguments as `quantize` returns them."""
+    """Dequantize the results of `quantize` to vectors [..., dim] of a dtype."""
     levels = read(numbers, code)
     if code.rotated:
-        # Sums of whole numbers are exact in any order, and so at any precision of products.
+        # Sums of whole numbers are exact in any order, and so with any precision of products.
         size = block_size(levels.shape[-1])
         levels = _by_blocks(levels, _signs(size, levels.device))
         return (levels * (steps(peaks, code) / math.sqrt(size))).to(dtype)
@@ -217,7 +222,7 @@ def as_read(x: Tensor, code: Code) -> Tensor:
 
 
 def dequantize_into(numbers: Tensor, peaks: Tensor, code: Code, out: Tensor) -> None:
-    """`dequantize` into a tensor of four dimensions [..., dim]."""
+    """Do the same as `dequantize`, and write into a tensor of four dimensions [..., dim]."""
     read = None
     more: tuple[int, ...] = ()
     if whole_bytes(code):
@@ -256,14 +261,15 @@ def _store(levels: Tensor, code: Code) -> Tensor:
 
 
 def block_size(dim: int) -> int:
-    """Return how many neighbors of `dim` numbers are rotated together: a power of two."""
+    """Return how many adjacent numbers out of `dim` are rotated together: a power of two."""
     return min(dim & -dim, _LARGEST_BLOCK)
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """The product of vectors [..., dim] with the normalized Hadamard matrix of each block.
+    """Multiply vectors [..., dim] by the normalized Hadamard matrix of each block.
 
-    Orthogonal and its own inverse: rotated queries have the same products with rotated keys.
+    The matrix is orthogonal and its own inverse, so rotated queries have the same products with
+    rotated keys.
     """
     size = block_size(x.shape[-1])
     return _by_blocks(x, _signs(size, x.device).to(x.dtype) / math.sqrt(size))
@@ -275,8 +281,8 @@ def _by_blocks(x: Tensor, matrix: Tensor) -> Tensor:
 
 
 def _transform(x: Tensor) -> Tensor:
-    """`hadamard` of float32 vectors by sums in a fixed order: a vector has the same bits whatever
-    lies beside it.
+    """Compute `hadamard` of float32 vectors with sums in a fixed order, so that a vector's result
+    is bit-identical whatever other vectors there are.
     """
     dim = x.shape[-1]
     size = block_size(dim)
@@ -291,11 +297,11 @@ def _transform(x: Tensor) -> Tensor:
 
 
 def _coarse(peaks: Tensor) -> Tensor:
-    """Peaks with three bits behind the point.
+    """Round peaks to three bits after the binary point.
 
-    Neighbors are 1/16 to 1/8 apart, so a number within 1/32 of a peak is rounded to it. In bfloat16
-    each number read is off by 2^-9 of itself, so sums in a block of n by sqrt(n) 2^-9 of the peak:
-    1/32 for 256.
+    Neighboring values are 1/16 to 1/8 apart, so a number within 1/32 of a peak is rounded to it. In
+    bfloat16, each number that is read is off by 2^-9 of itself, so sums in a block of n numbers are
+    off by sqrt(n) 2^-9 of the peak, which is 1/32 for 256.
     """
     mantissa, exponent = torch.frexp(peaks)
     return torch.ldexp((mantissa * 16).round() / 16, exponent).to(PEAK)
@@ -303,7 +309,7 @@ def _coarse(peaks: Tensor) -> Tensor:
 
 @lru_cache
 def _make_signs(size: int, device: torch.device) -> Tensor:
-    """The Hadamard matrix of ones and minus ones (Sylvester's) [size, size], float32."""
+    """Return the Hadamard matrix of ones and minus ones (Sylvester's) [size, size], float32."""
     signs = torch.ones(1, 1, device=device)
     while signs.shape[0] < size:
         signs = torch.cat([torch.cat([signs, signs], 1), torch.cat([signs, -signs], 1)])

@@ -1,6 +1,6 @@
-"""Computation of a call of attention by the fastest of the functions that can.
+"""Computes a call of attention with the fastest function that supports it.
 
-Whichever it is, the answers equal those of `two_weight_attention`, the readable reference, to
+With any function, the answers equal those of `two_weight_attention`, the readable reference, up to
 rounding.
 """
 
@@ -26,7 +26,7 @@ from weir.slab.quantization import block_size, hadamard
 from weir.slab.slots import QuantizedStorage, read_slots
 
 AT_ONCE = 1 << 24
-"""Logits held at once."""
+"""Largest number of logits in memory at once."""
 
 
 @dataclass(slots=True)
@@ -37,10 +37,10 @@ class AttendedSlots:
         keys, values: all exact slots of a layer [batch, kv_heads, slots, dim].
         quantized: the quantized slots, which come first; None for none.
         a, b: log-weights of all slots [batch, kv_heads, slots], quantized ones first.
-        split: a and b as `split_attention` reads them; None for pipes of one weight, where a is b.
-        start, stop: from the first slot that any row uses to behind the last.
+        split: a and b in the form of `split_attention`; None for pipes of one weight, where a is b.
+        start, stop: the first slot that any row uses, and the slot after the last.
         plain: whether every slot that a query may see holds one token that counts once, so that
-            weights need not be read.
+            weights do not have to be read.
     """
 
     keys: Tensor
@@ -59,18 +59,20 @@ class AttendedSlots:
         return 0 if self.quantized is None else len(self.quantized)
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """Keys and values, dequantized where they are quantized."""
+        """Return keys and values, dequantized if necessary."""
         return read_slots(self.keys, self.values, self.quantized, self.start, self.stop)
 
     @property
     def reads_rotated(self) -> bool:
-        """Whether quantized slots are read that are stored rotated."""
+        """Whether there are quantized slots to read that are stored rotated."""
         return (
             self.quantized is not None and self.quantized.format.rotated and self.start < self.first
         )
 
     def rotated(self) -> AttendedSlots:
-        """These slots with all keys and values rotated, so that queries and answers have to be."""
+        """Return these slots with all keys and values rotated, so that queries and answers have to
+        be rotated, too.
+        """
         assert self.quantized is not None
         keys, values = (
             hadamard(t[:, :, : self.stop - self.first]) for t in (self.keys, self.values)
@@ -78,26 +80,26 @@ class AttendedSlots:
         return replace(self, keys=keys, values=values, quantized=self.quantized.unrotated())
 
     def weights(self) -> tuple[Tensor, Tensor]:
-        """a and b of these slots."""
+        """Return a and b of these slots."""
         some = slice(self.start, self.stop)
         return self.a[:, :, some], self.b[:, :, some]
 
     def split_weights(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """`split` of these slots."""
+        """Return `split` of these slots."""
         if self.split is None:
             return None
         mask, above, below = (t[:, :, self.start : self.stop] for t in self.split)
         return mask, above, below
 
     def crop(self, bias: Tensor | None) -> Tensor | None:
-        """A bias over all slots up to `stop`, from `start` on."""
+        """Return the part from `start` on of a bias over all slots up to `stop`."""
         if bias is None or not self.start or bias.shape[4] == 1:
             return bias
         return bias[..., self.start :]
 
     def as_stored(self) -> tuple[tuple[Tensor, Tensor], kernels.Coded | None]:
-        """Exact keys and values, and the quantized ones in front of them for a kernel that reads 8
-        bits; of another format, all are read as exact.
+        """Return exact keys and values, and the quantized ones in front of them for a kernel that
+        reads 8 bits. With another format, all are dequantized.
         """
         stored = None
         if self.quantized is not None and self.start < self.first:
@@ -107,8 +109,8 @@ class AttendedSlots:
 
 
 Observe = Literal["", "received", "shares"]
-"""Observation of a call beside its answers: the attention received by slots, or every query's
-shares.
+"""What to observe of a call in addition to its answers: the attention received by slots, or every
+query's shares.
 """
 
 
@@ -125,18 +127,18 @@ def compute_attention(
     """Answer queries [batch, kv_heads, group, length, key_dim] over slots.
 
     Args:
-        bias: who sees whom [batch, kv_heads, group, length, slots up to `stop`], or of a shape that
-            broadcasts to it.
-        causal: the queries are of the last slots, and each sees all slots up to its own.
-        observe: asked for beside the answers. The result has it where that takes no longer than to
-            ask for it later, and holds no more than `AT_ONCE` logits.
-        by: what may compute: kernels of weir's own beside PyTorch, or PyTorch alone, as in a step
+        bias: which query sees which slot [batch, kv_heads, group, length, slots up to `stop`], or a
+            shape that broadcasts to it.
+        causal: whether the queries belong to the last slots, and each sees all slots up to its own.
+        observe: what to observe in addition to the answers. The result has it if that takes no
+            longer than computing it later, and needs at most `AT_ONCE` logits in memory.
+        by: which functions are allowed: weir's kernels and PyTorch, or only PyTorch, as in a step
             under `torch.compile`.
     """
     uncapped = params.softcap is None
     weighted = slots.split is not None and not slots.plain
     if slots.reads_rotated and queries.shape[3] > 1:
-        # Queries, answers and the few exact slots are rotated in place of all quantized ones.
+        # Rotate queries, answers and the few exact slots instead of all quantized ones.
         wide = torch.promote_types(queries.dtype, torch.float32)
         queries, slots = hadamard(queries.to(wide)).to(queries.dtype), slots.rotated()
         found = compute_attention(
@@ -144,7 +146,7 @@ def compute_attention(
         )
         answers = hadamard(found.answers.to(wide)).to(found.answers.dtype)
         return found._replace(answers=answers)
-    if by == "kernels" and queries.dtype != torch.float64:  # which no kernel computes in
+    if by == "kernels" and queries.dtype != torch.float64:  # no kernel supports float64
         if uncapped and params.sinks is None:
             result = _observed(queries, slots, params, bias, causal, observe)
             if result is not None:
@@ -154,7 +156,7 @@ def compute_attention(
             if out is not None:
                 return AttentionResult(out)
         kernel = kernels.decode(queries.device) if queries.shape[3] == 1 else None
-        if kernel is not None:  # a GPU's, for all weights, caps and sinks
+        if kernel is not None:  # a kernel for GPUs, which supports all weights, caps and sinks
             given = queries, *slots.read(), *slots.weights()
             how = params.scale, params.softcap, params.sinks
             return AttentionResult(kernel(*given, *how, slots.crop(bias)))
@@ -181,8 +183,8 @@ def _observed(
     causal: bool,
     observe: Observe,
 ) -> AttentionResult | None:
-    """Answer and observe at once, in float32 on a CPU with one weight a slot; None if a query sees
-    nothing.
+    """Answer and observe at once, in float32 on a CPU with one weight per slot; None if a query
+    sees nothing.
     """
     fits = queries.dtype == torch.float32 and queries.device.type == "cpu"
     if not observe or slots.split is not None or not fits:
@@ -199,7 +201,7 @@ def _observed(
         result = None if counted is None else AttentionResult(*counted)
     if result is None:
         if bias is not None and bias.shape[4] > 1:
-            # Of rows that lie alike, a query sees whatever lies in front of the tail.
+            # If rows have the same layout, a query sees everything in front of the tail.
             bias = bias[..., -queries.shape[3] if causal else slots.start :]
         result = observed_attention(queries, *slots.read(), b, params, bias)
     if result is None or not slots.start:
@@ -231,7 +233,9 @@ def _by_causal_kernel(
 def _by_decode_kernel(
     queries: Tensor, slots: AttendedSlots, params: AttentionParams, bias: Tensor | None
 ) -> Tensor | None:
-    """Answer one query a head over slots of one weight, as they lie; None without a kernel."""
+    """Answer one query per head over slots of one weight, without conversion; None without a
+    kernel.
+    """
     if queries.shape[3] != 1 or (bias is not None and bias.shape[2] > 1):
         return None
     if slots.split is not None and not slots.plain:
@@ -273,7 +277,7 @@ def _by_rotated_kernel(
 
 
 def _mask_of(slots: AttendedSlots, bias: Tensor | None) -> Tensor | None:
-    """The bias on the logits of all slots up to `stop` [batch, kv_heads, slots]."""
+    """Return the bias on the logits of all slots up to `stop` [batch, kv_heads, slots]."""
     if slots.plain and bias is None:
         return None
     mask = slots.b[:, :, : slots.stop]

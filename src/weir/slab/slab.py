@@ -32,9 +32,9 @@ _BUFFERS = (
     *("masters", "mask", "numerator", "denominator", "frame", "queries"),
 )
 SLOT_BUFFERS = tuple(n for n in _BUFFERS if n not in ("keys", "values", "masters", "queries"))
-"""Buffers with an entry for each slot, quantized ones among them."""
+"""Buffers with an entry for each slot, including quantized ones."""
 _SILENT = (("mask", -math.inf), ("numerator", 0), ("denominator", 0))
-"""What the buffers for `split_attention` have in slots without weight."""
+"""The values of the buffers for `split_attention` in slots without weight."""
 _FILL = {"a": -math.inf, "b": -math.inf, "mask": -math.inf, "position": EMPTY}
 """The content of a slot without a token; other buffers are zero."""
 
@@ -43,19 +43,19 @@ class Slab:
     """The buffers of one layer, allocated once.
 
     Attributes:
-        keys: what attention reads of exact slots [batch, kv_heads, slots, key_dim].
-        values: of exact slots [batch, kv_heads, slots, value_dim].
+        keys: the keys of exact slots, as attention reads them [batch, kv_heads, slots, key_dim].
+        values: the values of exact slots [batch, kv_heads, slots, value_dim].
         quantized: keys and values of quantized slots; None if there are none.
         masters: original keys of the front [batch, kv_heads, front, key_dim]; None if keys never
             move (`positions="original"`, or a model without RoPE).
-        mask, numerator, denominator: a and b as attention reads them (`split_weights`)
-            [batch, kv_heads, slots], for pipes that use two weights; None otherwise.
+        mask, numerator, denominator: a and b in the form of `split_weights` [batch, kv_heads,
+            slots], for pipes that use two weights; None otherwise.
         frame: positions in the rolling frame [batch, kv_heads, slots], int64, for a bias that needs
             them (ALiBi); None otherwise.
         queries: the queries that the next fold reads, in order, as attention saw them
             [batch, kv_heads, queries, group * key_dim]; None unless a pool asks for them or
             for the attention received.
-        state: pool state beside the slots, by name [batch, kv_heads, ...].
+        state: the state of pools, in addition to the slots, by name [batch, kv_heads, ...].
         a, b, position, mass, span: as in `Slots`.
     """
 
@@ -63,7 +63,8 @@ class Slab:
 
     def __init__(self, spec: SlabSpec, batch: int, device: torch.device | None = None) -> None:
         """Allocate empty buffers for a batch; the caller sets the pools' state."""
-        # No inference tensors: the same slab is written in and outside inference mode.
+        # These must not be inference tensors, because the same slab is written inside and outside
+        # inference mode.
         with torch.inference_mode(False):
             made = {
                 name: allocate(shape, dtype, device)
@@ -85,7 +86,9 @@ class Slab:
 
     @classmethod
     def of(cls, buffers: dict[str, Tensor], format: Format | None = None) -> Slab:
-        """Make a slab of buffers named as in `tensors`; `format` is that of quantized slots."""
+        """Make a slab from buffers that are named as in `tensors`; `format` is the format of
+        quantized slots.
+        """
         slab = object.__new__(cls)
         slab.quantized = QuantizedStorage.of(format, buffers, buffers["keys"].dtype)
         for name in _BUFFERS:
@@ -124,7 +127,7 @@ class Slab:
         return self.mask, self.numerator, self.denominator
 
     def heads(self, group: int) -> Heads:
-        """Return the sizes of the layer's attention, with `group` query heads to a KV head."""
+        """Return the sizes of the layer's attention, with `group` query heads for each KV head."""
         keys, values = self.keys, self.values
         return Heads(keys.shape[1], group, keys.shape[3], values.shape[3], keys.dtype)
 
@@ -176,7 +179,7 @@ class Slab:
 
     def append(self, keys: Tensor, values: Tensor, start: int) -> None:
         """Put keys and values [batch, kv_heads, n, dim] into every row's slots from `start` on."""
-        # Runs in every step of every layer: `narrow` costs half of an index.
+        # This runs in every step of every layer, and `narrow` takes half the time of an index.
         count, start = keys.shape[2], start - self.first
         self.keys.narrow(2, start, count).copy_(keys)
         self.values.narrow(2, start, count).copy_(values)
@@ -191,7 +194,7 @@ class Slab:
         put_lines(self.values, values, lines)
 
     def store_queries(self, queries: Tensor, start: int) -> None:
-        """Keep queries [batch, kv_heads, group, n, key_dim] from place `start` on."""
+        """Store queries [batch, kv_heads, group, n, key_dim] from place `start` on."""
         assert self.queries is not None
         self.queries.narrow(2, start, queries.shape[3]).copy_(merge_groups(queries))
 
@@ -236,8 +239,8 @@ class Slab:
     def open_tail(self, start: int, seen: Tensor, chunk: int) -> None:
         """Prepare `chunk` slots from `start` on for the next tokens, and empty the rest.
 
-        Slots that wait already carry the position of their token, counted from each row's next
-        place `seen` [batch]: the future of every query until the token is there.
+        Waiting slots already have the position of their token, counted from each row's next place
+        `seen` [batch]. Until the token is there, that position is in the future of every query.
         """
         stop = start + chunk
         steps = torch.arange(chunk, device=self.position.device)
@@ -273,15 +276,16 @@ class Slab:
         return self._like(lambda t: t[start:stop])
 
     def same_view(self, start: int, stop: int) -> Slab:
-        """Return the `view` of the last call, for which a native step may have been made, if the
-        rows are the same and no buffer has been replaced; nobody may replace any of the view's.
+        """Return the `view` of the last call if the rows are the same and no buffer has been
+        replaced, because a native step may have been made for it. The buffers of the view must not
+        be replaced.
         """
         held = [start, stop, *self.tensors().values()]
         if self._last_view is not None:
             before, view = self._last_view
             if len(held) == len(before) and all(map(operator.is_, held, before)):
                 return view
-        with torch.inference_mode(False):  # it may be written in and outside inference mode
+        with torch.inference_mode(False):  # it may be written inside and outside inference mode
             self._last_view = held, self.view(start, stop)
         return self._last_view[1]
 
@@ -295,7 +299,7 @@ class Slab:
 
         Args:
             gone: the slots [kv_heads, slots], bool.
-            emptied: those of them that hold no token any more.
+            emptied: those of them that no longer hold a token.
         """
         coded = gone[:, : self.first]
         for t in (self.keys, self.values):
@@ -329,7 +333,7 @@ class Slab:
         """Overwrite a row with the slots in use of a slab of one row (`cut_slots`), and empty all
         others.
 
-        `held` names those slots by the names of buffers.
+        `held` has these slots, by the names of buffers.
         """
         for name, t in self.tensors().items():
             if name not in held:
@@ -351,7 +355,9 @@ class Slab:
             t.index_copy_(0, index, theirs[name])
 
     def lengthen_state(self, others: Mapping[str, Tensor]) -> None:
-        """Grow the pools' state to its length in other buffers; for pipes without a limit only."""
+        """Lengthen the pools' state to its length in other buffers; only for pipes without a
+        limit.
+        """
         with torch.inference_mode(False):
             for name, t in self.state.items():
                 if is_longer(others[STATE + name], t):
@@ -360,7 +366,7 @@ class Slab:
                     self.state[name] = torch.cat([t, behind], dim=2)
 
     def grow(self, slots: int, masters: int = 0) -> None:
-        """Replace buffers that are smaller by larger ones; quantized slots stay as many."""
+        """Replace smaller buffers by larger ones; the number of quantized slots does not change."""
         self._last_view = None
         own = {name: t for name, t in vars(self).items() if isinstance(t, Tensor)}
         exact = slots - self.first
@@ -378,8 +384,8 @@ class Slab:
 
 
 def slot_lines(slots: Tensor, kv_heads: int, size: int) -> Tensor:
-    """Return the line of one slot [batch] of each row in a buffer of `size` slots a row, seen as a
-    list of lines [batch * kv_heads], int64.
+    """Given one slot of each row [batch], return the lines of these slots [batch * kv_heads],
+    int64, in a buffer with `size` slots per row that is viewed as a list of lines.
     """
     heads = torch.arange(slots.shape[0] * kv_heads, device=slots.device).view(-1, kv_heads)
     return (heads * size + slots[:, None]).flatten()
@@ -387,7 +393,7 @@ def slot_lines(slots: Tensor, kv_heads: int, size: int) -> Tensor:
 
 def put_lines(buffer: Tensor, t: Tensor, lines: Tensor) -> None:
     """Write `t` [batch, kv_heads, 1, dim] to lines of `buffer` [batch, kv_heads, slots, dim]."""
-    # One index of whole lines is several times as fast as two, for rows and slots.
+    # One index of whole lines is several times as fast as two indexes, for rows and slots.
     dim = buffer.shape[3]
     buffer.view(-1, dim).index_copy_(0, lines, t.reshape(-1, dim))
 
@@ -407,7 +413,7 @@ def copy_if_shared(slots: Slots, shared: set[int]) -> Slots:
 
 
 def cut_slots(t: Tensor, parts: tuple[slice, ...] | None) -> Tensor:
-    """Cut a buffer [batch, kv_heads, slots, ...] to some slots; None for all."""
+    """Restrict a buffer [batch, kv_heads, slots, ...] to some slots; None for all."""
     if parts is None or t.dim() < 3:
         return t
     found = [t[:, :, part] for part in parts]
@@ -430,13 +436,15 @@ def is_longer(t: Tensor, than: Tensor) -> bool:
 
 
 LARGE_PAGE = 2**21
-"""Bytes of a large page, as x86 and most ARM processors have them."""
+"""Bytes of a large page on x86 and most ARM processors."""
 
 
 def allocate(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None
 ) -> Tensor:
-    """`torch.empty` on large pages, for tensors that live long and are read often."""
+    """Call `torch.empty` with memory on large pages, for tensors that live long and are read
+    often.
+    """
     made = torch.empty(shape, dtype=dtype, device=device)
     real = type(made) is Tensor and made.device.type == "cpu"  # others have no address
     if real and made.nbytes >= LARGE_PAGE // 2:
@@ -445,7 +453,7 @@ def allocate(
 
 
 def _advise_large_pages(t: Tensor) -> None:
-    """Ask the system for large pages; has no effect where it has none."""
+    """Ask the system for large pages; has no effect if it has none."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):  # not Linux
         return
     usual = mmap.PAGESIZE

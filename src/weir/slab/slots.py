@@ -1,4 +1,6 @@
-"""Slots as pools pass them around, exact or quantized: views of a slab, or tokens on their way."""
+"""Slots, exact or quantized, as pools receive and return them: views of a slab, or separate
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ EMPTY = -1
 
 
 _OTHERS = ("a", "b", "position", "mass", "span")
-"""The tensors of slots beside keys and values."""
+"""The tensors of slots apart from keys and values."""
 
 
 class SlotBuffers(Protocol):
@@ -39,23 +41,23 @@ class SlotBuffers(Protocol):
 
 @dataclass
 class Slots:
-    """Some slots of one layer: a view of a slab's rows, or tokens on their way between pools.
+    """Some slots of one layer: a view of a slab's rows, or tokens that move between pools.
 
     Attributes:
-        keys: as the attention sees them at their own place in the stream
-            [batch, kv_heads, slots, key_dim].
+        keys: keys, as attention sees them at their own place in the stream [batch, kv_heads, slots,
+            key_dim].
         values: [batch, kv_heads, slots, value_dim].
         a: log-weights in the numerator [batch, kv_heads, slots], float32.
         b: log-weights in the denominator [batch, kv_heads, slots], float32; both are -inf where a
             slot is empty.
         position: places in the stream [batch, kv_heads, slots], int64; -1 where a slot is empty.
-        mass: attention received so far, up to the last fold where it lies in a slab [batch,
-            kv_heads, slots], float32; None unless a pool of the pipe asks for it.
-        span: where the token's word or image begins on three axes, and how far it reaches [batch,
-            kv_heads, slots, 2], int64; None unless the model has three and slots are moved.
+        mass: attention received so far (in a slab, up to the last fold) [batch, kv_heads, slots],
+            float32; None unless a pool of the pipe asks for it.
+        span: where the token's word or image begins on three axes, and its length [batch, kv_heads,
+            slots, 2], int64; None unless the model has three axes and slots are moved.
         slab: the `Slab` this is a view of, and
-        place: the first slot of that view; both None for slots that lie elsewhere, or whose tensors
-            were replaced (`dataclasses.replace`, which is how a pool sets weights).
+        place: the first slot of that view; both are None for slots that are not in a slab, or whose
+            tensors were replaced (`dataclasses.replace`, which is how a pool sets weights).
     """
 
     keys: Tensor
@@ -86,31 +88,33 @@ class Slots:
         return bool((there | ~self.held).all())
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors by name; `mass` and `span` only where they are kept."""
+        """Return the tensors by name; `mass` and `span` only if they are kept."""
         return {"keys": self.keys, "values": self.values, **self.others()}
 
     def others(self) -> dict[str, Tensor]:
-        """All tensors but keys and values, by name."""
-        own = vars(self)  # a fold asks some twenty times: `dataclasses.fields` would be felt
+        """Return all tensors except keys and values, by name."""
+        own = vars(self)  # called about twenty times in a fold; `dataclasses.fields` is slow
         return {name: own[name] for name in _OTHERS if own[name] is not None}
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Slots:
-        """New slots, no view of a slab: each tensor [batch, kv_heads, slots, ...] changed."""
+        """Return new slots, not a view of a slab, with `change` applied to each tensor [batch,
+        kv_heads, slots, ...].
+        """
         return Slots(**{name: change(t) for name, t in self.tensors().items()})
 
     def of_rows(self, index: Tensor) -> Slots:
-        """Copies of the rows `index` [n] of the batch."""
+        """Return copies of the rows `index` [n] of the batch."""
         return self.map(lambda t: t.index_select(0, index))
 
     def part(self, start: int, stop: int) -> Slots:
-        """Slots `start` to `stop`, as a view."""
+        """Return the slots `start` to `stop` as a view."""
         cut = self.map(lambda t: t[:, :, start:stop])
         if self.place is not None:
             cut.slab, cut.place = self.slab, self.place + start
         return cut
 
     def take(self, index: Tensor) -> Slots:
-        """The slots that `index` [batch, kv_heads, n] names; where it is -1 the slot is empty."""
+        """Return the slots `index` [batch, kv_heads, n]; -1 gives an empty slot."""
         nowhere = index < 0
         taken = self.picked(index.clamp_min(0))
         taken.a = taken.a.masked_fill(nowhere, -torch.inf)
@@ -121,15 +125,15 @@ class Slots:
         return taken
 
     def weighed(self, a: Tensor, b: Tensor) -> Slots:
-        """The same slots with other log-weights."""
+        """Return the same slots with other log-weights."""
         return replace(self, a=a, b=b)
 
     def picked(self, index: Tensor) -> Slots:
-        """Copies of the slots that `index` [batch, kv_heads, n], from 0 on, names."""
+        """Return copies of the slots `index` [batch, kv_heads, n], which must not be negative."""
         return self.map(lambda t: pick(t, index))
 
     def join(self, other: Slots) -> Slots:
-        """These slots and then the others; a view where both lie side by side in one slab."""
+        """Return these slots followed by the others; a view if both are adjacent in one slab."""
         if self.slab is not None and self.slab is other.slab:
             assert self.place is not None
             if self.place + len(self) == other.place:
@@ -144,37 +148,37 @@ class Slots:
         )
 
     def only(self, mask: Tensor) -> Slots:
-        """The tokens where `mask` [batch, kv_heads, slots] is true, in order, and no empty slots
-        but those of heads that have fewer tokens than the fullest.
+        """Return the tokens where `mask` [batch, kv_heads, slots] is true, in order. Only heads
+        with fewer tokens than the fullest head get empty slots.
         """
         mask = mask & self.held
         counts = set(mask.sum(dim=2).flatten().tolist())
         if counts <= {len(self)}:
             return self
         if len(counts) == 1:
-            # As many in each head, as is mostly so: no slot is going to be empty.
+            # The usual case: the same number in each head, so no slot is empty.
             index = mask.nonzero()[:, 2].view(*mask.shape[:2], *counts)
             return self.picked(index)
         count = mask.cumsum(dim=2)
         width = max(counts)
-        # Where each goes; all others to a place beyond the last.
+        # The target of each token; all others go to a place beyond the last.
         place = (count - 1).where(mask, width)
         order = place.new_full((*place.shape[:2], width + 1), EMPTY)
         steps = torch.arange(len(self), device=place.device).expand_as(place)
         return self.take(order.scatter_(2, place, steps)[:, :, :width])
 
     def by_position(self) -> Slots:
-        """Sorted from the oldest token to the newest, empty slots first."""
+        """Sort from the oldest token to the newest, with empty slots first."""
         return self.take_sorted(self.position.argsort(dim=2, stable=True))
 
     def take_sorted(self, order: Tensor) -> Slots:
-        """`take` with an order of all slots, empty ones too."""
+        """Return `take` with an order of all slots, including empty ones."""
         return self.take(torch.where(self.position.gather(2, order) < 0, EMPTY, order))
 
 
 def pick(t: Tensor, index: Tensor) -> Tensor:
-    """The slots of `t` [batch, heads, slots(, dim)] that `index` [batch, heads, n], from 0 on,
-    names.
+    """Return the slots `index` [batch, heads, n], not negative, of `t` [batch, heads, slots(,
+    dim)].
     """
     if t.ndim == 3:
         return t.gather(2, index)
@@ -182,8 +186,8 @@ def pick(t: Tensor, index: Tensor) -> Tensor:
     steps = t.stride()
     if not t.numel() or steps[3] != 1 or any(step % dim for step in steps[:3]):
         return t.gather(2, index[..., None].expand(-1, -1, -1, dim))
-    # The memory under `t` as one long list of rows: to copy whole rows is several times as fast as
-    # to gather numbers.
+    # View the memory of `t` as one long list of rows, because copying whole rows is several times
+    # as fast as gathering numbers.
     row, head, slot = (step // dim for step in steps[:3])
     last = sum((n - 1) * step for n, step in zip(t.shape[:3], (row, head, slot), strict=True))
     rows = t.as_strided((last + 1, dim), (dim, 1))
@@ -215,15 +219,15 @@ def quantized_buffers(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
 class QuantizedStorage:
     """Buffers of quantized slots, a view of them or a copy.
 
-    Keys are what attention reads. Where keys move, masters are the keys as they came, quantized
-    once; what attention reads is made from them at each fold, so a key is off by two roundings
-    however often it has moved.
+    Keys are those that attention reads. If keys move, masters are the original keys, quantized
+    once. The keys that attention reads are made from them at each fold, so a key is off by two
+    roundings, however often it has moved.
 
     Attributes:
-        format: how they are written.
+        format: the format of the slots.
         buffers: by name [batch, kv_heads, slots, ...]: `keys`, `keys_peaks`, `values`,
-            `values_peaks`, and where keys move `masters`, `masters_peaks`.
-        dtype: of what is read.
+            `values_peaks`, and if keys move `masters`, `masters_peaks`.
+        dtype: the dtype of dequantized keys and values.
     """
 
     def __init__(self, format: Format, buffers: dict[str, Tensor], dtype: torch.dtype) -> None:
@@ -247,26 +251,28 @@ class QuantizedStorage:
         return {CODED + name: t for name, t in self.buffers.items()}
 
     def keys(self, start: int, stop: int, behind: Tensor | None = None) -> Tensor:
-        """Keys as attention reads them [batch, kv_heads, stop - start, key_dim], in new memory;
-        exact ones (`behind`) come behind them.
+        """Return keys as attention reads them [batch, kv_heads, stop - start, key_dim], in new
+        memory, followed by the exact ones `behind`.
         """
         return self._read(KEYS, start, stop, behind)
 
     def values(self, start: int, stop: int, behind: Tensor | None = None) -> Tensor:
-        """[batch, kv_heads, stop - start, value_dim], as `keys`."""
+        """Return values [batch, kv_heads, stop - start, value_dim], like `keys`."""
         return self._read(VALUES, start, stop, behind)
 
     def masters(self, start: int, stop: int) -> Tensor:
-        """Keys as they came, or as attention reads them where they never move."""
+        """Return the original keys, or the keys that attention reads if they never move."""
         return self._read(MASTERS if MASTERS in self.buffers else KEYS, start, stop)
 
     def write(self, start: int, keys: Tensor, values: Tensor, *, front: bool) -> None:
-        """Quantize keys and values into the slots from `start` on; the front's go to masters."""
+        """Quantize keys and values into the slots from `start` on; keys of the front go to
+        masters.
+        """
         self._write(MASTERS if front and MASTERS in self.buffers else KEYS, start, keys)
         self._write(VALUES, start, values)
 
     def put(self, start: int, other: QuantizedStorage, *, front: bool) -> None:
-        """Copy slots of the same format as they are written; the front's keys go to masters."""
+        """Copy slots of the same format without conversion; keys of the front go to masters."""
         keys = MASTERS if front and MASTERS in self.buffers else KEYS
         for mine, theirs in ((keys, KEYS), (VALUES, VALUES)):
             for kind in ("", "_peaks"):
@@ -274,7 +280,9 @@ class QuantizedStorage:
                 self.buffers[mine + kind][:, :, start : start + len(other)] = t
 
     def part(self, start: int, stop: int, *, said: bool = False) -> QuantizedStorage:
-        """Slots `start` to `stop`, as a view without masters; `said`: with these for keys."""
+        """Return the slots `start` to `stop` as a view without masters; with `said`, masters
+        replace the keys.
+        """
         names = {name: name for name in (KEYS, f"{KEYS}_peaks", VALUES, f"{VALUES}_peaks")}
         if said and MASTERS in self.buffers:
             names |= {KEYS: MASTERS, f"{KEYS}_peaks": f"{MASTERS}_peaks"}
@@ -282,17 +290,17 @@ class QuantizedStorage:
         return QuantizedStorage(self.format, cut, self.dtype)
 
     def join(self, other: QuantizedStorage) -> QuantizedStorage:
-        """These slots and then others of the same format, both without masters."""
+        """Return these slots followed by others of the same format, both without masters."""
         theirs = other.buffers
         joined = {name: torch.cat([t, theirs[name]], dim=2) for name, t in self.buffers.items()}
         return QuantizedStorage(self.format, joined, self.dtype)
 
     def unrotated(self) -> QuantizedStorage:
-        """These slots, which are read as they are stored: rotated."""
+        """Return these slots, but so that they are read as they are stored (rotated)."""
         return QuantizedStorage(self.format.unrotated(), self.buffers, self.dtype)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> QuantizedStorage:
-        """The same kind of slots, each buffer changed."""
+        """Return the same kind of slots, with each buffer changed."""
         return QuantizedStorage(
             self.format, {n: change(t) for n, t in self.buffers.items()}, self.dtype
         )
@@ -303,8 +311,8 @@ class QuantizedStorage:
 
     @property
     def stored(self) -> tuple[tuple[Tensor, Tensor, int], tuple[Tensor, Tensor, int]]:
-        """Of keys and of values the numbers [batch, kv_heads, slots, stored], the peaks [batch,
-        kv_heads, slots, groups], and the levels of a peak.
+        """Return, for keys and for values, the numbers [batch, kv_heads, slots, stored], the peaks
+        [batch, kv_heads, slots, groups], and the levels of a peak.
         """
         keys, values = (
             (self.buffers[n], self.buffers[f"{n}_peaks"], self._code(n).levels)
@@ -315,8 +323,8 @@ class QuantizedStorage:
     def bytes_of(
         self, start: int, stop: int
     ) -> tuple[kernels.QuantizedVectors, kernels.QuantizedVectors] | None:
-        """`stored` of some slots if each number is a whole one in a byte with one peak a vector,
-        else None.
+        """Return `stored` of some slots if each number is a whole number in a byte and each vector
+        has one peak, otherwise None.
         """
         if not (whole_bytes(self.format.keys) and whole_bytes(self.format.values)):
             return None
@@ -327,7 +335,7 @@ class QuantizedStorage:
         return keys, values
 
     def wrong(self) -> str | None:
-        """Why buffers that come from elsewhere cannot be read; None if they can."""
+        """Return why buffers from elsewhere are not valid; None if they are."""
         for name in (KEYS, VALUES, MASTERS):
             if name in self.buffers:
                 peaks = self.buffers[f"{name}_peaks"]
@@ -341,7 +349,7 @@ class QuantizedStorage:
         return self.format.values if name == VALUES else self.format.keys
 
     def _read(self, name: str, start: int, stop: int, behind: Tensor | None = None) -> Tensor:
-        """Slots of a buffer as they are read, and exact ones behind them in the same tensor."""
+        """Dequantize slots of a buffer, and put exact ones after them in the same tensor."""
         numbers, peaks = (self.buffers[n][:, :, start:stop] for n in (name, f"{name}_peaks"))
         code, count = self._code(name), stop - start
         if torch.compiler.is_compiling():
@@ -364,9 +372,9 @@ class QuantizedStorage:
 def read_slots(
     keys: Tensor, values: Tensor, quantized: QuantizedStorage | None, start: int, stop: int
 ) -> tuple[Tensor, Tensor]:
-    """Read slots `start` to `stop`, quantized ones counted first, as attention does.
+    """Read the slots `start` to `stop` as attention does; quantized slots are counted first.
 
-    Views where all are exact, otherwise new memory [batch, kv_heads, stop - start, dim].
+    Returns views if all are exact, otherwise new memory [batch, kv_heads, stop - start, dim].
     """
     first = 0 if quantized is None else len(quantized)
     begin, end = max(0, start - first), max(0, stop - first)
@@ -379,21 +387,21 @@ def read_slots(
 
 
 Piece = QuantizedStorage | tuple[Tensor, Tensor]
-"""Slots side by side: quantized, or exact keys and values [batch, kv_heads, n, dim]."""
+"""Adjacent slots: quantized ones, or exact keys and values [batch, kv_heads, n, dim]."""
 
 
 class QuantizedSlots(Slots):
     """Slots of which some are quantized, as a list of pieces; pools use them like any others.
 
     Attributes:
-        pieces: keys and values as they are stored; None once others were put in their place.
+        pieces: keys and values as they are stored; None after they were replaced.
     """
 
     pieces: list[Piece] | None = None
 
     @classmethod
     def of(cls, pieces: list[Piece], others: dict[str, Tensor]) -> QuantizedSlots:
-        """Slots of these pieces, one at least; `others` is all that is not keys and values."""
+        """Make slots of one or more pieces; `others` has all tensors except keys and values."""
         made = object.__new__(cls)
         vars(made).update({"mass": None, "span": None, "slab": None, "place": None} | others)
         made.pieces = pieces
@@ -401,7 +409,7 @@ class QuantizedSlots(Slots):
 
     @property
     def keys(self) -> Tensor:
-        """As in `Slots`, worked out when first asked for."""
+        """As in `Slots`; dequantized at first use."""
         return self._numbers("_keys", 0)
 
     @keys.setter
@@ -410,7 +418,7 @@ class QuantizedSlots(Slots):
 
     @property
     def values(self) -> Tensor:
-        """As in `Slots`, worked out when first asked for."""
+        """As in `Slots`; dequantized at first use."""
         return self._numbers("_values", 1)
 
     @values.setter
@@ -418,7 +426,7 @@ class QuantizedSlots(Slots):
         self._put("_values", values)
 
     def part(self, start: int, stop: int) -> Slots:
-        """Slots `start` to `stop`, as a view of what is stored."""
+        """Return the slots `start` to `stop` as a view of the stored tensors."""
         if self.pieces is None:
             return super().part(start, stop)
         found: list[Piece] = []
@@ -432,7 +440,7 @@ class QuantizedSlots(Slots):
         return QuantizedSlots.of(found, {n: t[:, :, start:stop] for n, t in self.others().items()})
 
     def join(self, other: Slots) -> Slots:
-        """These slots and then the others."""
+        """Return these slots followed by the others."""
         if self.pieces is None or not len(self) or not len(other):
             return super().join(other)
         if isinstance(other, QuantizedSlots) and other.pieces is not None:
@@ -446,13 +454,13 @@ class QuantizedSlots(Slots):
         return QuantizedSlots.of([*pieces, *theirs], both)
 
     def weighed(self, a: Tensor, b: Tensor) -> Slots:
-        """The same slots with other log-weights."""
+        """Return the same slots with other log-weights."""
         if self.pieces is None:
             return super().weighed(a, b)
         return QuantizedSlots.of(self.pieces, {**self.others(), "a": a, "b": b})
 
     def picked(self, index: Tensor) -> Slots:
-        """Copies of the slots that `index` names; quantized ones stay as they are stored."""
+        """Return copies of the slots `index`; quantized ones are not converted."""
         if (
             self.pieces is None
             or len(self.pieces) > 1
@@ -463,7 +471,7 @@ class QuantizedSlots(Slots):
         return QuantizedSlots.of([self.pieces[0].map(lambda t: pick(t, index))], others)
 
     def as_stored(self, change: Callable[[Tensor], Tensor]) -> Slots:
-        """The same slots, with each tensor they are stored in copied by `change`."""
+        """Return the same slots, with `change` applied to each stored tensor."""
         if self.pieces is None:
             return self.map(change)
         pieces: list[Piece] = [
@@ -475,7 +483,7 @@ class QuantizedSlots(Slots):
         return QuantizedSlots.of(pieces, {name: change(t) for name, t in self.others().items()})
 
     def _numbers(self, name: str, place: int) -> Tensor:
-        """The keys (place 0) or the values (1), kept under a name."""
+        """Return the keys (place 0) or the values (1), cached under a name."""
         own = vars(self)
         if name not in own:
             assert self.pieces is not None
@@ -485,7 +493,7 @@ class QuantizedSlots(Slots):
         return numbers
 
     def _put(self, name: str, t: Tensor) -> None:
-        """Put keys or values in place of what is stored."""
+        """Replace the stored keys or values."""
         if self.pieces is not None:
             _ = self.keys, self.values
             self.pieces = None
@@ -497,7 +505,7 @@ def _length(piece: Piece) -> int:
 
 
 def _part(piece: Piece, start: int, stop: int) -> Piece:
-    """Slots `start` to `stop` of a piece, as a view."""
+    """Return the slots `start` to `stop` of a piece as a view."""
     if isinstance(piece, QuantizedStorage):
         return piece.part(start, stop)
     return piece[0][:, :, start:stop], piece[1][:, :, start:stop]

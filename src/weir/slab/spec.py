@@ -21,7 +21,7 @@ class Heads:
 
     Attributes:
         kv_heads: heads of keys and values.
-        group: query heads to each of them.
+        group: query heads for each of them.
         key_dim, value_dim: numbers of a key and of a value.
         dtype: of keys and values.
     """
@@ -44,10 +44,10 @@ class SlabSpec:
 
     Attributes:
         heads: the sizes of its attention.
-        slots: slots of a row, quantized ones among them.
+        slots: slots of a row, including quantized ones.
         masters: slots of the front whose original keys are kept; 0 for none.
-        mass: whether to keep the attention received.
-        two_weights: whether to keep a and b as attention reads them.
+        mass: whether to keep received attention.
+        two_weights: whether to keep a and b in the form of `split_attention`.
         frames: whether to keep positions in the rolling frame.
         spans: whether to keep the spans of tokens on three axes.
         queries: number of queries that wait in the slab.
@@ -120,7 +120,9 @@ class SlabSpec:
         )
 
     def step_bytes(self) -> int:
-        """Return the bytes of keys and values that a step of one row reads, every slot in use."""
+        """Return the bytes of keys and values that a step of one row reads if every slot is in
+        use.
+        """
         read = ("keys", "values", *(f"{CODED}{n}{p}" for n in (KEYS, VALUES) for p in _BOTH))
         return sum(
             math.prod(shape) * dtype.itemsize

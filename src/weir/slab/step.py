@@ -1,8 +1,8 @@
-"""One token of each row, as engines that run whole decode steps read and write it.
+"""Describes one token of each row, in the form that engines for whole decode steps read and write.
 
 A token of each row goes into the slot that waits for it, and attention reads the whole slab through
 a mask that ends at that slot. All buffers keep their shapes and their memory between two folds, and
-most of them beyond, so one program serves an endless stream.
+most of them longer, so one program serves an endless stream.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class DecodeSlots:
         keys, values: all exact slots [batch, kv_heads, slots, dim].
         quantized: quantized slots, which come first; None for none.
         a, b: log-weights [batch, kv_heads, slots]; a is None if it equals b everywhere.
-        split: both as `split_attention` reads them; None if a equals b.
+        split: both in the form of `split_attention`; None if a equals b.
         queries: the buffer of queries that wait for the fold; None if none do.
         unasked: number of tokens of a tail whose queries share the first place of that buffer;
-            below 0 if queries of older tokens are in front.
+            negative if queries of older tokens are in front.
         window: how many tokens a query sees; None for all.
     """
 
@@ -49,15 +49,15 @@ class DecodeSlots:
 
     @classmethod
     def of(cls, slab: Slab, *, two_weights: bool, unasked: int, window: int | None) -> DecodeSlots:
-        """Take the slots of a slab; arguments as the attributes."""
+        """Make it from a slab; arguments are those of the attributes."""
         a = slab.a if two_weights else None
         held = slab.keys, slab.values, slab.quantized, a, slab.b, slab.split, slab.queries
         return cls(*held, unasked, window)
 
     @property
     def sizes(self) -> Hashable:
-        """What a program of a step depends on: shapes, types, which tensors are present, and
-        constants.
+        """Return everything that a program of a step depends on: shapes, types, which tensors are
+        present, and constants.
         """
         stored = (
             None if self.quantized is None else (self.quantized.format.name, len(self.quantized))
@@ -66,7 +66,7 @@ class DecodeSlots:
         return self.keys.shape, self.values.shape, self.keys.dtype, self.keys.device, constants
 
     def tensors(self) -> list[Tensor]:
-        """Return all that a step may read or write."""
+        """Return all tensors that a step may read or write."""
         stored = () if self.quantized is None else self.quantized.buffers.values()
         held = self.keys, self.values, *stored, self.a, self.b, *(self.split or ()), self.queries
         return [t for t in held if t is not None]
@@ -117,11 +117,11 @@ class DecodeSlots:
 
 @dataclass(frozen=True, eq=False)
 class HeldPart:
-    """A part of a layer, as a step reads it.
+    """A part of a layer, in the form that a step reads.
 
     Attributes:
-        slots: of its KV heads.
-        params: how it attends.
+        slots: the slots of its KV heads.
+        params: the parameters of its attention.
         rotary: how queries and keys are rotated; None if they are not.
         heads: its KV heads among those of the layer; None for all.
     """
@@ -134,17 +134,20 @@ class HeldPart:
 
 @dataclass(eq=False)
 class StepSlots:
-    """The slots of all steps of a cache, and what an engine keeps beside them.
+    """The slots of all steps of a cache, and the data that an engine keeps with them.
 
     Attributes:
-        reason: why steps over these slots cannot be of constant shape; None if they can.
-        version: of all layers' lengths; the rest is read again when it changes.
-        slabs: of each part of a layer; others after a restored session or more rows.
-        spans: of each part the first slot that is read, and each row's first slot of the tail
+        reason: why steps over these slots cannot have a constant shape; None if they can.
+        version: the version of all layers' lengths; when it changes, the rest is read again.
+        slabs: the slab of each part of a layer. They are replaced after a session is restored or
+            rows are added.
+        spans: for each part, the first slot that is read, and each row's first slot of the tail
             [parts, 1 + batch], int64.
-        program: what the engine has made for these slots; None for nothing yet.
-        refused: what the engine's last step was refused for, and why; None if it was not.
-        asker: the model whose logits are asked for; None while only hidden states are.
+        program: the program that the engine has made for these slots; None if it has not made one
+            yet.
+        refused: for which state the engine's last step was refused, and why; None if it was not
+            refused.
+        asker: the model whose logits are wanted; None while only hidden states are wanted.
     """
 
     reason: str | None
@@ -160,8 +163,8 @@ class Step:
     """One token of each row, over the slots of all layers.
 
     Attributes:
-        slots: what steps of this cache have in common.
-        spans: of each part of a layer the first slot that is read, and the slot of each row's
+        slots: the data that all steps of this cache share.
+        spans: for each part of a layer, the first slot that is read, and the slot of each row's
             token [parts, 1 + batch], int64.
         waiting: tokens in each row's tail before it [batch], int64.
         places: each row's place in the stream [batch], int64.
@@ -174,7 +177,7 @@ class Step:
     Args:
         slots: see the attribute.
         waiting, places, busy: see the attributes.
-        hold: returns what each layer's parts hold.
+        hold: function that returns the parts of each layer.
     """
 
     largest: Tensor | None = None
@@ -195,5 +198,5 @@ class Step:
         self._hold = hold
 
     def held(self) -> list[list[HeldPart]]:
-        """Return what each layer's parts hold."""
+        """Return the parts of each layer."""
         return self._hold()

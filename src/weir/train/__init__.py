@@ -1,4 +1,4 @@
-"""Training small models: books and exercises, the sinks of StreamingLLM's section 3.3, the loop."""
+"""Trains small models on books and exercises, with the sinks of StreamingLLM's section 3.3."""
 
 from weir.train.exercises import DIGITS, NAMES, Words, front_of, passage, practiced
 from weir.train.folder import WORK, run

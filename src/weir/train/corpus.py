@@ -1,6 +1,6 @@
-"""Books to token ids: training the tokenizer, and encoding into one long array.
+"""Converts books to token ids: trains the tokenizer, and encodes into one long array.
 
-Knows nothing about models, exercises or the purpose of sinks.
+This module knows nothing about models, exercises or the purpose of sinks.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ PAD = "<|pad|>"
 
 
 def train_backend(books: list[str], vocabulary: int) -> Tokenizer:
-    """Train a byte-level BPE tokenizer, for any script, with every digit a token of its own.
+    """Train a byte-level BPE tokenizer, for any script, in which every digit is a separate token.
 
-    It has no sink tokens: text has the same ids whatever sink a model has. Books too short for the
-    vocabulary give a smaller one.
+    It has no sink tokens, so text has the same ids whatever sink a model has. If the books are too
+    short for the vocabulary, it becomes smaller.
     """
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -69,15 +69,15 @@ def with_sinks(backend: Tokenizer, sinks: int) -> PreTrainedTokenizerBase:
 
 def encode(books: list[str], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     """Encode all books into one array of ids [tokens] (uint16), without start tokens."""
-    # Paragraphs, not books: the tokenizer encodes them in parallel. A single line break between
-    # words is a token of its own, so cutting after it changes nothing.
+    # Encode paragraphs instead of books, because the tokenizer encodes them in parallel. A single
+    # line break between words is a separate token, so cutting after it changes nothing.
     paragraphs = [part for book in books for part in re.split(r"(?<=\S\n)(?=\S)", book)]
     encoded = tokenizer(paragraphs, add_special_tokens=False, return_attention_mask=False)
     return np.fromiter(itertools.chain.from_iterable(encoded["input_ids"]), dtype=np.uint16)
 
 
 def load_or_train(path: Path, books: list[str], vocabulary: int) -> Tokenizer:
-    """Call `train_backend`, and keep the result in a file at `path` for resumed runs."""
+    """Call `train_backend`, and save the result at `path` for resumed runs."""
     if not path.exists():
         with replace_atomically(path) as new:
             train_backend(books, vocabulary).save(str(new))
@@ -85,7 +85,7 @@ def load_or_train(path: Path, books: list[str], vocabulary: int) -> Tokenizer:
 
 
 def load_or_encode(path: Path, books: list[str], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """Call `encode`, and keep the result in a `.npy` file at `path` for resumed runs."""
+    """Call `encode`, and save the result in a `.npy` file at `path` for resumed runs."""
     if not path.exists():
         with replace_atomically(path) as new:
             np.save(new, encode(books, tokenizer))

@@ -1,13 +1,13 @@
 """Training samples of the packaged model: books, shuffled segments, and names with numbers.
 
 A sample is a row of token ids, which begins with the tokens that the tokenizer puts in front of
-every text, and a weight for every token: 0 where predicting it teaches nothing. Knows nothing about
-models.
+every text, and a weight for every token, which is 0 if predicting it teaches nothing. This module
+knows nothing about models.
 
-Text alone does not teach a small model to look things up. *Segments*, pieces of random tokens that
-come back in shuffled order, teach it to find an earlier passage by content and to copy on from
-there; *recall* turns that into an answer: "Anna has 482." among book text, and later
-"Anna has" once more.
+Text alone does not teach a small model to look things up. *Segments* are pieces of random tokens
+that are repeated in shuffled order. They teach it to find an earlier passage by content and to copy
+from there. *Recall* turns that into an answer: "Anna has 482." within book text, and later "Anna
+has" again.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ class Words:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> Words:
-        """Find the tokens; `names` are those of `NAMES` that are one token with a leading space."""
+        """Find the tokens; the names are those of `NAMES` that are one token with a leading
+        space.
+        """
 
         def ids_of(text: str) -> list[int]:
             return list(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -138,7 +140,7 @@ def segment_sample(
     order = rng.permutation(np.repeat(np.arange(count), 2))
     weights = np.ones((2 * count, size))
     weights[:, 0] = 0.0
-    weights[np.unique(order, return_index=True)[1]] = 0.0  # where each segment comes first
+    weights[np.unique(order, return_index=True)[1]] = 0.0  # the first occurrence of each segment
     ids = np.concatenate([words.front, segments[order].reshape(-1)])[:length]
     return ids, np.concatenate([np.zeros(len(words.front)), weights.reshape(-1)])[:length]
 
@@ -201,7 +203,7 @@ def recall_exercise(
     row[length - ask :] = words.question(names[0])
     free = np.ones(length, dtype=bool)
     free[[*range(len(words.front)), *range(length - ask, length)]] = False
-    # The first digit stands `distance` tokens before the place of the answer, which is `length`.
+    # The first digit is `distance` tokens before the place of the answer, which is `length`.
     place = length - distance - 3
     for name, number in zip(names, numbers, strict=True):
         row[place : place + stated] = words.statement(name, number)

@@ -1,7 +1,7 @@
-"""Training run from books to a model folder: check everything, tokenize, train.
+"""A training run from books to a model folder: checks everything, tokenizes and trains.
 
-The folder becomes a model only when the run is done; checkpoints, log and loss curves are in
-`training/` inside. Knows nothing about a training step.
+The folder becomes a model only when the run is done. Checkpoints, log and loss curves are in its
+folder `training/`. This module knows nothing about a training step.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ from weir.train.processes import Processes
 from weir.train.recipe import TrainingRecipe
 
 WORK = "training"
-"""Folder of a run inside that of its model."""
+"""The folder of a run within that of its model."""
 EXERCISES = ("auto", "on", "off")
 PASSES = 8
-"""Passes over a short text after which further passes teach nothing more."""
+"""Number of passes over a short text; more passes teach nothing more."""
 FEWEST = 1_000_000
-"""Fewest tokens to train on; with less, a model learns nothing, however short the text."""
+"""Smallest number of tokens to train on, even for a short text; with fewer, a model learns
+nothing.
+"""
 
 
 def run(
@@ -55,8 +57,9 @@ def run(
     An earlier run with the same text in `out` is continued.
 
     Args:
-        recipe, text, out: of the run, its books (UTF-8, plain or .xz), and the model's folder.
-        vocabulary: size of the tokenizer's vocabulary; short texts give a smaller one.
+        recipe, text, out: the recipe of the run, its books (UTF-8, plain or .xz), and the model's
+            folder.
+        vocabulary: size of the tokenizer's vocabulary, which becomes smaller for short texts.
         exercises: "on" refuses a text whose tokenizer lacks the exercises' words, "auto" then
             trains without exercises and reports it, "off" always trains without them.
         fit_tokens: for a short text, train on fewer tokens than the recipe says: `PASSES` times
@@ -69,7 +72,7 @@ def run(
         `loop.figures` of the saved weights, "vocabulary", and the "recipe" that was followed.
 
     Raises:
-        WeirError: the text or the folder will not do.
+        WeirError: the text or the folder cannot be used.
     """
     if exercises not in EXERCISES:
         raise WeirError(f"exercises must be one of {', '.join(EXERCISES)}, got {exercises!r}")
@@ -77,7 +80,7 @@ def run(
         recipe = replace(recipe, exercise_rows=0)
     books = read_books(text)
     size = sum(len(book.encode()) for book in books)
-    if size < recipe.least:  # no tokenizer makes more tokens than there are bytes
+    if size < recipe.least:  # a text cannot have more tokens than bytes
         raise WeirError(
             f"{text} has {size:,} bytes, but samples of {recipe.length} need at least "
             f"{recipe.least:,} tokens. Use more text, or a shorter length."
@@ -119,7 +122,7 @@ def run(
             setattr(model.config, PRACTICED, True)
         _finish(model, tokenizer, work, out)
     processes.wait()
-    # Read back, since saving has rounded the weights.
+    # Read it back, because saving has rounded the weights.
     saved = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     saved.to(processes.device)  # type: ignore[arg-type]
     return {**loop.figures(saved, lesson), "vocabulary": len(tokenizer), "recipe": asdict(recipe)}
@@ -172,7 +175,7 @@ def _check_old(work: Path, out: Path, begun: dict[str, Any], recipe: TrainingRec
             f"{out} was begun with vocabulary={vocabulary}, got {begun['vocabulary']}. Use "
             f"{vocabulary}, or another folder."
         )
-    # Exercises are compared later, since a tokenizer that lacks their words removes them.
+    # Exercises are compared later, because a tokenizer that lacks their words removes them.
     replace(recipe, exercise_rows=0).check_same({**recorded, "exercise_rows": 0}, out)
 
 
@@ -188,7 +191,9 @@ def _note_down(work: Path, begun: dict[str, Any], recipe: TrainingRecipe) -> Non
 def _finish(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, work: Path, out: Path
 ) -> None:
-    """Move the model into its folder, the configuration last, since that makes it a model."""
+    """Move the model into its folder; the configuration comes last, because it makes the folder a
+    model.
+    """
     whole = work / "model"
     model.to(torch.bfloat16).save_pretrained(whole)  # type: ignore[arg-type]
     tokenizer.save_pretrained(whole)

@@ -1,7 +1,7 @@
-"""Log of a run, one CSV line per step, and loss curves drawn from logs.
+"""The log of a run, with one CSV line per step, and loss curves drawn from logs.
 
-Knows nothing about models. A run that continues from a checkpoint drops the lines after it, so that
-no step is logged twice.
+A run that continues from a checkpoint drops the lines after it, so that no step is logged twice.
+This module knows nothing about models.
 """
 
 from __future__ import annotations
@@ -27,15 +27,18 @@ COLUMNS = (
     "held_out_loss",
     "recall",
 )
-"""`loss` is that of text alone, without predictions from sink tokens, so that models with different
-sinks can be compared; `objective` is minimized. The last two columns are filled at checkpoints."""
+"""`loss` is that of only the text, without predictions from sink tokens, so that models with
+different sinks can be compared. `objective` is minimized. The last two columns are filled at
+checkpoints.
+"""
 
 
 @contextmanager
 def open_log(
     path: Path, done: int, *, writing: bool = True
 ) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-    """Open a run's log, drop its lines of steps after `done`, and provide what appends a line.
+    """Open a run's log, drop its lines of steps after `done`, and provide a function that appends a
+    line.
 
     `writing` is false in processes that do not write the log.
     """
@@ -58,7 +61,7 @@ def open_log(
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """Read the lines of a log, but for an incomplete last one; unknown figures are ""."""
+    """Read the lines of a log, except an incomplete last line; unknown figures are ""."""
     with path.open(newline="", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if None not in row.values()]
     return [
@@ -71,7 +74,9 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 
 def smoothed(values: np.ndarray, share: float = 0.02) -> np.ndarray:
-    """Return a running mean over the last `share` of all values, or over those so far if fewer."""
+    """Return a running mean over the last `share` of all values, or over all so far if there are
+    fewer.
+    """
     span = max(1, round(len(values) * share))
     total = np.concatenate([[0.0], np.cumsum(values)])
     upto = np.arange(1, len(values) + 1)

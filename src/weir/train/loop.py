@@ -1,12 +1,13 @@
-"""Training loop for small models on books and exercises, on CPU or GPU, resumable.
+"""A resumable training loop for small models on books and exercises, on CPU or GPU.
 
-Knows nothing about caches, policies or text files: training uses plain transformers and the model's
-own attention.
+This module knows nothing about caches, policies or text files, because training uses plain
+transformers and the model's own attention.
 
 The recipe of nano and its reasons: the losses of text and exercises are averaged separately and
-then added, because exercises are a few per cent of the tokens and would have little weight
-otherwise; hidden matrices are trained with Muon, the rest with AdamW; the learning rate is constant
-and falls to zero over the last part, so that a run can be made longer or shorter under way.
+then added, because exercises are a few per cent of the tokens and would otherwise have little
+weight. Hidden matrices are trained with Muon, and the rest with AdamW. The learning rate is
+constant and falls to zero over the last part, so that a run can be made longer or shorter while it
+is running.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from weir.train.recipe import TrainingRecipe
 from weir.train.shapes import decoder_layers, new_model
 
 MOST_LOGITS = 2**28
-"""Most logits in memory at one time, 1 GiB; larger steps are computed in parts."""
+"""Largest number of logits in memory at one time, 1 GiB; larger steps are computed in parts."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,9 @@ class Lesson:
     def of(
         cls, recipe: TrainingRecipe, tokenizer: PreTrainedTokenizerBase, tokens: np.ndarray
     ) -> Lesson:
-        """Prepare a text's ids [tokens] for a recipe; refuse too short a text, or missing words."""
+        """Prepare a text's ids [tokens] for a recipe; WeirError if the text is too short or words
+        are missing.
+        """
         if len(tokens) < recipe.least:
             raise WeirError(
                 f"the text has {len(tokens):,} tokens, but samples of {recipe.length} need at "
@@ -68,7 +71,7 @@ class Lesson:
 def split(tokens: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
     """Split a text into (training, held out): the last 1 % is held out.
 
-    Of a short text up to 10 % is held out, to fill a few samples of `length`.
+    For a short text, up to 10 % is held out, to fill a few samples of `length`.
     """
     held = max(len(tokens) // 100, min(len(tokens) // 10, 8 * length))
     return tokens[: len(tokens) - held], tokens[len(tokens) - held :]
@@ -148,7 +151,9 @@ def optimizers(model: PreTrainedModel, recipe: TrainingRecipe) -> list[torch.opt
 def losses(
     model: PreTrainedModel, ids: Tensor, weight: Tensor, text: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Sum a `TrainingBatch`'s losses, in nats, by `weight`, to minimize, and by `text`, to log."""
+    """Sum a `TrainingBatch`'s losses, in nats, with the weights `weight`, to minimize, and `text`,
+    to log.
+    """
     with torch.autocast(ids.device.type, torch.bfloat16):
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
     target = ids[:, 1:]
@@ -159,24 +164,24 @@ def losses(
 def sink_loss(model: PreTrainedModel, ids: torch.Tensor, share: float) -> torch.Tensor:
     """Compute how far attention on the start token is below `share`: mean log deficit, in nats.
 
-    Large models learn by themselves to put unused attention on their first tokens; one of four
+    Large models learn on their own to put unused attention on their first tokens; a model of four
     million parameters needs this loss. The mean runs over layers, heads and queries from position
     64 on, so a head that attends to something useful pays little.
     """
     before = model.config._attn_implementation
-    model.set_attn_implementation("eager")  # the one that returns attention
+    model.set_attn_implementation("eager")  # this one returns attention
     try:
         with torch.autocast(ids.device.type, torch.bfloat16):
             attention = model(input_ids=ids, use_cache=False, output_attentions=True).attentions
     finally:
         model.set_attn_implementation(before)
     rested = torch.stack([layer[:, :, 64:, 0].float() for layer in attention])
-    # One per cent is added, so that the loss hardly pulls on queries that attend elsewhere.
+    # One per cent is added, so that the loss has little effect on queries that attend elsewhere.
     return (math.log(share) - (rested + 0.01).log()).relu().mean()
 
 
 def _window(model: PreTrainedModel) -> int:
-    """Return the length of a model's training samples, sinks included, which it is made for."""
+    """Return the length of a model's training samples, including sinks."""
     window = window_of(model.config)
     assert window is not None
     return window
@@ -191,7 +196,7 @@ def _rows_at_once(model: PreTrainedModel) -> int:
 def book_loss(model: PreTrainedModel, lesson: Lesson, rows: int = 32) -> float:
     """Return the mean negative log-likelihood of held-out text inside the window, nats per token.
 
-    Only tokens that follow a token of text count; they are the same whatever stands in front.
+    Only tokens that follow a token of text count; they are the same for every sink.
     """
     length = _window(model)
     rng, front, total = np.random.default_rng(1), lesson.front, 0.0
@@ -220,7 +225,8 @@ def recall_accuracy(
         answers.append(answer)
     guessed = []
     for some in torch.from_numpy(np.stack(rows)).split(min(32, _rows_at_once(model))):
-        # The right digits are fed; all predictions are right exactly if greedy decoding gives them.
+        # The right digits are fed. All predictions are right if, and only if, greedy decoding gives
+        # them.
         logits = model(input_ids=some.to(model.device), use_cache=False).logits
         guessed.append(logits[:, prompt_length - 1 : -1].argmax(-1).cpu().numpy())
     return float((np.concatenate(guessed) == np.stack(answers)).all(axis=1).mean())
@@ -234,8 +240,10 @@ def save_checkpoint(
     step: int,
     seconds: float,
 ) -> None:
-    """Write weights, optimizers, step and recipe; a run killed meanwhile keeps the old file."""
-    # Batches and rates follow from recipe and step, so there is no generator's state to save.
+    """Write weights, optimizers, step and recipe; if the run is killed meanwhile, the old file
+    stays.
+    """
+    # Batches and rates follow from recipe and step, so no generator state has to be saved.
     state = {
         "model": model.state_dict(),
         "optimizers": [stepper.state_dict() for stepper in steppers],
@@ -290,8 +298,8 @@ def train(
 ) -> PreTrainedModel:
     """Train a model, or continue the run in `out`.
 
-    Writes `out/loss.csv`, a line per step, and `out/checkpoint.pt`, from which the run continues
-    bit for bit on the same machine with as many threads.
+    Writes `out/loss.csv`, with a line per step, and `out/checkpoint.pt`, from which the run
+    continues bit-identically on the same machine with the same number of threads.
 
     `processes` are those of the launcher by default, and `look_every` is the steps between
     checkpoints, where held-out text is measured: a twentieth of the run by default, at most 200.

@@ -1,7 +1,9 @@
-"""Training in one process, or in several under `accelerate launch`: row shares and sums.
+"""Training in one process, or in several under `accelerate launch`: distributes rows and sums
+gradients.
 
 Every process has the whole model and computes its share of a step's samples; gradients are summed
-before the optimizers step, so all processes keep equal weights. Knows nothing about losses.
+before the optimizers step, so all processes keep equal weights. This module knows nothing about
+losses.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ class Processes:
 
     @classmethod
     def here(cls) -> Processes:
-        """Join the processes that the launcher's environment tells of, if any."""
+        """Join the processes of the launcher's environment, if any."""
         gpu = torch.cuda.is_available()
         if int(os.environ.get("WORLD_SIZE") or 1) == 1:
             return cls(torch.device("cuda" if gpu else "cpu"))

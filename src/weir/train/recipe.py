@@ -1,6 +1,6 @@
-"""Recipes: all settings of a training run besides its text, and named presets.
+"""Recipes: all settings of a training run except its text, and named presets.
 
-Knows nothing about text, tokenizers or the training loop.
+This module knows nothing about text, tokenizers or the training loop.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from weir.errors import WeirError, quote
 from weir.pools import check_arguments
 
 ROOM = 192
-"""Tokens of text in the shortest sample that has room for the exercises and for the sink loss."""
+"""Tokens of text in the shortest sample that has space for the exercises and for the sink loss."""
 MOST_SINKS = 64
 
 
@@ -24,8 +24,8 @@ class SinkKind:
 
     StreamingLLM (Xiao et al. 2024), section 3.3: `none` is the paper's Vanilla, samples of plain
     text; `zero` is softmax-off-by-one, with samples of plain text; `learnable` has dedicated tokens
-    in front of every sample. `taught` is nano's: one such token, and a loss that asks for attention
-    on it, for models too small to learn that by themselves.
+    in front of every sample. `taught` is nano's kind: one such token, and a loss that asks for
+    attention on it, for models too small to learn that on their own.
 
     Attributes:
         kind: none, zero or learnable, as in the model's configuration.
@@ -67,12 +67,12 @@ class SinkKind:
 
 @dataclass(frozen=True)
 class TrainingRecipe:
-    """All settings of a run besides its text and tokenizer.
+    """All settings of a run except its text and tokenizer.
 
     Attributes:
-        tokens: tokens of text in all, books and exercises together; sinks do not count.
-        rows, length: samples per step, and tokens of text in a sample; the model's window is these
-            and the sinks in front.
+        tokens: total tokens of text, books and exercises together; sinks do not count.
+        rows, length: samples per step, and tokens of text in a sample; the model's window is
+            `length` plus the sinks in front.
         shape: `llama`, `qwen3` (a Llama with normalized queries and keys) or `alibi` (an MPT: no
             rotation, a bias that grows with distance, no grouped heads, GELU).
         width, layers, heads, kv_heads, inner: the sizes of the model. `inner` of `alibi` is four
@@ -80,13 +80,13 @@ class TrainingRecipe:
         optimizer: `muon` for the matrices inside the layers and AdamW for the rest, or `adamw`.
         rate, falling: the highest learning rate, and the share of the run over which it falls to 0.
         decay: weight decay of the matrices inside the layers.
-        exercise_rows, exercise_weight: samples of a step that are exercises, and the weight of
-            their loss beside the books' loss.
+        exercise_rows, exercise_weight: number of samples of a step that are exercises, and the
+            weight of their loss relative to the books' loss.
         only_segments: the share of the run in which all exercises are segments.
         sink: `none`, `zero`, `learnable`, `learnable:N` or `taught`; see `SinkKind`.
         sinks_after, sink_weight, sink_share: with `taught`, the share of the run after which the
-            model is taught to rest its attention on the start token, the weight of that loss, and
-            the share of attention it asks for.
+            model is taught to put unused attention on the start token, the weight of that loss, and
+            the share of attention that it asks for.
         seed: seed of the weights and of every random draw.
 
     Raises:
@@ -181,12 +181,12 @@ class TrainingRecipe:
 
     @property
     def window(self) -> int:
-        """Tokens in a sample, sinks included: the model's window."""
+        """Tokens in a sample, including sinks: the model's window."""
         return self.length + self.kind.count
 
     @property
     def least(self) -> int:
-        """Fewest tokens of a text, whose held-out tenth then fills two samples."""
+        """Smallest number of tokens of a text; its held-out tenth then fills two samples."""
         return 20 * self.length
 
     def taught_at(self, step: int) -> bool:
@@ -196,7 +196,8 @@ class TrainingRecipe:
     def check_same(self, begun: Mapping[str, Any], where: Path) -> None:
         """Refuse to continue a run that was begun with another recipe.
 
-        The number of tokens may differ: a run can be made longer or shorter under way.
+        The number of tokens can differ, because a run can be made longer or shorter while it is
+        running.
         """
         for field in fields(self):
             name = field.name

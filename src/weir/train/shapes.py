@@ -1,7 +1,7 @@
 """Trainable models: Llama's shape, Qwen3's with QK norm, and MPT's with ALiBi.
 
-They differ in the keys that a cache stores: rotated keys, rotated keys of one length, and keys
-without positions. Knows nothing about text or the training loop.
+They differ in the keys that a cache stores: rotated keys, rotated keys of the same length, and keys
+without positions. This module knows nothing about text or the training loop.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def new_model(recipe: TrainingRecipe, tokenizer: PreTrainedTokenizerBase) -> Pre
     set_sink(config, recipe.kind.kind, front if recipe.kind.kind == "learnable" else ())
     torch.manual_seed(recipe.seed)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-    # Each matrix has a seed of its own, so a longer vocabulary changes no other matrix.
+    # Each matrix has a separate seed, so a longer vocabulary does not change the other matrices.
     for index, weight in enumerate(p for p in model.parameters() if p.ndim == 2):
         draw = torch.Generator().manual_seed(1000 * recipe.seed + index)
         with torch.no_grad():
