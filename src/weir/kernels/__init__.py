@@ -1,4 +1,4 @@
-"""Optional kernels that are faster than their readable references, and which one is taken."""
+"""Optional kernels that are faster than their readable references, and the choice among them."""
 
 from weir.kernels.dispatch import (
     ALIKE,

@@ -41,16 +41,17 @@ from weir.kernels.signatures import (
 )
 
 LEAST_LANES = 16
-"""Queries, and numbers of a value, that a kernel for segments of a prompt takes at least."""
+"""Smallest number of queries, and of numbers in a value, for the kernels for segments of a
+prompt.
+"""
 LEAST_WIDE = 32
-"""Numbers of a head from which on vectors of a processor fit into it."""
+"""Smallest number of numbers in a head for which a processor's vectors fit."""
 ALIKE = 2.0**-19
-"""Numbers by which slots are chosen count as equal if they differ by no more than this share of
-them, 16 roundings of float32.
+"""Scores of slots count as equal if they differ by at most this share, 16 roundings of float32.
 
-In a stream that repeats itself several tokens are equally good, and their numbers differ by
-rounding only. Rounding depends on whether a step is compiled, on the batch, the kernel and the
-processor, and must not decide which token stays.
+In a stream that repeats itself, several tokens are equally good, and their scores differ only by
+rounding. Rounding depends on the batch, the kernel, the processor, and on whether a step is
+compiled, and must not decide which token stays.
 """
 
 
@@ -64,10 +65,10 @@ _LIBRARIES = ("numba", "triton")
 
 @dataclass(frozen=True)
 class KernelTable:
-    """Kernels of each library, of which one is chosen by the device and the environment.
+    """Kernels of each library; the device and the environment determine which one is used.
 
     Attributes:
-        places: by library and kernel, the module and the name of its function there.
+        places: by library and kernel, the module and the name of the function.
     """
 
     places: Mapping[tuple[str, str], tuple[str, str]]
@@ -121,31 +122,31 @@ _TABLE = KernelTable(
 
 
 walk: Finder[WalkKernel] = _TABLE.by_device("walk")
-"""For `weir.pools.balance.halving.walk`."""
+"""The kernel for `weir.pools.balance.halving.walk`."""
 decode: Finder[WeightedDecodeKernel] = _TABLE.by_device("decode")
-"""For `weir.slab.attention.two_weight_attention` with one query a head."""
+"""The kernel for `weir.slab.attention.two_weight_attention` with one query per head."""
 decode_quantized: Finder[QuantizedDecodeKernel] = _TABLE.by_device("decode_quantized")
-"""For one query a head over slots of which the first are quantized."""
+"""The kernel for one query per head over slots of which the first are quantized."""
 farthest_first: Finder[FarthestKernel] = _TABLE.by_device("farthest_first")
-"""For `weir.pools.kcenter.farthest_first`."""
+"""The kernel for `weir.pools.kcenter.farthest_first`."""
 draw_uniform: Finder[DrawKernel] = _TABLE.by_device("draw_uniform")
-"""For random numbers by name, as in `weir.pools.counter_rng`."""
+"""The kernel for the random numbers of `weir.pools.counter_rng`."""
 distances: Finder[DistanceKernel] = _TABLE.by_device("distances")
-"""For Euclidean `torch.cdist`."""
+"""The kernel for Euclidean `torch.cdist`."""
 resample: Finder[ResampleKernel] = _TABLE.by_device("resample")
-"""For `weir.pools.subgen.resample`."""
+"""The kernel for `weir.pools.subgen.resample`."""
 
 
 def walk_pairs(keys: torch.Tensor) -> PairWalkKernel | None:
-    """The kernel that walks through pairs of blocks and makes their inner products on the way (see
-    `weir.kernels.cpu.walk`); None for PyTorch's products and `walk`.
+    """Return the kernel that walks through pairs of blocks and computes their inner products on the
+    way (see `weir.kernels.cpu.walk`); None for PyTorch's products and `walk`.
     """
     return _for_floats("walk_pairs", keys)
 
 
 def decode_exact(device: torch.device, dtype: torch.dtype) -> DecodeKernel | None:
-    """The kernel for one query a head over exact slots (see `weir.kernels.cpu.decode`); None for
-    PyTorch.
+    """Return the kernel for one query per head over exact slots (see `weir.kernels.cpu.decode`);
+    None for PyTorch.
 
     Args:
         device, dtype: of the slots.
@@ -156,12 +157,12 @@ def decode_exact(device: torch.device, dtype: torch.dtype) -> DecodeKernel | Non
 
 
 def decode_int4(queries: torch.Tensor, width: int) -> RotatedDecodeKernel | None:
-    """The kernel for one query a head over slots of which the first have 4 bits, rotated (see
-    `weir.kernels.cpu.decode`); None where they are dequantized before they are read.
+    """Return the kernel for one query per head over slots of which the first have 4 bits, rotated
+    (see `weir.kernels.cpu.decode`); None if they are dequantized first.
 
     Args:
         queries: [..., key_dim].
-        width: numbers of a value.
+        width: numbers in a value.
     """
     if queries.device.type != "cpu" or min(queries.shape[-1], width) < LEAST_WIDE:
         return None
@@ -169,24 +170,27 @@ def decode_int4(queries: torch.Tensor, width: int) -> RotatedDecodeKernel | None
 
 
 def causal(queries: torch.Tensor, values: torch.Tensor) -> CausalKernel | None:
-    """The kernel for attention of the newest tokens over all slots (see `weir.kernels.cpu.causal`);
-    None for PyTorch.
+    """Return the kernel for attention of the newest tokens over all slots (see
+    `weir.kernels.cpu.causal`); None for PyTorch.
 
     Args:
         queries: [batch, kv_heads, group, length, key_dim].
-        values: as they lie in the slab [batch, kv_heads, slots, value_dim].
+        values: as they are stored in the slab [batch, kv_heads, slots, value_dim].
     """
     return _for_segment("causal", queries, values)
 
 
 def causal_and_received(queries: torch.Tensor, values: torch.Tensor) -> ReceivedKernel | None:
-    """As `causal`, a kernel that also returns the attention that slots received; None for none."""
+    """Return a kernel like `causal` that also returns the attention that slots received; None if
+    there is none.
+    """
     return _for_segment("causal_and_received", queries, values)
 
 
 def attend_window(queries: torch.Tensor, values: torch.Tensor) -> WindowKernel | None:
-    """The kernel for attention of a piece of a prompt over a window that moves on meanwhile (see
-    `weir.kernels.cpu.window`), also for bfloat16; None for none. Arguments as for `causal`.
+    """Return the kernel for attention of a piece of a prompt over a moving window (see
+    `weir.kernels.cpu.window`), also for bfloat16; None if there is none. Arguments are those of
+    `causal`.
     """
     if values.shape[3] < LEAST_LANES or values.dtype != queries.dtype:
         return None
@@ -194,21 +198,21 @@ def attend_window(queries: torch.Tensor, values: torch.Tensor) -> WindowKernel |
 
 
 def rotate_keys(keys: torch.Tensor) -> RotateKernel | None:
-    """The kernel for `weir.slab.positions.Rotary.move` (see `weir.kernels.cpu.rotation`); None for
-    PyTorch.
+    """Return the kernel for `weir.slab.positions.Rotary.move` (see `weir.kernels.cpu.rotation`);
+    None for PyTorch.
     """
     return _for_floats("rotate_keys", keys)
 
 
 def dequantize(name: str, out: torch.Tensor) -> DequantizeKernel | None:
-    """The kernel that reads vectors of a format, int8 or int4, into such a tensor (see
+    """Return the kernel that dequantizes vectors of a format, int8 or int4, into such a tensor (see
     `weir.kernels.cpu.slot_codec`); None for PyTorch.
     """
     return _for_floats(f"dequantize_{name}", out)
 
 
 def quantize(name: str, x: torch.Tensor) -> QuantizeKernel | None:
-    """The kernel that quantizes such vectors to a format, int8 or int4; None for PyTorch."""
+    """Return the kernel that quantizes such vectors to a format, int8 or int4; None for PyTorch."""
     return _for_floats(f"quantize_{name}", x)
 
 
@@ -226,12 +230,12 @@ def is_compiling() -> bool:
 
 
 paths = _TABLE.paths
-"""The library that runs each kernel of slots on a device, or `reference`."""
+"""Return the library that runs each kernel of slots on a device, or `reference`."""
 
 
 @lru_cache
 def note_missing_kernels(kind: str) -> None:
-    """Warn, once for a kind of device, where kernels are missing that would be faster.
+    """Warn, once for each kind of device, if faster kernels are missing.
 
     Args:
         kind: a device's type.
@@ -250,15 +254,15 @@ def note_missing_kernels(kind: str) -> None:
 def _for_segment(
     name: str, queries: torch.Tensor, values: torch.Tensor
 ) -> Callable[..., Any] | None:
-    """A kernel for the queries of a segment of a prompt."""
+    """Return a kernel for the queries of a segment of a prompt."""
     if min(queries.shape[3], values.shape[3]) < LEAST_LANES:
         return None
     return _for_floats(name, queries) if values.dtype == queries.dtype else None
 
 
 def _for_floats(name: str, t: torch.Tensor, *dtypes: torch.dtype) -> Callable[..., Any] | None:
-    """A kernel for some dtypes (none for float32) on the CPU; None for gradients and while PyTorch
-    compiles or traces.
+    """Return a kernel for some dtypes (by default float32) on the CPU; None for gradients and while
+    PyTorch compiles or traces.
     """
     if t.device.type != "cpu" or t.dtype not in (dtypes or (torch.float32,)) or t.requires_grad:
         return None
@@ -268,7 +272,9 @@ def _for_floats(name: str, t: torch.Tensor, *dtypes: torch.dtype) -> Callable[..
 
 
 def _library(device: torch.device) -> str:
-    """The library to take; WeirError if the environment asks for one that there is not."""
+    """Return the library to use; WeirError if the environment asks for one that is not
+    available.
+    """
     wanted = os.environ.get(VARIABLE, "")
     if not wanted:
         return _BY_DEVICE.get(device.type, "reference")
@@ -281,7 +287,7 @@ def _library(device: torch.device) -> str:
 
 @lru_cache
 def _kernel(library: str, file: str, function: str) -> Callable[..., Any] | None:
-    """Return a function of a kernel's file; None where the library or the file cannot be used."""
+    """Return a function of a kernel's file; None if the library or the file cannot be used."""
     if find_spec(library) is None:
         return None
     try:
@@ -292,5 +298,5 @@ def _kernel(library: str, file: str, function: str) -> Callable[..., Any] | None
 
 
 def forget_kernels() -> None:
-    """Look again for libraries and kernels, which are remembered from their first use on."""
+    """Forget the libraries and kernels that were found, so that they are searched for again."""
     _kernel.cache_clear()

@@ -1,4 +1,4 @@
-"""Types of the kernels, which all implementations of a kernel have in common.
+"""Types of the kernels. All implementations of a kernel have the same type.
 
 The kernels' own files say what the arguments mean and which shapes they have.
 """
@@ -12,13 +12,13 @@ from torch import Tensor
 
 
 class WindowChunk(NamedTuple):
-    """Queries of a piece of a prompt between two folds, and what they see.
+    """Queries of a piece of a prompt between two folds, and the tokens that they see.
 
     Attributes:
         first, queries: the first query in the piece, and how many there are.
         front: slots of the front that are in use.
-        start, boundary: the first token that is seen, and the first that is seen exact, among those
-            that are handed over.
+        start, boundary: the first token that is seen, and the first that is seen unquantized, among
+            those that are passed.
         own: the token of the first query.
     """
 
@@ -31,13 +31,13 @@ class WindowChunk(NamedTuple):
 
 
 QuantizedVectors = tuple[Tensor, Tensor, int]
-"""Quantized vectors: numbers as they are stored, their peaks, and how many steps make a peak."""
+"""Quantized vectors: numbers as they are stored, their peaks, and the number of steps in a peak."""
 Coded = tuple[QuantizedVectors, QuantizedVectors]
 """Quantized keys and values."""
 Pair = tuple[Tensor, Tensor]
 Mask = Tensor | None
 Span = tuple[int, int]
-"""The first slot that is read, and the one after the last."""
+"""The first slot that is read, and the slot after the last one."""
 
 WalkKernel = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(products, gain, u, free) -> signs."""
@@ -70,7 +70,7 @@ RotateKernel = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 class WeightedDecodeKernel(Protocol):
-    """Answers one query a head over slots with two weights."""
+    """Answers one query per head over slots with two weights."""
 
     def __call__(
         self,

@@ -1,13 +1,14 @@
-"""Attention of the newest tokens over all slots, themselves among them, on a CPU.
+"""Attention of the newest tokens over all slots, including their own, on a CPU.
 
-This is what a piece of a prompt asks. PyTorch's fused attention adds a mask as large as queries
-times slots, though a query sees all slots but the few behind its own. Here 8 or 16 queries of a
-head are the lanes of a vector. Their logits over all slots up to the last that one of them sees are
-made by tiles, whose sums stay in registers; one pass has their largest, one the exponentials, and
-the weighted values are tiles again. No more logits are held than those of these queries, and keys
-are packed once for all heads that share them. Sums are float32, in the order of slots.
+A piece of a prompt needs this attention. PyTorch's fused attention adds a mask as large as queries
+times slots, although a query sees all slots except the few after its own. Here, 8 or 16 queries of
+a head are the lanes of a vector. Their logits over all slots up to the last that one of them sees
+are computed by tiles, whose sums stay in registers. One pass finds their largest, one computes the
+exponentials, and the weighted values are computed by tiles again. Only the logits of these queries
+are in memory, and keys are packed once for all heads that share them. Sums are float32, in the
+order of slots.
 
-Roofline: two products and two sums for each number of each key that a query sees, at the pace of
+Roofline: two products and two sums for each number of each key that a query sees, at the speed of
 the processor.
 """
 
@@ -58,7 +59,7 @@ from weir.kernels.dispatch import LEAST_LANES
 from weir.kernels.signatures import QuantizedVectors
 
 Codes = tuple[int, Strides, int, Strides, float]
-"""Vectors of 8 bits: `address_of` numbers and of peaks, and how many steps make a peak."""
+"""Vectors of 8 bits: the `address_of` numbers and of peaks, and the number of steps in a peak."""
 
 
 @llvm_function
@@ -73,7 +74,9 @@ def _answer(
     out_step: Any,
     lanes: Any,
 ) -> None:
-    """`out[lane, i] = share[lane] * combine(x, numbers, count, step)[i, lane]`, by address."""
+    """Compute `out[lane, i] = share[lane] * combine(x, numbers, count, step)[i, lane]`, by
+    address.
+    """
 
     def emit(width: int) -> None:
         factor = load_at(builder, floats(builder, share), LONG(0), width)
@@ -97,19 +100,19 @@ def weigh(
     apart: Any,
     lanes: Any,
 ) -> None:
-    """Logits, with a number for each slot added, become exponentials of what they are below the
-    largest; the sum of these is the denominator.
+    """Add a number for each slot to logits, and replace them by the exponentials of their distances
+    below the largest. The sum of these is the denominator.
 
     Args:
-        builder: of the code.
-        logits: address of float32 [count, lanes], written over.
+        builder: builds the code.
+        logits: address of float32 [count, lanes], which are overwritten.
         mask: address of float32 [count].
-        above, below: addresses of float32 [count]: factors of an exponential in the numerator and
-            in the denominator.
-        count: slots.
-        share: address of float32 [lanes], which are written: one over the sum of each lane. 0
-            where every logit is -inf, not a number where one is not, or is infinite.
-        apart: 1 where these two are read, 0 where they are all 1.
+        above, below: addresses of float32 [count], the factors of an exponential in the numerator
+            and in the denominator.
+        count: number of slots.
+        share: address of the output, float32 [lanes]: one over the sum of each lane. 0 if every
+            logit is -inf, and NaN if one is NaN or infinite.
+        apart: 1 if `above` and `below` are read, 0 if they are all 1.
         lanes: 8 or 16.
     """
 
@@ -166,7 +169,7 @@ def weigh(
 
 
 def _exponential(builder: ir.IRBuilder, x: Any) -> Any:
-    """e^x = 2^n e^f of each number, with f in half an octave of 0."""
+    """Compute e^x = 2^n e^f of each number, with f within half an octave of 0."""
     width = x.type.count
 
     def of(number: float) -> Any:
@@ -190,10 +193,10 @@ def _add(builder: ir.IRBuilder, weights: Any, share: Any, count: Any, out: Any, 
     """Add the shares of some queries' attention, `weights[slot, lane] * share[lane]`, to `out`.
 
     Args:
-        builder: of the code.
+        builder: builds the code.
         weights, out: addresses of float32 [count, lanes].
         share: address of float32 [lanes].
-        count: slots.
+        count: number of slots.
         lanes: 8 or 16.
     """
 
@@ -213,7 +216,7 @@ def _add(builder: ir.IRBuilder, weights: Any, share: Any, count: Any, out: Any, 
 
 @njit(nogil=True)
 def _copy(lines: np.ndarray, at: int, step: int, out: np.ndarray) -> None:
-    """Lines from place `at` on into `out` [n, dim]."""
+    """Copy lines from place `at` on into `out` [n, dim]."""
     count, dim = out.shape
     for place in range(count):
         start = at + place * step
@@ -245,10 +248,11 @@ def _attend(
     begun: int,
     done: int,
 ) -> None:
-    """Answers [batch, heads, group, length, value_dim] into `out`, and where that has any place
-    what slots received into `received` [batch, heads, length / lanes, slots]; see `causal`.
+    """Write answers [batch, heads, group, length, value_dim] into `out`, and if `received` [batch,
+    heads, length / lanes, slots] is not empty, the attention that slots received; see `causal`.
 
-    Those from block `begun` up to `done`, of `lanes` queries each, of all heads of all rows.
+    This computes the blocks from `begun` up to `done`, of `lanes` queries each, counted over all
+    heads of all rows.
     """
     _, heads, group, length, width = out.shape
     apart, counted = 1 if above_at else 0, received.shape[2] > 0
@@ -259,8 +263,8 @@ def _attend(
     logits = np.empty((len(panels) * lanes, lanes), np.float32)
     totals = np.empty((slots if counted else 0, lanes), np.float32)
     share, none = np.empty(lanes, np.float32), np.zeros(slots, np.float32)
-    # Where slots are quantized, those of a head are read before it is asked; otherwise the last few
-    # keys, which are no panel.
+    # If slots are quantized, all those of a head are dequantized first; otherwise only the last few
+    # keys, which do not fill a panel.
     whole = 0 if coded else slots // lanes
     read_keys = np.zeros(((len(panels) - whole) * lanes, dim), np.float32)
     read_values = np.empty((slots if coded else 0, width), np.float32)
@@ -295,9 +299,10 @@ def _attend(
         at = row * query_steps[0] + head * query_steps[1]
         for block in range(max(0, begun - both * blocks), min(blocks, done - both * blocks)):
             begin = block * lanes
-            # The last few, where they are no vector, are asked with some before them again.
+            # If the last few queries do not fill a vector, some before them are computed again.
             start = min(begin, length - lanes)
-            # The first of these queries sees the slots up to this one, each next one more.
+            # The first of these queries sees the slots up to this one, and each following query one
+            # more.
             own = slots - length + start
             seen = own + lanes
             totals[:] = np.float32(0.0)
@@ -327,7 +332,7 @@ def _attend(
 
 _run = compile_kernel(_attend)
 _WORTH_A_THREAD = 2**20
-"""Products below which a thread of their own costs more than it saves."""
+"""For fewer products than this, a separate thread costs more than it saves."""
 _NO_CODES = 0, (0, 0, 0), 0, (0, 0, 0), 1.0
 
 
@@ -340,25 +345,26 @@ def causal(
     factors: tuple[Tensor, Tensor] | None = None,
     coded: tuple[QuantizedVectors, QuantizedVectors] | None = None,
 ) -> Tensor:
-    """The answers [batch, kv_heads, group, length, value_dim]; zero for a query that sees nothing.
+    """Compute answers [batch, kv_heads, group, length, value_dim]; zero for a query that sees
+    nothing.
 
     Args:
-        queries: of the tokens of the last `length` slots, in their order
-            [batch, kv_heads, group, length, key_dim], float32; 16 or more.
-        keys, values: of exact slots [batch, kv_heads, exact, dim], float32; values of 16 numbers or
-            more.
-        mask: log-weights of slots, the same in both sums [batch, kv_heads, slots], float32; None
-            where all are 0.
+        queries: the queries of the tokens in the last `length` slots, in order [batch, kv_heads,
+            group, length, key_dim], float32; 16 or more.
+        keys, values: those of exact slots [batch, kv_heads, exact, dim], float32; values have 16
+            numbers or more.
+        mask: log-weights of slots, the same in both sums [batch, kv_heads, slots], float32; None if
+            all are 0.
         scale: factor of the logits.
-        factors: of slots in the numerator and in the denominator, beside the mask, as
-            `weir.slab.attention.split_weights` has them; None where all are 1.
+        factors: factors of slots in the numerator and in the denominator, in addition to the mask,
+            from `weir.slab.attention.split_weights`; None if all are 1.
         coded: the keys and the values of quantized slots in front of the exact ones: numbers
             [batch, kv_heads, coded, dim], int8, the peak of each vector
-            [batch, kv_heads, coded, 1], bfloat16, and how many steps make a peak.
+            [batch, kv_heads, coded, 1], bfloat16, and the number of steps in a peak.
 
     Raises:
-        WeirError: there are fewer queries or numbers of a value, or fewer slots than queries: it
-            would write past its memory.
+        WeirError: there are fewer queries or numbers of a value, or fewer slots than queries, so
+            that it would write past its memory.
     """
     return _compute(queries, keys, values, mask, scale, factors, coded, counted=False)[0]
 
@@ -371,13 +377,15 @@ def causal_and_received(
     scale: float,
     coded: tuple[QuantizedVectors, QuantizedVectors] | None = None,
 ) -> tuple[Tensor, Tensor] | None:
-    """`causal`, and what slots received: of the attention of some queries in a row, and of all
-    heads of the group together, the share of each slot [batch, kv_heads, parts, slots], float32.
+    """Compute `causal`, and the attention that slots received: the shares of each slot, summed over
+    a part of consecutive queries and all heads of the group [batch, kv_heads, parts, slots],
+    float32.
 
-    The parts of the queries are equally many, 16 each or 8. None where there are no such parts.
+    Each part has 16 queries, or each has 8. Returns None if the queries cannot be divided in this
+    way.
 
     Raises:
-        WeirError: as `causal`.
+        WeirError: as for `causal`.
     """
     if queries.shape[3] % lanes():
         return None
@@ -395,7 +403,7 @@ def _compute(
     *,
     counted: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Both; the second is empty where that is not asked for."""
+    """Compute both; the second is empty if it is not wanted."""
     if min(queries.shape[3], values.shape[3]) < LEAST_LANES:
         raise WeirError(
             f"this kernel needs at least {LEAST_LANES} queries and values of at least "
@@ -430,6 +438,6 @@ def _compute(
 
 
 def _addresses(stored: QuantizedVectors) -> Codes:
-    """Quantized vectors as the kernel takes them."""
+    """Convert quantized vectors to the kernel's arguments."""
     numbers, peaks, levels = stored
     return *address_of(numbers), *address_of(peaks), float(levels)

@@ -1,4 +1,6 @@
-"""Compilation of numba kernels, kept between processes, and access to tensors by address."""
+"""Compiles numba kernels, caches them for other processes, and gives access to tensors by
+address.
+"""
 
 from __future__ import annotations
 
@@ -25,35 +27,39 @@ from numba.extending import intrinsic
 from weir.errors import WeirError
 
 ANY_ORDER = ("reassoc", "contract", "nsz")
-"""LLVM's names for adding in any order, and rounding once after a product and a sum. Infinities and
-NaN keep their meaning."""
+"""LLVM's names for adding in any order, and for rounding only once after a product and a sum.
+Infinities and NaN keep their meaning.
+"""
 Strides = tuple[int, ...]
-"""Strides of a buffer, in numbers: of rows, heads, slots and so on."""
+"""Strides of a buffer, counted in numbers: of rows, heads, slots and so on."""
 
 
 def compile_kernel(
     function: Callable[..., Any], fastmath: Collection[str] = ()
 ) -> Callable[..., Any]:
-    """The function in machine code, without the interpreter's lock; kept for the next process.
+    """Compile a function to machine code that runs without the interpreter's lock, and cache it for
+    the next process.
 
     Args:
-        function: in the part of Python that numba knows.
-        fastmath: what LLVM may do to sums and products, by LLVM's own names.
+        function: a function in the part of Python that numba supports.
+        fastmath: LLVM's names for the allowed transformations of sums and products.
     """
     kernel = numba.njit(function, nogil=True, fastmath=set(fastmath))
-    # Nowhere to keep it, neither beside this file nor for the user, or another numba's cache.
+    # There is no place for a cache, neither next to this file nor in the user's folder, or it is
+    # the cache of another numba.
     with suppress(RuntimeError, AttributeError):
         kernel._cache = _CodeCache(function)
     return kernel
 
 
 def compile_callback(function: Callable[..., None], arguments: int = 1, name: str = "") -> Any:
-    """The function of some integers in machine code, as C calls it; kept for the next process.
+    """Compile a function of some integers to machine code that C can call, and cache it for the
+    next process.
 
     Args:
-        function: in the part of Python that numba knows.
-        arguments: how many it takes, addresses or other integers of 64 bits.
-        name: tells it from others of the same Python code, which differ in what they call.
+        function: a function in the part of Python that numba supports.
+        arguments: the number of its arguments: addresses or other integers of 64 bits.
+        name: distinguishes it from others with the same Python code, which call other functions.
     """
     kinds = (types.uintp,) * arguments
     callback: Any = CFunc(function, (kinds, types.void), {}, {"nopython": True})
@@ -65,13 +71,15 @@ def compile_callback(function: Callable[..., None], arguments: int = 1, name: st
 
 @numba.njit(nogil=True)
 def keep(array: np.ndarray) -> None:
-    """Hold an array up to here: numba frees one behind its last use, and an address is no use."""
+    """Keep an array alive up to here, because numba frees it after its last use, and taking its
+    address does not count as a use.
+    """
 
 
 @lru_cache
 def source_digest(path: Path) -> str:
-    """A checksum of a kernel's file and of all files of weir that it imports by their names."""
-    if not path.exists():  # weir in an archive; numba looks at the date of that
+    """Return a checksum of a kernel's file and of all files of weir from which it imports names."""
+    if not path.exists():  # weir is in an archive, whose date numba checks
         return ""
     text = path.read_text(encoding="utf-8")
     digest = hashlib.sha256(text.encode())
@@ -83,10 +91,11 @@ def source_digest(path: Path) -> str:
 
 
 class _CodeCache(FunctionCache):  # type: ignore[misc, unused-ignore]
-    """A function's machine code on disk, made anew after a change of any file it is made from.
+    """A function's machine code on disk, which is compiled again after a change of any file it
+    depends on.
 
-    numba looks at the file of the function alone. Kernels share functions of other files, and the
-    code on disk would outlive an upgrade that mends those.
+    numba checks only the file of the function. Kernels use functions of other files, so old code on
+    disk would survive an upgrade that fixes these.
     """
 
     def __init__(self, function: Callable[..., None], name: str = "") -> None:
@@ -98,33 +107,33 @@ class _CodeCache(FunctionCache):  # type: ignore[misc, unused-ignore]
         self._cache_file = _CodeFiles(base, _digest((numba.__version__, stamp)))
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
-        # numba's key has the variables of a closure in it, and functions that emit code look
+        # numba's key includes the variables of a closure, and functions that emit code look
         # different in every process.
         if self._named:
             return sig, codegen.magic_tuple(), self._named
         return super()._index_key(sig, codegen)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """The code for some types; None where there is none on disk, or it is broken."""
+        """Return the code for some types; None if there is none on disk, or it is broken."""
         try:
             return super().load_overload(sig, target_context)
-        except Exception:  # a broken pickle may raise anything; what is kept next replaces it
+        except Exception:  # a broken pickle can raise anything; it will be replaced
             return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Keep code for the next process, unless the disk is full: then it serves this one."""
+        """Save code for the next process. If the disk is full, it is used only by this one."""
         with suppress(OSError):
             super().save_overload(sig, data)
 
 
 class _CodeFiles:
-    """A file for each signature of a function, named after it and after the source.
+    """Files for the signatures of a function, named after the signature and the source.
 
-    numba counts files and keeps an index of them. Two processes that save two signatures at once
-    give both the same number there, and the next loads machine code for other types.
+    numba numbers its files in an index. If two processes save two signatures at once, both get the
+    same number, and the next process loads machine code for the wrong types.
 
     Args:
-        base: where they are, and how their names begin.
+        base: their folder, and the beginning of their names.
         source: checksum of the source; files of another source are removed.
     """
 
@@ -132,7 +141,7 @@ class _CodeFiles:
         self._base, self._source = base, source
 
     def save(self, key: Any, data: Any) -> None:
-        """Keep pickled code, in one piece or not at all."""
+        """Save pickled code; if that fails, nothing is written."""
         path = self._path(key)
         part = path.with_name(f"{path.name}.{uuid.uuid4().hex[:16]}")
         try:
@@ -145,7 +154,7 @@ class _CodeFiles:
                 other.unlink(missing_ok=True)
 
     def load(self, key: Any) -> Any:
-        """The code of a signature, None if it was not kept."""
+        """Return the code of a signature; None if it was not saved."""
         try:
             found, data = pickle.loads(self._path(key).read_bytes())
         except FileNotFoundError:
@@ -153,13 +162,13 @@ class _CodeFiles:
         return data if found == key else None
 
     def _path(self, key: Any) -> Path:
-        # The key has numba's processor; kernels also ask PyTorch's, which a user can lessen.
+        # The key has numba's processor. Kernels also ask for PyTorch's, which a user can restrict.
         made_for = _digest((key, torch.backends.cpu.get_cpu_capability()))
         return self._base.with_name(f"{self._base.name}.{self._source}.{made_for}.nbc")
 
 
 def _digest(value: Any) -> str:
-    """Checksum of what is the same in every process by its `repr`."""
+    """Return a checksum of values whose `repr` is the same in every process."""
     return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
 
 
@@ -167,16 +176,17 @@ def _digest(value: Any) -> str:
 
 
 def with_unit_stride(t: torch.Tensor, *, writable: bool = False) -> torch.Tensor:
-    """The tensor, or a copy where the numbers of a line [..., dim] are not side by side.
+    """Return the tensor, or a copy if its last dimension is not contiguous.
 
-    Hold it until the kernel has returned, which gets no more than the `address_of` it.
+    Keep the result alive until the kernel has returned, because the kernel gets only its address
+    (`address_of`).
 
     Args:
-        t: on the CPU.
-        writable: the kernel writes to it; a copy would lose that.
+        t: a tensor on the CPU.
+        writable: whether the kernel writes to it; with a copy, the result would be lost.
 
     Raises:
-        WeirError: it is to be written, and the numbers of a line are not side by side.
+        WeirError: it must be writable, but its last dimension is not contiguous.
     """
     if t.stride(-1) == 1 or t.shape[-1] == 1:
         return t
@@ -188,15 +198,15 @@ def with_unit_stride(t: torch.Tensor, *, writable: bool = False) -> torch.Tensor
 def address_of(t: torch.Tensor) -> tuple[int, Strides]:
     """Return the address of a tensor of `with_unit_stride`, and its strides.
 
-    To hand an array to numba takes several times as long as to hand it numbers; and to numba an
-    array of several dimensions with gaps between its lines may have gaps within lines too, and
-    loops over those are not made into vectors.
+    Passing an array to numba takes several times as long as passing numbers. For numba, an array of
+    several dimensions with gaps between its lines may also have gaps within lines, so loops over
+    lines are not vectorized.
     """
     return t.data_ptr(), t.stride()[:-1]
 
 
 def _arrays_of(number: Any) -> Callable[..., Any]:
-    """A function for code in numba: an array of such numbers at an address."""
+    """Make a function for numba code that returns an array of such numbers at an address."""
 
     @intrinsic
     def pointer(_typing: Any, address: Any) -> Any:
@@ -218,9 +228,9 @@ longs_at, doubles_at, ints_at = map(_arrays_of, (types.int64, types.float64, typ
 
 
 def records_at(record: np.dtype) -> Callable[..., Any]:
-    """A function as `floats_at` for records, whose fields code in numba reads by their names."""
+    """Make a function like `floats_at` for records, whose fields numba code reads by name."""
     return _arrays_of(numba.from_dtype(record))
 
 
 WHOLE = (1, 2**60)
-"""The shape of an array that stands for all memory from an address on, in one line."""
+"""The shape of a one-dimensional array that represents all memory from an address on."""

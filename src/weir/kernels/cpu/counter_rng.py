@@ -1,7 +1,8 @@
-"""Random numbers by name on the CPU: those of `weir.pools.counter_rng`, bit for bit.
+"""Counter-based random numbers on the CPU, bit-identical to `weir.pools.counter_rng`.
 
-A number takes some twenty operations on whole numbers; PyTorch makes a pass over memory of each.
-Roofline: a number is written once. All is done modulo 2^64, so there is one answer.
+A number takes about twenty operations on whole numbers, and PyTorch makes a pass over memory for
+each. Roofline: each number is written once. Everything is computed modulo 2^64, so there is only
+one answer.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _STEP, _BEGIN = np.uint64(0x9E3779B97F4A7C15), np.uint64(0x632BE59BD9B4E019)
 
 @numba.njit(inline="always")
 def _step(x: np.uint64, part: np.uint64) -> np.uint64:
-    """Mix one more part of a draw's name into the state (SplitMix64)."""
+    """Mix one more part of a draw's key into the state (SplitMix64)."""
     x = x + (part * _STEP + _BEGIN)
     x = (x ^ (x >> _SHIFTS[0])) * _FIRST
     x = (x ^ (x >> _SHIFTS[1])) * _SECOND
@@ -43,13 +44,13 @@ _compiled_fill = compile_kernel(_fill)
 
 
 def draw_uniform(begun: list[int], first: int, position: Tensor, count: int) -> Tensor:
-    """Uniform numbers in [0, 1) [batch, kv_heads, n, count], float64.
+    """Draw uniform numbers in [0, 1) [batch, kv_heads, n, count], float64.
 
     Args:
-        begun: the state after seed, layer, pool and purpose, of each row [batch].
+        begun: each row's state after seed, layer, pool and purpose [batch].
         first: the number of the first head.
         position: places in the stream [batch, kv_heads, n], int64.
-        count: numbers of each token, those of the indices from 0 on.
+        count: how many numbers to draw for each token, with indices from 0 on.
     """
     out = torch.empty((*position.shape, count), dtype=torch.float64, device="cpu")
     if out.numel():

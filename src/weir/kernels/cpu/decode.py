@@ -1,15 +1,15 @@
-"""Attention of one query a head on a CPU, over quantized slots and the exact ones behind them.
+"""Attention of one query per head on a CPU, over quantized slots and the exact ones after them.
 
-PyTorch's fused attention is made for many queries. With one, it takes several times as long as it
-takes to read keys and values. Here each is read once, for three query heads that share it, whose
-sums stay in registers (`slot_products`). Numbers of few bits are widened there, and the steps go
-into logits and shares: <q, c> * step and p * step. Sums are float32.
+PyTorch's fused attention is made for many queries. With one query, it takes several times as long
+as reading keys and values. Here, each key and value is read once for three query heads that share
+it, and sums stay in registers (`slot_products`). Numbers of few bits are widened in registers, and
+quantization steps are applied to logits and shares: <q, c> * step and p * step. Sums are float32.
 
-Slots of 4 bits hold vectors rotated by a Hadamard matrix (`weir.slab.quantization`). The query is
-rotated in place of the keys, and their share of the answer in place of the values, by sums and
+Slots of 4 bits hold vectors rotated by a Hadamard matrix (`weir.slab.quantization`). Instead of the
+keys, the query is rotated, and instead of the values, their part of the answer, by sums and
 differences of neighbors.
 
-A head's slots may be read in several *stretches*, each with sums of its own, by several threads.
+A head's slots can be read in several *stretches*, each with separate sums, by several threads.
 """
 
 from __future__ import annotations
@@ -47,25 +47,26 @@ HELD = np.dtype(
     [
         (name, np.int64)
         for name in (
-            # Numbers of a vector; queries of a head; numbers of a key and of a value.
+            # Numbers in a vector; queries of a head; numbers in a key and in a value.
             *("lanes", "group", "dim", "width"),
             # Quantized slots of a head, bits of their numbers, and the addresses of numbers and
-            # bfloat16 peaks; neighbors that are rotated together, 0 for none.
+            # bfloat16 peaks; how many neighbors are rotated together, 0 for none.
             *("quantized", "code_bits", "key_codes", "key_peaks", "value_codes", "value_peaks"),
             *("key_block", "value_block"),
-            # Exact slots of a head behind them, bits of their numbers, and addresses.
+            # Exact slots of a head after them, bits of their numbers, and addresses.
             *("exact", "bits", "keys", "values"),
-            # Slots of a head that have weights, and addresses of float32: log-weights, and factors
-            # of numerator and denominator; 0 where all are 0 and 1. And logits [units, group] of
-            # the denominator alone, or 0.
+            # Slots of a head that have weights, and addresses of float32: log-weights (0 if all are
+            # 0), and factors of numerator and denominator (0 if all are 1). Also logits [units,
+            # group] in only the denominator, or 0.
             *("weighted", "mask", "above", "below", "sinks"),
         )
     ]
-    # Steps of a peak, the factor of logits, and the size that logits are capped to, or 0.
+    # Steps in a peak, the factor of logits, and the value to which logits are capped, or 0.
     + [(name, np.float64) for name in ("key_levels", "value_levels", "scale", "softcap")]
 )
-"""The slots of a layer as kernels read them: tensors [units, slots, ...], a unit being a KV head of
-a row, contiguous and given by address."""
+"""The slots of a layer in the form that kernels read: contiguous tensors [units, slots, ...], given
+by address. A unit is a KV head of a row.
+"""
 held_at = records_at(HELD)
 
 
@@ -81,17 +82,18 @@ def hold(
     sinks: Tensor | None = None,
     softcap: float | None = None,
 ) -> np.ndarray:
-    """Describe slots for kernels: an array of one `HELD`. Its caller keeps the tensors alive.
+    """Describe slots for kernels: returns an array of one `HELD`. The caller must keep the tensors
+    alive.
 
     Args:
         keys, values: exact slots [batch, kv_heads, slots, dim], float32 or bfloat16.
         coded: quantized keys and values as in `decode_int4`; None for none.
-        blocks: neighbors that are rotated together in those of 4 bits; zeros for 8 bits.
+        blocks: how many neighbors are rotated together in those of 4 bits; zeros for 8 bits.
         group: query heads of a KV head.
         scale: factor of logits.
-        mask: log-weights of all slots [batch, kv_heads, slots]; None where all are 0.
+        mask: log-weights of all slots [batch, kv_heads, slots]; None if all are 0.
         split: factors of numerator and denominator, of the same shape; None for 1.
-        sinks: logits [batch, kv_heads, group] in the denominator alone.
+        sinks: logits [batch, kv_heads, group] in only the denominator.
         softcap: logits become softcap * tanh(logits / softcap); None for no capping.
     """
     dim, width = keys.shape[3], values.shape[3]
@@ -122,7 +124,7 @@ def hold(
 
 @njit(nogil=True)
 def scratch_size(group: int, dim: int, width: int, count: int) -> int:
-    """Numbers of memory that `attend` needs for up to `count` slots."""
+    """Return how many numbers of memory `attend` needs for up to `count` slots."""
     return group * (2 * (dim + 32) + width + count) + dim + 3 * count
 
 
@@ -139,20 +141,21 @@ def _attend(
     ahead: int,
     ahead_stop: int,
 ) -> None:
-    """Answers of a head's queries from some of its slots, not yet divided by the sum of weights.
+    """Compute the answers of a head's queries from some of its slots, not yet divided by the sum of
+    weights.
 
     Args:
         held: address of a `HELD`.
         unit: which head of which row.
         begin, end: slots; quantized ones come first.
-        sunk: 1 where sink logits belong to this stretch.
+        sunk: 1 if sink logits belong to this stretch.
         queries_at: address of float32 [group, dim].
-        scratch: address of memory, `scratch_size`.
+        scratch: address of memory of `scratch_size`.
         out_at: address of float32 [group, width], which are written.
-        sums_at: address of float32 [group, 2], which are written: the largest logit, and the sum
-            of weights relative to it.
-        ahead, ahead_stop: addresses of memory that is read next: it comes into the processor's
-            cache meanwhile, `AHEAD` bytes for a slot and product. 0 for none.
+        sums_at: address of the output, float32 [group, 2]: the largest logit, and the sum of
+            weights relative to it.
+        ahead, ahead_stop: addresses of memory that is read next, 0 for none. It is prefetched into
+            the processor's cache, `AHEAD` bytes per slot and product.
     """
     n = held_at(held, (1, 1))[0, 0]
     lanes, group, dim, width = n.lanes, n.group, n.dim, n.width
@@ -275,12 +278,14 @@ def _merge(
     width: int,
     out_at: int,
 ) -> None:
-    """One answer [group, width] of those of some stretches; zero for a query that sees nothing.
+    """Merge the answers of some stretches into one [group, width]; zero for a query that sees
+    nothing.
 
     Args:
-        parts_at, sums_at: addresses of the first stretch's, as `attend` writes them.
-        apart, sums_apart: numbers from one stretch's to the next's.
-        parts, group, width: how many there are.
+        parts_at, sums_at: addresses of the first stretch's answers and sums, as `attend` writes
+            them.
+        apart, sums_apart: distances between those of two stretches, in numbers.
+        parts, group, width: number of stretches, queries, and numbers in an answer.
         out_at: address of float32 [group, width], which are written.
     """
     found, sums = floats_at(parts_at, WHOLE)[0], floats_at(sums_at, WHOLE)[0]
@@ -309,7 +314,7 @@ merge = compile_kernel(_merge, fastmath=ANY_ORDER)
 
 
 def _attend_parts(address: int) -> None:
-    """Answers of some heads, part after part; threads share them."""
+    """Compute the answers of heads, part after part; threads share the parts."""
     numbers = longs_at(address, (1, 8))[0]
     parts, held, units, begin, end = numbers[1], numbers[2], numbers[3], numbers[4], numbers[5]
     n = held_at(held, (1, 1))[0, 0]
@@ -332,7 +337,7 @@ def _attend_parts(address: int) -> None:
 
 _attend_together = TeamKernel(_attend_parts)
 _WORTH_A_THREAD = 2**14
-"""Numbers of keys below which a thread of their own costs more than it saves."""
+"""For fewer numbers of keys than this, a separate thread costs more than it saves."""
 
 
 def decode_exact(
@@ -348,10 +353,10 @@ def decode_exact(
     Args:
         queries: [batch, kv_heads, group, 1, key_dim].
         keys, values: [batch, kv_heads, slots, dim], float32 or bfloat16.
-        mask: log-weights of slots, the same in both sums, -inf where a query must not look
-            [batch, kv_heads, slots], float32; None where all are 0.
+        mask: log-weights of slots, the same in both sums, -inf where a query must not look [batch,
+            kv_heads, slots], float32; None if all are 0.
         scale: factor of the logits.
-        slots: the first that is read, and behind the last.
+        slots: the first slot that is read, and the one after the last.
     """
     out = decode_stored(queries, None, keys, values, mask, scale, (0, *slots))
     return out.to(values.dtype)
@@ -367,14 +372,15 @@ def decode_int4(
     scale: float,
     slots: tuple[int, int],
 ) -> Tensor:
-    """As `decode_exact`, float32, with rotated slots of 4 bits before the exact ones.
+    """Do the same as `decode_exact` in float32, with rotated slots of 4 bits before the exact ones.
 
     Args:
         queries, keys, values, mask, scale: as there; dims of `LEAST_WIDE` or more.
-        coded: of keys and of values their numbers [batch, kv_heads, coded, dim / 2], two to a byte,
-            the peaks [batch, kv_heads, coded, 1], bfloat16, and how many steps make a peak.
-        blocks: neighbors of a key and of a value that are rotated together.
-        slots: of all slots, from the first that is read to behind the last.
+        coded: for keys and for values, the numbers [batch, kv_heads, coded, dim / 2], two in a
+            byte, the peaks [batch, kv_heads, coded, 1], bfloat16, and the number of steps in a
+            peak.
+        blocks: how many neighbors of a key and of a value are rotated together.
+        slots: the first slot that is read, and the one after the last, counted over all slots.
     """
     span = slots[0], 0, slots[1] - coded[0][0].shape[2]
     return decode_stored(queries, coded, keys, values, mask, scale, span, blocks)
@@ -390,14 +396,14 @@ def decode_stored(
     slots: tuple[int, int, int],
     blocks: tuple[int, int] = (0, 0),
 ) -> Tensor:
-    """As `decode_exact`, float32, with quantized slots before the exact ones.
+    """Do the same as `decode_exact` in float32, with quantized slots before the exact ones.
 
     Args:
         queries, keys, values, mask, scale: as there; dims of `LEAST_WIDE` or more.
         coded: keys and values of the quantized slots, whole numbers of 8 bits, or of 4 as in
             `decode_int4`; None for none.
-        slots: the first quantized slot that is read, and which exact ones.
-        blocks: of 4 bits, the neighbors that are rotated together; zeros for 8 bits.
+        slots: the first quantized slot that is read, and the range of exact ones.
+        blocks: for 4 bits, how many neighbors are rotated together; zeros for 8 bits.
     """
     batch, heads, group, _, dim = queries.shape
     asked, quantized = queries.detach().float().contiguous(), 0
@@ -411,7 +417,7 @@ def decode_stored(
         coded = of_keys, of_values
     held = hold(keys, values, coded, blocks, group, scale, mask)
     out = asked.new_empty((batch, heads, group, 1, values.shape[3]))
-    # Quantized slots come first; of those behind them the first is read too, or there are none.
+    # Quantized slots come first. If exact slots follow, they are read from the first on.
     begin = slots[0] if quantized else slots[1]
     _attend_together(
         threads_for(keys.numel() + batch * heads * quantized * dim, _WORTH_A_THREAD),

@@ -1,10 +1,11 @@
-"""Attention of one query a head over slots, the first of them in 8 or 4 bits, on a CPU.
+"""Attention of one query per head over slots, the first of which have 8 or 4 bits, on a CPU.
 
-Whole numbers of 8 bits with one peak a vector go to `decode`. The others, bytes of floating point
-and two numbers to a byte, are widened here slot by slot, and the steps go into logits and weights:
-<q, c> * step and p * step; steps of groups of a value's numbers into those. So keys and values are
-read once, as they lie, and no copy of them is made. Sums are float32. One pass has the logits of
-all slots, one their exponentials, one the weighted values.
+Whole numbers of 8 bits with one peak per vector are passed to `decode`. The others (floating point
+in bytes, and two numbers in a byte) are widened here, slot by slot, and quantization steps are
+applied to logits and weights: <q, c> * step and p * step. The steps of groups of a value's numbers
+are applied to these numbers. So keys and values are read once, and are not copied. Sums are
+float32. One pass computes the logits of all slots, one their exponentials, and one the weighted
+values.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ from weir.kernels.signatures import QuantizedVectors
 
 _BYTES = torch.from_numpy(np.arange(256, dtype=np.uint8))  # on the CPU, whatever the default is
 _E4M3 = _BYTES.view(torch.float8_e4m3fn).float().numpy()
-"""The number that each byte stands for: 4 bits of exponent and 3 of mantissa."""
+"""The number that each byte represents: 4 bits of exponent and 3 of mantissa."""
 _NO_TABLE, _NO_MASK = np.empty(0, np.float32), np.empty((0, 0), np.float32)
 
 
 def _widen(codes: np.ndarray, table: np.ndarray, wide: np.ndarray) -> None:
-    """The numbers of one slot as float32: bytes by a table, two to a byte, or whole numbers."""
+    """Convert the numbers of one slot to float32: bytes by a table, two in a byte, or whole
+    numbers.
+    """
     half = codes.shape[0]
     if table.shape[0]:
         for i in range(half):
@@ -60,7 +63,7 @@ def _attend(
     stop: int,
     out: np.ndarray,
 ) -> None:
-    """Answers [heads, group, value_dim] into `out`; see `decode_quantized`."""
+    """Write answers [heads, group, value_dim] into `out`; see `decode_quantized`."""
     heads, group, dim = queries.shape
     coded = codes.shape[1]
     width = values.shape[2]
@@ -140,16 +143,16 @@ def decode_quantized(
 
     Args:
         queries: [batch, kv_heads, group, 1, key_dim].
-        coded: of keys and of values their numbers [batch, kv_heads, coded, stored], the peaks of
-            each [batch, kv_heads, coded, groups], bfloat16, and how many steps make a peak; keys
-            have one group. Numbers are whole ones, int8; or of floating point (e4m3), as bytes, of
-            keys and values alike; or of values two to a byte, that at i and that at
-            i + value_dim / 2, of 4 bits and 8 more than they say.
-        keys, values: of the exact slots behind them [batch, kv_heads, slots, dim].
+        coded: for keys and for values, the numbers [batch, kv_heads, coded, stored], the peaks
+            [batch, kv_heads, coded, groups], bfloat16, and the number of steps in a peak; keys have
+            one group. Numbers are whole numbers, int8; or floating point (e4m3) in bytes, for both
+            keys and values; or, for values, two in a byte, the ones at i and at i + value_dim / 2,
+            with 4 bits each and 8 added.
+        keys, values: those of the exact slots after them [batch, kv_heads, slots, dim].
         mask: log-weights of all slots, the same in both sums, -inf where a query must not look
-            [batch, kv_heads, slots], float32; None where all are 0.
+            [batch, kv_heads, slots], float32; None if all are 0.
         scale: factor of the logits.
-        slots: of all slots, from the first that is read to behind the last.
+        slots: the first slot that is read, and the one after the last, counted over all slots.
     """
     exact, width = slots[1] - coded[0][0].shape[2], values.shape[3]
     if _is_int8(coded) and min(keys.shape[3], width) >= LEAST_WIDE:
@@ -174,11 +177,11 @@ def decode_quantized(
 
 
 def _flat(t: Tensor) -> np.ndarray:
-    """[batch, heads, ...] as an array [batch * heads, ...], contiguous."""
+    """Convert a tensor [batch, heads, ...] to a contiguous array [batch * heads, ...]."""
     array: np.ndarray = t.contiguous().flatten(0, 1).numpy()
     return array
 
 
 def _is_int8(coded: tuple[QuantizedVectors, QuantizedVectors]) -> bool:
-    """Whether all numbers are whole ones of 8 bits, each vector with one peak."""
+    """Whether all numbers are whole numbers of 8 bits, and each vector has one peak."""
     return all(numbers.dtype == torch.int8 and peaks.shape[3] == 1 for numbers, peaks, _ in coded)

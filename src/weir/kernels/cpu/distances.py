@@ -1,7 +1,8 @@
 """Euclidean distances on the CPU, from differences, in float64.
 
-What `torch.cdist` gives without matrix products, in another order of sums: equal vectors are at a
-distance of exactly zero. Roofline: each pair of numbers is subtracted, squared and added once.
+Computes the same as `torch.cdist` without matrix products, in another order of sums; the distance
+of equal vectors is exactly zero. Roofline: each pair of numbers is subtracted, squared and added
+once.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from weir.kernels.cpu.compilation import ANY_ORDER, compile_kernel
 from weir.kernels.cpu.threads import run_on_rows
 
 _WORTH_A_THREAD = 2**22
-"""Differences below which a thread of their own costs more than it saves."""
+"""For fewer differences than this, a separate thread costs more than it saves."""
 
 
 def _measure(keys: np.ndarray, others: np.ndarray, out: np.ndarray) -> None:
@@ -35,7 +36,7 @@ _compiled_measure = compile_kernel(_measure, fastmath=ANY_ORDER)
 
 
 def distances(keys: Tensor, others: Tensor) -> Tensor:
-    """Distances from each key to each other [batch, kv_heads, n, m], float64.
+    """Compute the distance of each key from each of the others [batch, kv_heads, n, m], float64.
 
     Args:
         keys: [batch, kv_heads, n, key_dim].

@@ -1,14 +1,14 @@
-"""Greedy k-center on the CPU: `weir.pools.kcenter.farthest_first`, pick for pick.
+"""Greedy k-center on the CPU, with the same picks as `weir.pools.kcenter.farthest_first`.
 
-Each pick asks for the distance of all keys that are left to one of them. Where a good part of the
-keys is picked, all distances are made beforehand, by tiles: the distances between two panels of
-keys (`vectors`), from differences, in float32. What is above the diagonal is made, and transposed
-for what is below it. Of many keys all distances would be too many to be held, and of few picks most
-would be made for nothing. Then keys lie with their slots side by side, and a pick goes through them
-once.
+Each pick needs the distances of all remaining keys from one of them. If a large part of the keys is
+picked, all distances are computed in advance by tiles, which are the distances between two panels
+of keys (`vectors`), from differences, in float32. Those above the diagonal are computed, and
+transposed for those below it. With many keys, all distances would take too much memory, and with
+few picks most would be wasted. In these cases, keys are packed with their slots adjacent, and each
+pick goes through them once.
 
 Sums run over the dimensions of a key in another order than PyTorch's, so a distance may differ by
-roundings. Roofline: a difference, a product and a sum for each number of each pair, at the pace of
+roundings. Roofline: a difference, a product and a sum for each number of each pair, at the speed of
 the processor; or at most k times the keys of a head, read from the processor's cache.
 """
 
@@ -46,16 +46,16 @@ from weir.kernels.cpu.vectors import (
 from weir.kernels.dispatch import ALIKE
 
 _WORTH_A_THREAD = 2**26
-"""Differences below which a thread of their own costs more than it saves."""
+"""For fewer differences than this, a separate thread costs more than it saves."""
 _BETWEEN = 64
-"""Picks after which the keys that are left are packed side by side."""
+"""Number of picks after which the remaining keys are packed again."""
 _TOGETHER = 8
-"""Dimensions whose differences are summed before `square` is written."""
+"""Number of dimensions whose differences are summed before `square` is written."""
 _AT_ONCE = 2**20
-"""Distances that are held, of a head and in each thread: 4 MB."""
+"""Largest number of distances in memory, for a head in each thread: 4 MB."""
 _SHARE = 5
-"""All distances are made if at least one key in this many is picked: the tiles take about a quarter
-of the time for each, and make those to keys that are picked early too.
+"""All distances are computed if at least one key in this many is picked. With tiles, each takes
+about a quarter of the time, but distances to keys that are picked early are also computed.
 """
 
 
@@ -64,7 +64,7 @@ _NEAR_ENOUGH = np.float32(1 - ALIKE)
 
 @njit(nogil=True)
 def _first_as_far(reach: np.ndarray, at: int) -> int:
-    """The first key that is as far as the farthest, which is `at`, or nearer by rounding only."""
+    """Return the first key that is as far as the farthest, `at`, or nearer only by rounding."""
     enough = reach[at] * _NEAR_ENOUGH
     for place in range(at):
         if reach[place] >= enough:
@@ -83,8 +83,8 @@ def _pick(
     places, stays = np.empty(slots, np.int64), np.empty(slots, np.int64)
     for head in range(heads):
         reach, heavy = far[head], weight[head]
-        # Floats that are not negative are in the order of their bits read as whole numbers, and
-        # numba vectorizes a maximum of whole numbers only.
+        # Floats that are not negative have the same order as their bits read as whole numbers, and
+        # numba vectorizes only a maximum of whole numbers.
         bits = reach.view(np.int32)
         left = slots
         for place in range(slots):
@@ -118,7 +118,7 @@ def _pick(
             at = _first_as_far(reach, at)
             order[head, places[at]] = done
             square[:left] = 0.0
-            # Eight dimensions at a time: `square` is read and written an eighth as often.
+            # With eight dimensions at a time, `square` is read and written an eighth as often.
             for part in range(0, dim, _TOGETHER):
                 k0, k1 = keys[head, part], keys[head, part + 1]
                 k2, k3 = keys[head, part + 2], keys[head, part + 3]
@@ -152,15 +152,15 @@ def _measure_tile(
     stride: Any,
     lanes: Any,
 ) -> None:
-    """Distances of the keys of one panel to those of another.
+    """Compute the distances between the keys of two panels.
 
     Args:
-        builder: of the code.
+        builder: builds the code.
         ours, theirs: addresses of panels, float32 [dim, lanes].
         dim: numbers of a key.
-        out: address of `out[i, j]`, how far ours[:, i] is from theirs[:, j].
-        mirrored: address of `mirrored[j, i]`, the same.
-        stride: numbers from a line of either to the next.
+        out: address of `out[i, j]`, the distance of ours[:, i] from theirs[:, j].
+        mirrored: address of `mirrored[j, i]`, the same distances transposed.
+        stride: distance between two lines of either, in numbers.
         lanes: 8 or 16.
     """
 
@@ -190,14 +190,15 @@ def _come_nearer(
     where: Any,
     lanes: Any,
 ) -> None:
-    """`reach = min(reach, distances * weight)`, and the largest that is left.
+    """Compute `reach = min(reach, distances * weight)`, and find the largest.
 
     Args:
-        builder: of the code.
+        builder: builds the code.
         distances, weight, reach: addresses of float32 [count].
         count: a multiple of `lanes`.
-        most: address of float32 [lanes]: the largest of each lane, which is written.
-        where: address of int32 [lanes]: its place, of equal ones the first, which is written.
+        most: address of the output, float32 [lanes]: the largest of each lane.
+        where: address of the output, int32 [lanes]: its place, or the first place if several are
+            equal.
         lanes: 8 or 16.
     """
 
@@ -228,14 +229,15 @@ def _come_nearer(
 
 @njit(nogil=True)
 def _measure(keys: np.ndarray, lanes: int, panels: np.ndarray, out: np.ndarray) -> None:
-    """Distances of all keys to all.
+    """Compute the distances between all keys.
 
     Args:
         keys: float32 [n, dim].
         lanes: 8 or 16.
-        panels: room for the keys [panels, dim * lanes], float32; as many panels as hold them all.
-        out: float32 [panels * lanes, panels * lanes], which is written; lines and columns of no
-            key mean nothing.
+        panels: memory for the keys [panels, dim * lanes], float32, with enough panels for all of
+            them.
+        out: the output, float32 [panels * lanes, panels * lanes]; lines and columns without a key
+            are undefined.
     """
     for panel in range(len(panels)):
         pack_rows(keys, panel * lanes, lanes, panels[panel])
@@ -296,8 +298,8 @@ def farthest_first(keys: Tensor, among: Tensor, k: int, weight: Tensor | None = 
     Args:
         keys: [batch, kv_heads, n, key_dim].
         among: the candidates [batch, kv_heads, n], bool.
-        k: how many are picked of each head.
-        weight: what distances are multiplied by [batch, kv_heads, n], float32; None for 1.
+        k: number of picks for each head.
+        weight: factors of distances [batch, kv_heads, n], float32; None for 1.
     """
     far = torch.where(among, torch.inf, -1.0).float().flatten(0, 1)
     heavy = torch.ones_like(far) if weight is None else weight.flatten(0, 1).float().contiguous()
@@ -310,10 +312,10 @@ def farthest_first(keys: Tensor, among: Tensor, k: int, weight: Tensor | None = 
             lines, pick = keys.float().contiguous().flatten(0, 1), _compiled_pick_of_pairs
             more = [np.full(heads, lanes())]
         else:
-            # Zeros change no distance.
+            # Zeros do not change distances.
             whole = F.pad(keys.float(), (0, -keys.shape[3] % _TOGETHER)).flatten(0, 1)
             lines, pick = whole.mT.clone(memory_format=torch.contiguous_format), _compiled_pick
-            heavy, more = heavy.clone(), []  # packed with the keys that are left
+            heavy, more = heavy.clone(), []  # packed with the remaining keys
         arrays = [t.numpy() for t in (lines, far, heavy, order)]
         run_on_rows(pick, [*arrays[:3], wanted, arrays[3], *more], threads)
     return order.view_as(among)

@@ -1,8 +1,8 @@
-"""Weighted reservoirs on the CPU: those of `weir.pools.subgen.resample`, bit for bit.
+"""Weighted reservoirs on the CPU, bit-identical to `weir.pools.subgen.resample`.
 
-The reference writes out what each arrival adds to every reservoir; here one number per reservoir
-runs along. Sums are added in the order in which arrivals came, in float64, so there is one answer.
-Roofline: a uniform number is read once.
+The reference computes what each arrival adds to every reservoir; here, one running number per
+reservoir is enough. Sums are added in the order of arrivals, in float64, so there is only one
+answer. Roofline: each uniform number is read once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _compiled_take = compile_kernel(_take)
 
 
 def resample(total: Tensor, weight: Tensor, into: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Fill reservoirs; arguments and answer as of `weir.pools.subgen.resample`."""
+    """Fill reservoirs; arguments and results are those of `weir.pools.subgen.resample`."""
     after = total.clone(memory_format=torch.contiguous_format)
     last = torch.full((*total.shape, u.shape[3]), -1, device="cpu")
     if weight.numel():

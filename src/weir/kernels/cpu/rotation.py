@@ -1,8 +1,9 @@
-"""Keys rotated on by some positions, on the CPU: `weir.slab.positions.Rotary.move`, to rounding.
+"""Rotates keys further by some positions on the CPU, like `weir.slab.positions.Rotary.move`, up to
+rounding.
 
-Turns are reduced to a part of one in float64, as there, and then to an eighth, where a short
-polynomial has sine and cosine. Angles, sines and products of a key are never written down.
-Roofline: three operations in float64 and some thirty in float32 for each pair of numbers.
+Turns are reduced to a fraction in float64, as there, and then to an eighth of a turn, where a short
+polynomial is enough for sine and cosine. Angles, sines and products of a key are never written to
+memory. Roofline: three operations in float64 and about thirty in float32 for each pair of numbers.
 """
 
 from __future__ import annotations
@@ -28,14 +29,16 @@ _TAU = np.float32(6.283185307179586)
 def _rotate_one(
     key: np.ndarray, by: float, per_turn: np.ndarray, turns: np.ndarray, out: np.ndarray
 ) -> None:
-    """One key [dim] into `out`, its first numbers rotated; `turns` is room for half of those."""
+    """Copy one key [dim] into `out` with its first numbers rotated; `turns` is memory for half as
+    many numbers.
+    """
     half = per_turn.shape[0]
     for i in range(half):
         turn = by * per_turn[i]
         turns[i] = turn - np.floor(turn + 0.5)
     for i in range(half):
         turn = turns[i]
-        # The nearest quarter, from -2 to 2, and what is left, an eighth of a turn at most.
+        # The nearest quarter, from -2 to 2, and the rest, at most an eighth of a turn.
         quarter = np.floor(np.float32(4.0) * turn + np.float32(0.5))
         a = (turn - np.float32(0.25) * quarter) * _TAU
         z = a * a
@@ -89,17 +92,17 @@ _compiled_turn = compile_kernel(_turn, fastmath=("contract",))
 
 
 def rotate_keys(keys: Tensor, by: Tensor, per_turn: Tensor, out: Tensor | None = None) -> Tensor:
-    """Rotate keys that are rotated already, by some more positions.
+    """Rotate keys that are already rotated further by some positions.
 
     Args:
         keys: [batch, heads, n, dim], float32.
-        by: positions to move on [batch or 1, heads or 1, n], int64.
-        per_turn: turns for each position, of each pair (i, i + half) of the first numbers of a key
+        by: number of positions [batch or 1, heads or 1, n], int64.
+        per_turn: turns per position of each pair (i, i + half) of the first numbers of a key
             [half], float64.
-        out: memory for the answer, of the shape of `keys`; None for new memory.
+        out: memory for the result, in the shape of `keys`; None for new memory.
 
     Raises:
-        WeirError: the numbers of a key do not lie side by side in `out`.
+        WeirError: the last dimension of `out` is not contiguous.
     """
     out = torch.empty_like(keys, memory_format=torch.contiguous_format) if out is None else out
     if keys.numel():

@@ -1,11 +1,12 @@
-"""Vectors written in 8 or 4 bits with one peak each, and read, on the CPU, in float32.
+"""Quantizes float32 vectors to 8 or 4 bits with one peak each, and dequantizes them, on the CPU.
 
-What `quantize` and `dequantize` of `weir.slab.quantization` give, bit for bit: the same operations,
-each rounded by itself, in one pass for each vector, from one buffer into another. Vectors of 4 bits
-are rotated before they are written, and behind reading where that is asked for.
+The results are bit-identical to those of `quantize` and `dequantize` in `weir.slab.quantization`:
+the operations are the same and rounded separately, but done in one pass for each vector, from one
+buffer into another. Vectors of 4 bits are rotated before they are quantized, and if wanted after
+they are dequantized.
 
-Roofline: a division for each number that is written, with log2(block) sums for the rotation; a
-product for each that is read.
+Roofline: a division for each number that is quantized, and log2(block) sums for the rotation; a
+product for each number that is dequantized.
 """
 
 from __future__ import annotations
@@ -41,26 +42,27 @@ from weir.kernels.cpu.vectors import (
 )
 
 _WORTH_A_THREAD = 2**16
-"""Numbers below which a thread of their own costs more than it saves."""
+"""For fewer numbers than this, a separate thread costs more than it saves."""
 _SIGN = np.int32(0x7FFFFFFF)
 _UP = np.float32(12582912.0)
-"""A sum with this number has no places behind the point, so it rounds, of two equally near ones to
-the even one.
+"""A sum with this number has no fractional digits, so adding it rounds to the nearest whole number,
+and ties to the even one.
 """
 
 
 _TOGETHER = 8
-"""Numbers of a vector in which neighbors are added."""
+"""How many numbers of a vector are processed together when neighbors are added."""
 
 
 @llvm_function
 def _add_neighbors(builder: ir.IRBuilder, x: Any, count: Any) -> None:
-    """The first three steps of the rotation, in which `i` and `i + 1`, `i + 2` and `i + 4` meet.
+    """Do the first three steps of the rotation, which combine `i` with `i + 1`, `i + 2` and `i +
+    4`.
 
     Args:
-        builder: of the code.
-        x: address of float32 [count, 8], written over.
-        count: vectors.
+        builder: builds the code.
+        x: address of float32 [count, 8], which is overwritten.
+        count: number of vectors.
     """
     numbers = floats(builder, x)
     with for_range(builder, count) as loop:
@@ -112,13 +114,13 @@ def _write_int8(
             to = row * code_steps[0] + head * code_steps[1]
             top = row * peak_steps[0] + head * peak_steps[1]
             for _ in range(count):
-                # Numbers without their sign are in the order of their bits.
+                # Without their sign, numbers have the same order as their bits.
                 bits, largest = all_bits[at : at + dim], np.int32(0)
                 for i in range(dim):
                     largest = max(largest, bits[i] & _SIGN)
                 peak_bits[0] = largest
                 peak[0] = min(max(peak[0], low), high)
-                # To bfloat16, the upper half: of two equally near ones to the even one.
+                # Round to bfloat16, the upper half of the bits; ties go to the even one.
                 odd = (peak_bits[0] >> np.int32(16)) & np.int32(1)
                 half = (peak_bits[0] + np.int32(0x7FFF) + odd) >> np.int32(16)
                 peaks[top] = half
@@ -191,15 +193,15 @@ def read_head(
     count: int,
     dim: int,
 ) -> None:
-    """Vectors of one head as float32.
+    """Dequantize vectors of one head to float32.
 
     Args:
-        codes_at, steps, peaks_at, peak_steps: of `address_of` numbers and peaks.
-        levels: how many steps make a peak.
-        row, head: which.
-        out: what is written, from place `to` on; vectors are `out_step` apart.
-        to, out_step: as said.
-        count, dim: vectors, and numbers of one.
+        codes_at, steps, peaks_at, peak_steps: the results of `address_of` for numbers and peaks.
+        levels: number of steps in a peak.
+        row, head: which head of which row.
+        out: the output, written from place `to` on; vectors are `out_step` apart.
+        to, out_step: see `out`.
+        count, dim: number of vectors, and of numbers in each.
     """
     codes, peaks = bytes_at(codes_at, WHOLE)[0], shorts_at(peaks_at, WHOLE)[0]
     at = row * steps[0] + head * steps[1]
@@ -279,11 +281,11 @@ def quantize_int8(
         x: finite numbers [batch, heads, n, dim], float32.
         codes: written [batch, heads, n, dim], int8.
         peaks: written [batch, heads, n, 1], bfloat16.
-        levels: how many steps make a peak.
-        low, high: no peak is less or more.
+        levels: number of steps in a peak.
+        low, high: the smallest and largest peak.
 
     Raises:
-        WeirError: the numbers of a vector do not lie side by side in `codes`.
+        WeirError: the last dimension of `codes` is not contiguous.
     """
     _write(_compiled_write_int8, x, codes, peaks, levels, low, high)
 
@@ -303,8 +305,8 @@ def quantize_int4(
     Args:
         x, peaks, levels, low, high: as there.
         codes: written [batch, heads, n, dim / 2], uint8.
-        most: no number is more before it is rotated.
-        block: numbers that are rotated together.
+        most: the largest number before rotation.
+        block: how many numbers are rotated together.
     """
     numbers = levels, low, high, most, block, math.sqrt(block)
     _write(_compiled_write_int4, x, codes, peaks, *numbers)
@@ -330,7 +332,7 @@ def dequantize_int8(codes: Tensor, peaks: Tensor, levels: int, out: Tensor) -> N
 
 
 def dequantize_int4(codes: Tensor, peaks: Tensor, levels: int, out: Tensor, block: int = 1) -> None:
-    """Read vectors as `dequantize_int8` does, and rotate `block` neighbors back; see
+    """Read vectors like `dequantize_int8`, and rotate blocks of `block` numbers back; see
     `quantize_int4`.
     """
     _read(_compiled_read_int4, codes, peaks, levels, out, block, math.sqrt(block))

@@ -1,15 +1,16 @@
-"""The two products of attention of one query a head, over slots as they lie in memory.
+"""The two products of attention with one query per head, over slots as they are stored.
 
-Few query heads share a KV head, so that each number of a key or value serves few multiplications.
-Loops in Python leave sums in memory or add up parts for every slot by itself, and then take longer
-than reading does. Here sums stay in the processor's registers: four keys for three query heads, or
-four vectors of a value for three query heads. The four keys lie far from each other: processors
-fetch ahead what is read in order, and several such streams came faster than one, unlike those of
-values.
+Few query heads share a KV head, so each number of a key or value is used in few multiplications.
+Loops in Python keep sums in memory, or add up parts for every slot separately, which takes longer
+than reading. Here, sums stay in the processor's registers: four keys for three query heads, or four
+vectors of a value for three query heads. The four keys are far from each other, because processors
+prefetch memory that is read in order. Several such streams were faster than one for keys, but not
+for values.
 
 Slots are given by the address of the first and the bits of a number: 32 for float32, 16 for
-bfloat16, 8 for int8, 4 for two numbers to a byte, that at i and that at i + dim / 2, of which each
-says 8 more than it is. A vector is made of whole *parts*, its halves where numbers have 4 bits.
+bfloat16, 8 for int8, 4 for two numbers in a byte, the ones at i and at i + dim / 2, each stored
+with 8 added. A vector consists of *parts*: its halves if numbers have 4 bits, otherwise the whole
+vector.
 """
 
 from __future__ import annotations
@@ -47,15 +48,15 @@ from weir.kernels.cpu.vectors import (
 )
 
 VECTORS = 4
-"""Vectors of a value that are summed at once, at most."""
+"""Largest number of vectors of a value that are summed at once."""
 _STREAMS = 4
-"""Keys that are read at once."""
+"""Number of keys that are read at once."""
 _MEMBERS = 3
-"""Query heads that are served at once."""
+"""Number of query heads that are processed at once."""
 _AT_ONCE = 4
-"""Values that are added before it is asked whether there are more."""
+"""Number of values that are added between two checks for more."""
 AHEAD = 128
-"""Bytes of other memory that are asked for at each slot: as many as come meanwhile."""
+"""Bytes of other memory that are prefetched per slot: as many as arrive in that time."""
 _KINDS = {4: BYTE, 8: BYTE, 16: ir.IntType(16), 32: ir.FloatType()}
 """LLVM's types of stored numbers, by their bits; two of 4 bits share a byte."""
 
@@ -76,24 +77,25 @@ def _dot_streams(
     ahead: Any,
     stop: Any,
 ) -> None:
-    """`logits[member, s] = sum over j of queries[member, j] * slots[s, j]` for some slots `s`.
+    """Compute `logits[member, s] = sum over j of queries[member, j] * slots[s, j]` for some slots
+    `s`.
 
-    Those are `i * step + slot`, for `i` below _STREAMS and `slot` below `times`.
+    These slots are `i * step + slot`, for `i` below _STREAMS and `slot` below `times`.
 
     Args:
-        builder: of the code.
-        queries: address of float32 [members, parts, a part's numbers as a multiple of lanes], of
-            `pad_query`.
+        builder: builds the code.
+        queries: address of float32 [members, parts, numbers of a part rounded up to a multiple of
+            lanes], from `pad_query`.
         slots: address of the first slot.
-        bits: of a number of them.
-        step: slots from one of those that are read at once to the next.
-        times: how often as many are read.
-        dim: at least `lanes`, and twice as many where `bits` is 4.
-        logits: address of the first of the logits [members, count], which are written.
+        bits: bits of each of their numbers.
+        step: distance between the slots that are read at once, in slots.
+        times: how often so many are read.
+        dim: at least `lanes`, or twice that if `bits` is 4.
+        logits: address of the first of the output logits [members, count].
         count: logits of each member.
-        lanes: numbers of a vector, 8 or 16.
+        lanes: numbers in a vector, 8 or 16.
         members: query heads, 1 to _MEMBERS.
-        ahead, stop: addresses of memory that is asked for meanwhile.
+        ahead, stop: addresses of memory that is prefetched.
     """
 
     def emit(width: int, heads: int, kind: int) -> None:
@@ -138,8 +140,8 @@ def _dot_streams(
 
 @register_jitable
 def _summed(bits: int, lanes: int) -> int:
-    """Vectors of a value that are summed at once: fewer where registers are few, for one sum that
-    has to wait in memory holds up all others.
+    """Return the number of vectors of a value that are summed at once: fewer if there are few
+    registers, because one sum in memory delays all others.
     """
     return VECTORS // 2 if bits == 4 and lanes == 8 else VECTORS
 
@@ -159,23 +161,24 @@ def _sum_vectors(
     members: Any,
     ahead: Any,
 ) -> None:
-    """`answers[member, j] = sum over i of shares[member, i] * slots[i, j]`.
+    """Compute `answers[member, j] = sum over i of shares[member, i] * slots[i, j]`.
 
-    For `_summed` vectors of `j`: from `column` on, or half as many from there on in each half.
+    This covers `_summed` vectors of `j`, from `column` on; with two halves, half as many in each
+    half.
 
     Args:
-        builder: of the code.
+        builder: builds the code.
         shares: address of float32 [members, count].
-        apart: numbers from one member's shares to the next's.
+        apart: distance between the shares of two members, in numbers.
         count: slots.
         slots: address of the slots [count, dim].
-        bits: of a number of them.
-        dim: of a slot, and of an answer.
+        bits: bits of each of their numbers.
+        dim: numbers in a slot, and in an answer.
         column: the first number of a part that is summed.
         answers: address of the answers [members, dim], float32.
-        lanes: numbers of a vector, 8 or 16.
+        lanes: numbers in a vector, 8 or 16.
         members: query heads, 1 to _MEMBERS.
-        ahead: address of memory that is asked for meanwhile; 0 for none.
+        ahead: address of memory that is prefetched; 0 for none.
     """
 
     def emit(width: int, heads: int, kind: int) -> None:
@@ -220,7 +223,7 @@ def _sum_vectors(
 
 
 def _ask(builder: ir.IRBuilder, address: Any) -> None:
-    """Ask for the memory of four slots' time."""
+    """Prefetch the memory that arrives while four slots are processed."""
     start = builder.inttoptr(address, BYTE.as_pointer())
     for line in range(0, _STREAMS * AHEAD, CACHE_LINE):
         prefetch(builder, builder.gep(start, [LONG(line)]))
@@ -233,7 +236,9 @@ def _for_members(
     bits: Any,
     emit: Callable[[int, int, int], None],
 ) -> None:
-    """Emit code for vectors of 8 or of 16 numbers, each number of query heads and kind of slots."""
+    """Emit code for vectors of 8 or 16 numbers, for each number of query heads and kind of
+    slots.
+    """
 
     def emit_for(width: int) -> None:
         def emit_kind(kind: int) -> None:
@@ -246,7 +251,7 @@ def _for_members(
 
 
 def _load(builder: ir.IRBuilder, numbers: Any, place: Any, width: int, kind: int) -> list[Any]:
-    """A vector of stored numbers as float32; of bytes with two numbers one of each."""
+    """Load a vector of stored numbers as float32; of bytes with two numbers, one of the two."""
     size = max(1, kind // 8)
     read = builder.load(vector_at(builder, numbers, place, width), align=size)
     if kind > 4:
@@ -260,8 +265,8 @@ def _load(builder: ir.IRBuilder, numbers: Any, place: Any, width: int, kind: int
 
 
 def _add_up(builder: ir.IRBuilder, parts: list[Any]) -> Any:
-    """A vector of the sums of four vectors each, whose numbers are added by pairs that lie in the
-    same quarter first, as processors do without moving any to another one.
+    """Return a vector with the sums of four vectors each. Numbers in the same quarter are added in
+    pairs first, which processors can do without moving numbers to another quarter.
     """
     width = parts[0].type.count
 
@@ -288,23 +293,24 @@ def _add_up(builder: ir.IRBuilder, parts: list[Any]) -> Any:
 
 @njit(nogil=True)
 def padded(dim: int, parts: int, lanes: int) -> int:
-    """Numbers of a query as `dot_products` reads it."""
+    """Return how many numbers a query has in the form for `dot_products`."""
     return parts * ((dim // parts + lanes - 1) // lanes * lanes)
 
 
 @njit(nogil=True)
 def pad_query(query_at: int, scale: float, dim: int, parts: int, lanes: int, to: int) -> None:
-    """A scaled query as `dot_products` reads it, each of its parts in vectors.
+    """Write a scaled query in the form for `dot_products`, with each of its parts in vectors.
 
-    The last vector is that of the last `lanes` numbers, with 0 where the one before had them.
+    The last vector has the last `lanes` numbers, with 0 for those that are already in the vector
+    before.
 
     Args:
         query_at: address of float32 [dim].
-        scale: factor.
-        dim: of the query.
-        parts: 2 for slots of 4 bits, else 1.
-        lanes: numbers of a vector.
-        to: address of float32 [`padded`], which are written.
+        scale: factor of the query.
+        dim: numbers in the query.
+        parts: 2 for slots of 4 bits, otherwise 1.
+        lanes: numbers in a vector.
+        to: address of the output, float32 [`padded`].
     """
     part, factor = dim // parts, np.float32(scale)
     whole, size = part // lanes * lanes, padded(dim, parts, lanes) // parts
@@ -321,7 +327,7 @@ def pad_query(query_at: int, scale: float, dim: int, parts: int, lanes: int, to:
 
 @njit(nogil=True)
 def _number(slots_at: int, bits: int, dim: int, slot: int, j: int) -> np.float32:
-    """A number of a slot, for heads of too few for vectors."""
+    """Load a number of a slot, for heads with too few numbers for vectors."""
     at = slot * dim + j
     if bits == 32:
         return floats_at(slots_at, WHOLE)[0, at]
@@ -348,17 +354,17 @@ def dot_products(
     ahead: int,
     stop: int,
 ) -> None:
-    """Logits of some slots for each query.
+    """Compute the logits of some slots for each query.
 
     Args:
-        asked_at: address of queries of `pad_query` [group, padded].
+        asked_at: address of queries from `pad_query` [group, padded].
         group: queries.
         slots_at, bits, dim: the slots.
         logits_at: address of float32, which are written.
-        apart: numbers from one query's logits to the next's.
+        apart: distance between the logits of two queries, in numbers.
         number: slots.
         lanes: numbers of a vector, 8 or 16; 1 for heads of too few.
-        ahead, stop: addresses of memory that is asked for meanwhile, `AHEAD` bytes for a slot.
+        ahead, stop: addresses of memory that is prefetched, `AHEAD` bytes per slot.
     """
     parts = 2 if bits == 4 else 1
     size, line = padded(dim, parts, lanes), dim * bits // 8
@@ -378,7 +384,8 @@ def dot_products(
         asked, found = asked_at + 4 * member * size, logits_at + 4 * member * apart
         how = apart, lanes, few
         _dot_streams(asked, slots_at, bits, part, part, dim, found, *how, ahead, stop)
-        # The last few, where four does not divide them, are one slot four times.
+        # If the number of slots is not divisible by four, each of the last ones is processed as
+        # four equal slots.
         last, found = slots_at + whole * line, found + 4 * whole
         _dot_streams(asked, last, bits, 0, rest, dim, found, *how, 0, 0)
         ahead = stop
@@ -398,11 +405,11 @@ def weighted_sums(
     ahead: int,
     stop: int,
 ) -> None:
-    """Answers [group, dim] of some slots.
+    """Compute answers [group, dim] from some slots.
 
     Args:
         shares_at: address of float32, the shares of each query.
-        apart: numbers from one query's shares to the next's.
+        apart: distance between the shares of two queries, in numbers.
         number: slots.
         group: queries.
         slots_at, bits, dim: the slots.

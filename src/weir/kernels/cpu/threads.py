@@ -1,9 +1,9 @@
-"""Threads of kernels: PyTorch's own for what takes microseconds, Python's for what takes longer.
+"""Threads for kernels: PyTorch's for work that takes microseconds, and Python's for longer work.
 
-To hand work to a thread of Python takes as long as a small product. PyTorch's operations run in
-threads of OpenMP, which wait for a while in a loop before they sleep. A kernel runs in those, and
-so they are never more than PyTorch was given: `GOMP_parallel`, as GNU's and Intel's OpenMP name
-what a compiler makes of `#pragma omp parallel`.
+Handing work to a thread of Python takes as long as a small product. PyTorch's operations run in
+threads of OpenMP, which wait for a while in a loop before they sleep. Kernels run in the same
+threads, so there are never more than PyTorch was given. They are started by `GOMP_parallel`, the
+function of GNU's and Intel's OpenMP to which a compiler translates `#pragma omp parallel`.
 """
 
 from __future__ import annotations
@@ -28,15 +28,17 @@ from weir.kernels.cpu.vectors import LONG
 
 _forked = False
 PARTS = 2
-"""Parts of its work for each thread: one that is late leaves some of them to the others."""
+"""Number of parts of the work for each thread, so that a thread that is late leaves some parts to
+the others.
+"""
 
 
 class TeamKernel:
-    """Kernel that PyTorch's threads run together, each taking part after part.
+    """A kernel that PyTorch's threads run together, each taking part after part.
 
     Args:
-        function: takes the address of numbers of 64 bits, of which it gets parts by `take_part`
-            until none are left; the others, from the third on, are its arguments.
+        function: takes the address of numbers of 64 bits. With it, it calls `take_part` until no
+            parts are left. Its own arguments are the numbers from the third on.
     """
 
     def __init__(self, function: Callable[[int], None]) -> None:
@@ -47,7 +49,7 @@ class TeamKernel:
         return _callback(self._function)
 
     def __call__(self, threads: int, *arguments: int) -> None:
-        """Run with integers as arguments, in as many threads."""
+        """Run with integers as arguments, in `threads` threads."""
         parts = threads * PARTS if threads > 1 else 1
         numbers = (ctypes.c_int64 * (2 + len(arguments)))(0, parts, *arguments)
         address = ctypes.addressof(numbers)
@@ -66,7 +68,9 @@ def _callback(function: Callable[[int], None]) -> Any:
 
 @lru_cache
 def _team() -> Any:
-    """`GOMP_parallel` of the OpenMP that PyTorch is linked with; None where it is another's."""
+    """Return `GOMP_parallel` of the OpenMP that PyTorch is linked with; None if it has no such
+    function.
+    """
     try:
         start = ctypes.CDLL(torch._C.__file__).GOMP_parallel
     except (OSError, AttributeError):
@@ -100,12 +104,12 @@ def add_to(_typing: Any, address: Any, number: Any) -> Any:
 
 _YIELDS = hasattr(os, "sched_yield")
 SPINS = 2**14
-"""How often a thread looks for the others before it lets the processor go: some 20 µs."""
+"""How often a thread checks for the others before it yields the processor: about 20 µs."""
 
 
 @intrinsic
 def wait_until(_typing: Any, address: Any, number: Any) -> Any:
-    """Wait until there is a number at an address."""
+    """Wait until a certain number is at an address."""
 
     def write(_context: Any, builder: ir.IRBuilder, _signature: Any, given: Any) -> Any:
         place = builder.inttoptr(given[0], LONG.as_pointer())
@@ -139,13 +143,13 @@ def threads_for(work: int, worth: int) -> int:
 def run_in_threads(part: Callable[[int, int], None], count: int, most: int) -> None:
     """Call `part(start, stop)` for ranges that make up `range(count)`, each in a thread.
 
-    Threads are Python's and stay, since to start one takes as long as many a product.
+    Threads are Python's. They are kept, because starting one takes as long as many products.
 
     Args:
-        part: calls a kernel, which leaves the interpreter's lock; it holds what that reads, since
-            Ctrl-C ends the wait for a thread and not the thread.
+        part: calls a kernel that releases the interpreter's lock. It must keep the kernel's inputs
+            alive, because Ctrl-C ends the wait for a thread, but not the thread.
         count: one or more.
-        most: threads that are worth it; there are no more of them than PyTorch has.
+        most: largest useful number of threads; there are never more than PyTorch has.
     """
     threads = min(torch.get_num_threads(), count, most)
     if threads <= 1:
@@ -174,7 +178,7 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 
 
 def _forget_threads() -> None:
-    """A fork has none of its parent's threads, and OpenMP's would be waited for."""
+    """A forked process has none of its parent's threads, and would wait for OpenMP's."""
     global _forked
     _forked = True
     _pool.cache_clear()

@@ -1,11 +1,11 @@
 """Building blocks of kernels that are written in LLVM's language, through llvmlite.
 
-LLVM makes vectors of a loop as it sees fit, and where sums have to stay in registers it mostly does
-not. Such parts of a kernel are written out here: code that is emitted for vectors of 8 or of 16
-numbers, as `lanes` says, and called from numba like any function.
+LLVM vectorizes loops at its discretion, and usually not such that sums stay in registers. For parts
+of a kernel where this matters, this module emits explicit code for vectors of 8 or 16 numbers
+(`lanes`), which numba calls like any function.
 
-Some kernels keep vectors side by side in *panels* of as many as the processor's vectors have lanes:
-number `i` of vector `lane` is at place `i * lanes + lane`. One load then serves all of them.
+Some kernels interleave vectors in *panels* of as many vectors as the processor's registers have
+lanes: number `i` of vector `lane` is at place `i * lanes + lane`. One load then serves all of them.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ FLOAT, INT, LONG, BYTE = ir.FloatType(), ir.IntType(32), ir.IntType(64), ir.IntT
 CACHE_LINE = 64
 """Bytes that a processor reads from memory at once."""
 MATH = ("contract",)
-"""LLVM's name for rounding once after a product and a sum."""
+"""LLVM's name for rounding only once after a product and a sum."""
 
 
 @lru_cache
 def lanes() -> int:
-    """Numbers of a vector: 16 where the processor has 32 registers of 16 numbers, else 8."""
+    """Return the numbers in a vector: 16 if the processor has 32 registers of 16 numbers, otherwise
+    8.
+    """
     return 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
 
 
@@ -39,12 +41,12 @@ def lanes() -> int:
 
 
 def llvm_function(emit: Callable[..., None], apart: bool = False) -> Any:
-    """Make a function that numba compiles out of one that emits LLVM code.
+    """Make a function for numba from one that emits LLVM code.
 
     Args:
-        emit: called as `emit(builder, *arguments)`. Integers, addresses among them, are of 64 bits,
-            a float32 stays one; of an array it gets the address of the first number.
-        apart: keep its code in one place, which all callers call: for code that is long.
+        emit: called as `emit(builder, *arguments)`. Integers, including addresses, have 64 bits,
+            and a float32 stays one. For an array, it gets the address of the first number.
+        apart: whether to emit the code once for all callers, which is better for long code.
     """
 
     @intrinsic
@@ -73,7 +75,7 @@ def llvm_function(emit: Callable[..., None], apart: bool = False) -> Any:
             builder.call(called, arguments)
             return context.get_dummy_value()
 
-        # To numba an address plus a signed number is a float64, which holds any address exactly.
+        # In numba, an address plus a signed number is a float64, which holds any address exactly.
         numbers = (types.Integer, types.Boolean)
         long = [
             types.uintp if isinstance(kind, numbers) or kind == types.float64 else kind
@@ -87,20 +89,22 @@ def llvm_function(emit: Callable[..., None], apart: bool = False) -> Any:
 def switch(
     builder: ir.IRBuilder, number: Any, choices: Sequence[int], emit: Callable[[int], None]
 ) -> None:
-    """Emit code for each of the choices; the one runs that `number` is equal to."""
+    """Emit code for each of the choices; the code for the choice that equals `number` runs."""
     for choice in choices:
         with builder.if_then(builder.icmp_unsigned("==", number, LONG(choice))):
             emit(choice)
 
 
 def for_lanes(builder: ir.IRBuilder, lanes: Any, emit: Callable[[int], None]) -> None:
-    """Emit code for vectors of 8 numbers and of 16; the one runs that `lanes` is equal to."""
+    """Emit code for vectors of 8 and of 16 numbers; the code for the size that equals `lanes`
+    runs.
+    """
     switch(builder, lanes, (8, 16), emit)
 
 
 @intrinsic
 def as_float(_typing: Any, number: Any) -> Any:
-    """float32 of a stored number: float32, int8, or the bits of bfloat16 as int16."""
+    """Convert a stored number to float32: float32, int8, or the bits of bfloat16 as int16."""
 
     def write(_context: Any, builder: ir.IRBuilder, _signature: Any, given: Any) -> Any:
         return widen(builder, given[0])
@@ -112,46 +116,50 @@ def as_float(_typing: Any, number: Any) -> Any:
 
 
 def floats(builder: ir.IRBuilder, address: Any) -> Any:
-    """A pointer to float32 from an address."""
+    """Convert an address to a pointer to float32."""
     return builder.inttoptr(address, FLOAT.as_pointer())
 
 
 def vector_at(builder: ir.IRBuilder, start: Any, place: Any, width: int) -> Any:
-    """A pointer to a vector, `place` numbers behind the pointer `start`."""
+    """Return a pointer to a vector, `place` numbers after the pointer `start`."""
     kind = ir.VectorType(start.type.pointee, width).as_pointer()
     return builder.bitcast(builder.gep(start, [place]), kind)
 
 
 def load_at(builder: ir.IRBuilder, start: Any, place: Any, width: int) -> Any:
-    """The vector of float32 `place` numbers behind the pointer `start`."""
+    """Load the float32 vector `place` numbers after the pointer `start`."""
     return builder.load(vector_at(builder, start, place, width), align=4)
 
 
 def store_at(builder: ir.IRBuilder, vector: Any, start: Any, place: Any) -> None:
-    """Write a vector of float32 `place` numbers behind the pointer `start`."""
+    """Store a float32 vector `place` numbers after the pointer `start`."""
     builder.store(vector, vector_at(builder, start, place, vector.type.count), align=4)
 
 
 def constant(number: float, width: int, kind: Any = FLOAT) -> Any:
-    """A constant vector of one number."""
+    """Return a constant vector with copies of one number."""
     return ir.Constant(ir.VectorType(kind, width), [number] * width)
 
 
 def shuffle(builder: ir.IRBuilder, one: Any, other: Any, places: Sequence[int]) -> Any:
-    """A vector of the numbers at some places of two; those of the second follow the first's."""
+    """Return a vector of the numbers at some places of two vectors; places of the second follow
+    those of the first.
+    """
     index = ir.Constant(ir.VectorType(INT, len(places)), list(places))
     return builder.shuffle_vector(one, other, index)
 
 
 def broadcast(builder: ir.IRBuilder, number: Any, width: int) -> Any:
-    """A vector of one number."""
+    """Return a vector with copies of one number."""
     undefined = ir.Constant(ir.VectorType(FLOAT, width), ir.Undefined)
     alone = builder.insert_element(undefined, number, INT(0))
     return shuffle(builder, alone, alone, [0] * width)
 
 
 def widen(builder: ir.IRBuilder, number: Any) -> Any:
-    """float32 of a stored number or of a vector of them; bfloat16 is the upper half of float32."""
+    """Convert a stored number, or a vector of them, to float32; bfloat16 is the upper half of
+    float32.
+    """
     kind = number.type
     several = isinstance(kind, ir.VectorType)
     stored = kind.element if several else kind
@@ -165,7 +173,7 @@ def widen(builder: ir.IRBuilder, number: Any) -> Any:
 
 
 def multiply_add(builder: ir.IRBuilder, x: Any, factor: Any, term: Any) -> Any:
-    """`x * factor + term`, in one instruction if there is one."""
+    """Compute `x * factor + term`, in one instruction if possible."""
     return builder.fadd(builder.fmul(x, factor, flags=MATH), term, flags=MATH)
 
 
@@ -176,8 +184,8 @@ def add_product(builder: ir.IRBuilder, total: Any, one: Any, other: Any) -> None
 
 
 def prefetch(builder: ir.IRBuilder, place: Any, level: int = 2) -> None:
-    """Ask the processor to read the cache line at an address, which need not exist, into its first
-    or second cache.
+    """Prefetch the cache line at an address, which does not have to exist, into the first or second
+    cache.
     """
     anything = BYTE.as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [anything, INT, INT, INT])
@@ -186,14 +194,16 @@ def prefetch(builder: ir.IRBuilder, place: Any, level: int = 2) -> None:
 
 
 def call_for_each(builder: ir.IRBuilder, name: str, x: Any) -> Any:
-    """One of LLVM's own functions, such as sqrt or floor, of each number of a vector."""
+    """Apply one of LLVM's own functions, such as sqrt or floor, to each number of a vector."""
     kind = ir.FunctionType(x.type, (x.type,))
     function = builder.module.declare_intrinsic(f"llvm.{name}.v{x.type.count}f32", (), kind)
     return builder.call(function, [x])
 
 
 def transpose(builder: ir.IRBuilder, lines: list[Any]) -> list[Any]:
-    """The columns of a square of vectors: blocks beside the diagonal change places, by halves."""
+    """Transpose a square of vectors by swapping the blocks next to the diagonal, recursively by
+    halves.
+    """
     lines, width, step = list(lines), len(lines), 1
     while step < width:
         for i in range(width):
@@ -219,17 +229,18 @@ def combine(
     width: int,
     add: Callable[[ir.IRBuilder, Any, Any, Any], None] = add_product,
 ) -> list[Any]:
-    """`total[i] = sum over j of x[j] * numbers[j * step + i]`, as many vectors as one has lanes.
+    """Compute `total[i] = sum over j of x[j] * numbers[j * step + i]`, for as many vectors as a
+    vector has lanes.
 
-    Sums stay in registers until they are done, each in the order of `j`.
+    Sums stay in registers until they are complete, and are added in the order of `j`.
 
     Args:
-        builder: of the code.
+        builder: builds the code.
         x: pointer to vectors [count].
-        numbers: pointer to floats, `step` from one `j` to the next.
+        numbers: pointer to floats; those for consecutive `j` are `step` apart.
         count, step: 64-bit numbers.
-        width: lanes of a vector.
-        add: what is added, in place of products.
+        width: lanes in a vector.
+        add: a function that computes the terms, instead of products.
     """
     total = [alloca_once_value(builder, constant(0.0, width)) for _ in range(width)]
     with for_range(builder, count) as loop:
@@ -243,13 +254,14 @@ def combine(
 
 @llvm_function
 def multiply(builder: ir.IRBuilder, x: Any, numbers: Any, count: Any, out: Any, lanes: Any) -> None:
-    """Inner products of the vectors of two panels, `out[i, j] = <numbers[:, i], x[:, j]>`.
+    """Compute the inner products of the vectors of two panels, `out[i, j] = <numbers[:, i], x[:,
+    j]>`.
 
     Args:
-        builder: of the code.
+        builder: builds the code.
         x, numbers: addresses of panels, float32 [count, lanes].
-        count: numbers of a vector.
-        out: address of float32 [lanes, lanes], which are written.
+        count: numbers in a vector.
+        out: address of the output, float32 [lanes, lanes].
         lanes: 8 or 16.
     """
 
@@ -266,13 +278,13 @@ def multiply(builder: ir.IRBuilder, x: Any, numbers: Any, count: Any, out: Any, 
 def _pack_square(
     builder: ir.IRBuilder, lines: Any, step: Any, out: Any, factor: Any, lanes: Any
 ) -> None:
-    """`out[i, lane] = lines[lane, i] * factor` for a square of numbers.
+    """Compute `out[i, lane] = lines[lane, i] * factor` for a square of numbers.
 
     Args:
-        builder: of the code.
-        lines: address of float32, `step` numbers from a line to the next.
-        step: as said.
-        out: address of float32 [lanes, lanes], which are written.
+        builder: builds the code.
+        lines: address of float32; lines are `step` numbers apart.
+        step: see `lines`.
+        out: address of the output, float32 [lanes, lanes].
         factor: float32.
         lanes: 8 or 16.
     """
@@ -291,7 +303,7 @@ def _pack_square(
 def pack(
     lines: np.ndarray, at: int, step: int, dim: int, factor: float, lanes: int, out: np.ndarray
 ) -> None:
-    """A panel of lines [dim], multiplied by `factor`: those from place `at` on, `step` apart."""
+    """Make a panel of the lines [dim] from place `at` on, `step` apart, multiplied by `factor`."""
     scale = np.float32(factor)
     start, to = lines[at:].ctypes.data, out.ctypes.data
     done = dim - dim % lanes
@@ -304,7 +316,7 @@ def pack(
 
 @njit(nogil=True)
 def pack_rows(x: np.ndarray, first: int, lanes: int, out: np.ndarray) -> None:
-    """A panel of `lanes` rows of `x`, from `first` on; rows behind the last are zeros."""
+    """Make a panel of `lanes` rows of `x`, from `first` on; rows after the last are zeros."""
     rows, dim = x.shape
     for lane in range(lanes):
         if first + lane < rows:

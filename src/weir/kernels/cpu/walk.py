@@ -1,15 +1,16 @@
-"""The self-balancing walk on the CPU, over inner products that are given or made on the way.
+"""The self-balancing walk on the CPU, over inner products that are given or computed on the way.
 
-`walk` does as `weir.pools.balance.halving.walk`, sign for sign, blocks in parallel. Both add the
-rows of the inner products to the sums of all later tokens, in the order of the walk and in float32.
-A product times a sign is exact, so there is one answer. Roofline: each inner product above the
-diagonal is read once.
+`walk` returns the same signs as `weir.pools.balance.halving.walk`, with blocks in parallel. Both
+add the rows of the inner products to the sums of all later tokens, in the order of the walk and in
+float32. A product times a sign is exact, so there is only one answer. Roofline: each inner product
+above the diagonal is read once.
 
-`walk_pairs` does what `Gram.of`, `Gram.differences` and `walk` of `weir.pools.balance` do in some
-sixty operations of PyTorch, each of which takes longer to ask for than to do. Products come tile by
-tile (`vectors`), and what is left of a tile is the differences of its pairs. A product may differ
-from PyTorch's by roundings, so a sign may where a pair lay on the edge between both. Roofline: a
-product and a sum for each number of each pair of tokens, an exponential for each pair.
+`walk_pairs` does the work of `Gram.of`, `Gram.products` and `walk` of `weir.pools.balance`, which
+take about sixty operations of PyTorch; calling each takes longer than computing it. Products are
+computed tile by tile (`vectors`), and only the differences of pairs are kept of a tile. A product
+may differ from PyTorch's by rounding, and so may the sign of a pair whose probability is at the
+edge. Roofline: a product and a sum for each number of each pair of tokens, an exponential for each
+pair.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from weir.kernels.cpu.threads import run_on_rows
 from weir.kernels.cpu.vectors import MATH, lanes, multiply, pack
 
 _WORTH_A_THREAD, _PAIRS_WORTH_A_THREAD = 2**20, 2**18
-"""Inner products, read or made, below which a thread of their own costs more than it saves."""
+"""For fewer inner products, read or computed, than this, a separate thread costs more than it
+saves.
+"""
 _LEAST, _ONE, _NONE = map(np.float32, (LEAST, 1.0, 0.0))
 
 
@@ -55,13 +58,13 @@ _compiled_signs = compile_kernel(_signs)
 
 
 def walk(products: Tensor, gain: Tensor, u: Tensor, free: Tensor) -> Tensor:
-    """Signs [..., n], on the CPU; arguments as in `weir.pools.balance.halving.walk`.
+    """Compute signs [..., n] on the CPU; arguments are those of `weir.pools.balance.halving.walk`.
 
     Args:
         products: inner products of the tokens of each block [..., n, n].
-        gain: of each block [...].
+        gain: the gain of each block [...].
         u: uniform numbers, one for each token [..., n].
-        free: which tokens are walked [..., n]; the others get a sign of 0.
+        free: which tokens take part [..., n]; the others get a sign of 0.
     """
     n = u.shape[-1]
     signs = torch.zeros(u.shape, dtype=torch.float32, device="cpu")
@@ -85,8 +88,8 @@ def _weigh(
     bits: np.ndarray,
     power: np.ndarray,
 ) -> None:
-    """`sums *= e^(rate * products - top)`, where no exponent is above 0; `bits` and `power` are one
-    room for as many numbers, as int32 and as float32.
+    """Compute `sums *= e^(rate * products - top)`, where no exponent is above 0. `bits` and `power`
+    are the same memory for as many numbers, as int32 and as float32.
     """
     for j in range(len(sums)):
         near_one, bits[j] = split_exponential(max(products[j] * rate - top, _LEAST))
@@ -97,7 +100,9 @@ def _weigh(
 
 @njit(nogil=True, fastmath=set(MATH))
 def _center(keys: np.ndarray, mean: np.ndarray, out: np.ndarray) -> np.float32:
-    """Keys less their mean, into `out`; the largest squared length of one of them."""
+    """Write keys minus their mean into `out`, and return the largest squared length of one of
+    them.
+    """
     mean[:] = _NONE
     for i in range(len(keys)):
         key = keys[i]
@@ -118,7 +123,7 @@ def _center(keys: np.ndarray, mean: np.ndarray, out: np.ndarray) -> np.float32:
 
 @njit(nogil=True)
 def _largest_weight(weight: np.ndarray) -> np.float32:
-    """The largest log-weight; 0 where there is no weight."""
+    """Return the largest log-weight; 0 if there is no weight."""
     top = weight.max()
     return _NONE if np.isinf(top) else top
 
@@ -140,7 +145,8 @@ def _walk_pairs(
     (blocks, tokens, dim), width = keys.shape, values.shape[2]
     pairs, panels, half = tokens // 2, (tokens + lanes - 1) // lanes, lanes // 2
     mean, total = np.empty(dim, np.float32), np.empty(panels * half, np.float32)
-    # What a token adds to the denominator is one number more of what it adds to the numerator.
+    # A token's contribution to the denominator is stored as one more number of its contribution to
+    # the numerator.
     centered = np.zeros((panels * lanes, dim), np.float32)
     heavy = np.zeros((panels * lanes, width + 1), np.float32)
     of_keys = np.empty((panels, dim * lanes), np.float32)
@@ -207,17 +213,18 @@ def walk_pairs(
     gamma: float,
     steepest: float,
 ) -> Tensor:
-    """Signs of the pairs of blocks [blocks, tokens / 2], float32; 0 for those that take no part.
+    """Compute the signs of the pairs of blocks [blocks, tokens / 2], float32; 0 for those that do
+    not take part.
 
     Args:
-        keys, values: [blocks, tokens, dim], float32, every one of them a token's; an even number.
+        keys, values: [blocks, tokens, dim], float32, all of them of tokens; an even number.
         a, b: log-weights [blocks, tokens], float32.
         u: uniform numbers [blocks, tokens / 2], float64.
         free: which pairs take part [blocks, tokens / 2], bool.
         rate: the factor of the inner products of keys.
         constant: the weight of the denominator.
-        gamma: the gain of a walk is gamma times e to the largest squared length of a key times the
-            rate.
+        gamma: the gain of a walk is gamma times e^x, where x is the largest squared length of a key
+            times the rate.
         steepest: the bound of that exponent.
     """
     signs = u.new_empty(u.shape, dtype=torch.float32)

@@ -1,15 +1,15 @@
-"""Attention of a piece of a prompt, over a window that moves on while the piece is read.
+"""Attention of a piece of a prompt over a window that moves while the piece is read.
 
-A piece is cut into chunks, and behind each the window drops its oldest tokens. What a chunk sees is
+A piece is cut into chunks, and after each chunk the window drops its oldest tokens. A chunk sees
 three stretches of slots: the front, with keys rotated for this chunk; tokens that are quantized by
-then; and exact ones up to the query's own. So that a whole piece is one call, each head's tokens
-are handed over twice, exact and as they are read once they are quantized.
+then; and exact ones up to the query's own. So that one call can compute a whole piece, each head's
+tokens are passed twice: exact, and as they are read after quantization.
 
-Queries are the lanes of vectors, two vectors at a time. Logits and answers are made in *tiles*,
-where each number of a key or value that is loaded is multiplied with both vectors, and the sums of
-12 keys or of 12 numbers of the answers stay in registers. Sums are float32, in the order of slots.
+Queries are the lanes of vectors, two vectors at a time. Logits and answers are computed in *tiles*:
+each number of a key or value that is loaded is multiplied with both vectors, and the sums of 12
+keys or of 12 numbers of the answers stay in registers. Sums are float32, in the order of slots.
 
-Roofline: two products and two sums for each number of each key that a query sees, at the pace of
+Roofline: two products and two sums for each number of each key that a query sees, at the speed of
 the processor.
 """
 
@@ -47,12 +47,13 @@ from weir.kernels.dispatch import LEAST_LANES
 from weir.kernels.signatures import WindowChunk
 
 _VECTORS = 2
-"""Vectors of queries that are multiplied at once."""
+"""Number of vectors of queries that are multiplied at once."""
 _OF_8, _OF_16 = (6, 2, 1), (12, 4, 1)
-"""Sums of each vector in a tile, for vectors of 8 and 16 lanes: as many as registers hold, and
-fewer for the rest."""
+"""Number of sums of each vector in a tile, for vectors of 8 and 16 lanes: as many as fit in
+registers, and fewer for the remainder.
+"""
 _WORTH_A_THREAD = 2**20
-"""Products below which a thread of their own costs more than it saves."""
+"""For fewer products than this, a separate thread costs more than it saves."""
 _PIECE = np.dtype(
     [(name, np.int64) for name in ("taken", "parts", "batch", "heads", "group", "length")]
     + [(name, np.int64) for name in ("dim", "width", "lanes", "exact", "coded", "fronts")]
@@ -82,26 +83,27 @@ def _tile(
     more: Any,
     lanes: Any,
 ) -> None:
-    """`out[v, i] (+)= sum over j of x[v, j] * numbers[i * across + j * along]`, for both vectors v.
+    """Compute `out[v, i] (+)= sum over j of x[v, j] * numbers[i * across + j * along]`, for both
+    vectors v.
 
     Args:
-        builder: of the code.
+        builder: builds the code.
         x: address of float32 [count, lanes] of the first vector.
-        x_apart: numbers to that of the second.
+        x_apart: distance to that of the second, in numbers.
         numbers: address of float32.
-        across, along: as said.
-        count: numbers of a sum.
+        across, along: see the formula.
+        count: number of terms in a sum.
         out: address of float32 [height, lanes] of the first vector.
-        out_apart: numbers to that of the second.
+        out_apart: distance to that of the second, in numbers.
         height: one of `_OF_8` or `_OF_16`.
-        more: 1 to add to what is there, 0 to write over it.
+        more: 1 to add to the existing numbers, 0 to overwrite them.
         lanes: 8 or 16.
     """
 
     def emit(width: int, sums: int) -> None:
         given, taken, found = (floats(builder, at) for at in (x, numbers, out))
         adds, nothing = builder.icmp_unsigned("!=", more, LONG(0)), constant(0.0, width)
-        total: list[list[tuple[Any, Any]]] = []  # of each vector: its sums, and their places
+        total: list[list[tuple[Any, Any]]] = []  # for each vector, its sums and their places
         for v in range(_VECTORS):
             start = builder.mul(out_apart, LONG(v))
             places = [builder.add(start, LONG(i * width)) for i in range(sums)]
@@ -133,7 +135,9 @@ def _tile(
 
 @llvm_function
 def _turn(builder: ir.IRBuilder, sums: Any, share: Any, out: Any, step: Any, lanes: Any) -> None:
-    """`out[lane * step + i] = sums[i, lane] * share[lane]` for a square of numbers, by address."""
+    """Compute `out[lane * step + i] = sums[i, lane] * share[lane]` for a square of numbers, by
+    address.
+    """
 
     def emit(width: int) -> None:
         factor = load_at(builder, floats(builder, share), LONG(0), width)
@@ -160,7 +164,7 @@ def _tiles(
     more: int,
     lanes: int,
 ) -> None:
-    """`_tile` for any number of sums."""
+    """Do the same as `_tile` for any number of sums."""
     row = 0
     for height in _OF_16 if lanes == 16 else _OF_8:
         while rows - row >= height:
@@ -176,7 +180,8 @@ def _tiles(
 def _attend(n: np.record, part: int) -> None:
     """Answer the queries of one chunk of one KV head."""
     units, width, dim, lanes = n.batch * n.heads, n.width, n.dim, n.lanes
-    # The last chunks first: they see most, and none of them is to be waited for in the end.
+    # The last chunks come first, because they see most tokens, and no thread should have to wait
+    # for one at the end.
     index, unit = n.count - 1 - part // units, part % units
     c = _chunks_at(n.chunks, (1, n.count))[0, index]
     front = unit * n.count + index
@@ -247,7 +252,7 @@ def _attend(n: np.record, part: int) -> None:
 
 
 def _attend_parts(address: int) -> None:
-    """Chunks of heads, one after the other; threads share them."""
+    """Compute chunks of heads one after the other; threads share them."""
     at = longs_at(address, (1, 3))[0, 2]
     n = _piece_at(at, (1, 1))[0, 0]
     part = take_part(at)
@@ -267,21 +272,21 @@ def attend_window(
     chunks: Sequence[WindowChunk],
     scale: float,
 ) -> Tensor:
-    """The answers [batch, kv_heads, group, length, value_dim], float32.
+    """Compute answers [batch, kv_heads, group, length, value_dim], float32.
 
     Args:
-        queries: of a piece [batch, kv_heads, group, length, key_dim], float32.
-        exact: keys and values of the tokens that any of them sees, but for the front, in the order
+        queries: the queries of a piece [batch, kv_heads, group, length, key_dim], float32.
+        exact: keys and values of the tokens that any of them sees, except the front, in the order
             of the stream [batch, kv_heads, tokens, dim], float32; the piece's own come last.
-        coded: those of the first of these tokens, as they are read once they are quantized.
+        coded: those of the first of these tokens, as they are read after quantization.
         front: keys of the front as each chunk sees them [batch, kv_heads, chunks, front, dim], and
-            its values [batch, kv_heads, front, dim].
-        chunks: what the queries see, in order.
+            values of the front [batch, kv_heads, front, dim].
+        chunks: describe what the queries see, in order.
         scale: factor of the logits.
 
     Raises:
-        WeirError: values have too few numbers, or a chunk sees tokens that there are not: the
-            kernel would read or write past its memory.
+        WeirError: values have too few numbers, or a chunk sees tokens that do not exist, so that
+            the kernel would read or write past its memory.
     """
     batch, heads, group, length, dim = queries.shape
     width, tokens = exact[1].shape[3], exact[0].shape[2]

@@ -1,9 +1,9 @@
 """Attention of one query per head over slots with two log-weights, on a GPU.
 
 Computes what `weir.slab.attention.two_weight_attention` computes for queries of length 1, in one
-pass over the slots. Where rows and heads are few, the slots are split among several programs, and a
-second, small kernel combines their sums. Sums are float32 whatever the inputs are. Roofline: every
-key and value is read once, for all query heads of its group.
+pass over the slots. If there are few rows and heads, the slots are split among several programs,
+and a second, small kernel combines their sums. Sums are float32 whatever the inputs are. Roofline:
+every key and value is read once, for all query heads of its group.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def dot(x, y, WIDEN: tl.constexpr):
 def weighted_sum(weights, values, WIDEN: tl.constexpr):
     """Compute weights @ values with float32 sums and weights of at least 16 significant bits."""
     if values.dtype == tl.bfloat16:
-        # Tensor cores for bfloat16 take no float32, so each weight is split into a high and a low
-        # bfloat16 of 8 bits each, whose sum is exact to 2^-16.
+        # Tensor cores for bfloat16 do not accept float32, so each weight is split into a high and a
+        # low bfloat16 of 8 bits each, whose sum is exact to 2^-16.
         high = weights.to(tl.bfloat16)
         low = (weights - high.to(tl.float32)).to(tl.bfloat16)
         return dot(high, values, WIDEN) + dot(low, values, WIDEN)

@@ -2,7 +2,7 @@
 
 Quantized slots are read as stored: numbers are widened in registers, to a dtype that represents all
 of them exactly, and the steps multiply logits and weights, <q, c> * step and p * step. Values of 4
-bits have several steps, which multiply the numbers. The exact slots behind them are read by the
+bits have several steps, which multiply the numbers. The exact slots after them are read by the
 kernel of `decode`, whose second kernel combines the sums of both. Roofline: the stored bytes and
 the peaks of every quantized slot are read once, for all query heads of its group.
 """

@@ -3,7 +3,7 @@
 The reference is `weir.pools.balance.halving.walk`. Both add the rows of the inner products to the
 sums of all later tokens, in the order of the walk and in float32. A product times a sign is exact,
 so both get the same sums. The comparison is in float64, where the product of two float32 numbers is
-exact too, fused or not. Roofline: each inner product above the diagonal is read once; the chain of
+also exact, fused or not. Roofline: each inner product above the diagonal is read once. The chain of
 tokens, each of which waits for the one before, takes longer.
 """
 
@@ -23,7 +23,7 @@ def _signs(products, gain, u, free, signs, tokens, PLACES: tl.constexpr):
     total = tl.zeros([PLACES], tl.float32)
     row = products + block * tokens * tokens
     for j in range(tokens):
-        # Triton cannot index a tensor; the sum of one number and zeros is that number, exactly.
+        # Triton cannot index a tensor, but the sum of one number and zeros is exactly that number.
         so_far = tl.sum(tl.where(place == j, total, 0.0), axis=0)
         chance = 0.5 - lean * so_far.to(tl.float64)
         plus = tl.load(u + block * tokens + j) < chance
