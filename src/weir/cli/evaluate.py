@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class Equal(StrEnum):
-    """What all policies of a comparison have the same of."""
+    """What is equal for all policies of a comparison."""
 
     slots = "slots"
     bytes = "bytes"

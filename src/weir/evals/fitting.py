@@ -178,8 +178,8 @@ def _overhead(
     more = size.stream - size.step_stream
     return (
         f". {more:,} of its {size.stream:,} bytes are not keys and values of slots, but what the "
-        "policy keeps besides: a second copy of keys, queries, positions and scores; --equal kv "
-        "does not count these"
+        "policy keeps in addition: a second copy of keys, queries, positions and scores; "
+        "--equal kv does not count these"
     )
 
 

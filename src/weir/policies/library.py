@@ -94,7 +94,7 @@ class KVzip(Policy):
 
     Attributes:
         budget: slots of each KV head, in each layer.
-        newest: how many of them are for what comes after the text.
+        newest: how many of them are for tokens after the text.
         part: the model repeats the text in parts of so many tokens.
         asks: whether it is asked in words to repeat it.
     """
@@ -114,24 +114,24 @@ class KVzip(Policy):
 
     @property
     def stands_for(self) -> str:
-        """Itself, with its sizes."""
+        """The policy itself, with its sizes."""
         part = f", part={self.part}" if self.part != KVzip.part else ""
         asks = "" if self.asks else ", asks=false"
         return f"kvzip(budget={self.budget}, newest={self.newest}{part}{asks})"
 
     @property
     def kept(self) -> int:
-        """Slots for tokens of the text, of each KV head."""
+        """Slots for tokens of the text, in each KV head."""
         return self.budget - self.newest
 
     @property
     def after(self) -> Pipe:
-        """The pipe of a cache that holds what was kept of the text, and goes on."""
+        """The pipe of a cache that holds the kept tokens of the text, and continues."""
         pools = Sink(self.kept), Recent(self.newest)
         return KeptText(pools, text=self.text, chosen_by=self.stands_for)
 
     def for_layer(self, layer: int, layers: int) -> Pipe:
-        """Raise an error: a text is read whole before anything is chosen."""
+        """Raise an error, because the whole text must be read before tokens are chosen."""
         raise WeirError(
             "kvzip chooses what to keep once a whole text has been read, so only weir.Stream can "
             "run it, and it cannot be part of another policy. Use Stream(model, 'kvzip(256)', "
@@ -152,7 +152,9 @@ class KeptText(Pipe):
 
     @property
     def stands_for(self) -> str:
-        """The policy that chose the tokens: its pools alone would hold the first of a stream."""
+        """The policy that chose the tokens, because the pools alone would hold the first tokens of
+        a stream.
+        """
         return self.chosen_by
 
 

@@ -104,8 +104,8 @@ class Fold:
         header: tokens that begin the turn, the same in all rows.
         kept: places of tokens to keep, the first and the one after the last of each range
             [batch, ranges, 2], int64; None if there are none.
-        state: the pool's state beside its slots (`Pool.state`). A fold replaces its tensors by new
-            ones of the same shape, and never writes into them.
+        state: the pool's state in addition to its slots (`Pool.state`). A fold replaces its tensors
+            by new ones of the same shape, and never writes into them.
     """
 
     draws: CounterRNG

@@ -2,9 +2,9 @@
 
 SubGen (Zandieh et al. 2024, "SubGen: Token Generation in Sublinear Time and Memory",
 arXiv:2402.06082), section 3.2, the method of its experiments, which BalanceKV calls ClusterGen:
-beside the most recent tokens, keep k centers picked from the rest by greedy k-center (the paper's
-reference [8]): start somewhere, then pick the key that is the farthest from all centers picked so
-far, k - 1 times.
+in addition to the most recent tokens, keep k centers picked from the rest by greedy k-center (the
+paper's reference [8]): start somewhere, then pick the key that is the farthest from all centers
+picked so far, k - 1 times.
 
 Five options are not in the paper: keeping neighbors of centers, distances weighted by use and by
 age, replacing centers by newer keys like theirs, and centers with less weight.

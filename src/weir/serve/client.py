@@ -81,7 +81,7 @@ LOG = logging.getLogger("weir.serve")
 TOOL_THREADS = 2
 """Calls of the server's tools that are executed at once."""
 PIN_SECONDS = 60.0
-"""Seconds that a step of the engine may take in which an output is pinned."""
+"""Seconds to wait for the step of the engine that pins an output."""
 
 
 @dataclass(frozen=True)
@@ -507,7 +507,7 @@ class EngineClient:
         holder: str,
         name: str,
     ) -> TokenSequence:
-        """The sequence of one of the answers, with its output processor."""
+        """Make the sequence of one of the answers, with its output processor."""
         has_calls = request.tools or request.own
         special = self.renderer.call_tokens.values() if has_calls else ()
         parent = None if prompt.parent is None else prompt.parent.node
@@ -693,7 +693,7 @@ class EngineClient:
         return next((one for one in prompts if (one.owner, one.session) == (owner, session)), None)
 
     def running_sequence(self, owner: str, session: str) -> TokenSequence | None:
-        """A sequence of a session that has a row now."""
+        """Return a sequence of a session that has a row now."""
         with self._lock:
             sequences = [
                 sequence
@@ -795,7 +795,7 @@ class EngineClient:
                 self.engine.drop(sequence, (one.start, one.stop))
 
     def _readers(self, owner: str, output: ToolOutput) -> list[TokenSequence]:
-        """The sequences under way that have read an output, or will read it."""
+        """Return the running sequences that have read an output, or will read it."""
         with self._lock:
             generations = [one for one in self._generations if one.prompt.owner == owner]
         found: list[TokenSequence] = []
@@ -822,8 +822,8 @@ class EngineClient:
             )
 
     def pin_output(self, owner: str, session: str, call: str) -> PinnedOutput:
-        """Keep the output of a tool in the cache of a session for good, and in that of all
-        histories that begin like it.
+        """Keep the output of a tool permanently in the cache of a session, and of all histories
+        that begin like it.
 
         If some of its tokens have left the cache, the next answer reads the output again. Pinning
         it again does nothing.
@@ -858,17 +858,19 @@ class EngineClient:
     def _end_of(
         self, owner: str, session: str, sequence: TokenSequence | None
     ) -> TurnRecord | None:
-        """The newest saved turn of a session, or the one that its running sequence continues."""
+        """Return the newest saved turn of a session, or the one that its running sequence
+        continues.
+        """
         if sequence is not None:
             return self.prompt_of(sequence).parent
         summary = self.store.get_session(owner, session)
         return None if summary is None else self.store.find_turn(owner, summary.head)
 
     def _pin_output(self, owner: str, output: ToolOutput, end: TurnRecord | None) -> PinnedOutput:
-        """Pin an output now, in the rows of all answers under way that have read it, too.
+        """Pin an output now, also in the rows of all running answers that have read it.
 
         Args:
-            end: the saved turn up to which the stream is looked at, beside those answers.
+            end: the saved turn up to which the stream is checked, in addition to these answers.
         """
         place, pinned = output.place, self.store.pinned_chains(owner)
         tokens = place.stop - place.start
@@ -905,7 +907,7 @@ class EngineClient:
         return f"Kept: {pinned.tokens} tokens.{more}"
 
     def _output_back(self, context: ToolContext, back: int, done: str) -> ToolOutput:
-        """The output that a model names by its age: 1 is the newest."""
+        """Return the output that a model names by its age; 1 is the newest."""
         outputs = self._outputs_of(context.prompt)
         if len(outputs) < back:
             raise WeirError(f"there are only {len(outputs)} outputs that could be {done}")
@@ -920,7 +922,7 @@ class EngineClient:
     def _describe_lost(
         self, prompt: Prompt, name: str, held: Tensor, read: int
     ) -> list[dict[str, Any]]:
-        """Describe the turns that had lost tokens at the end of a turn, which is saved by now."""
+        """Describe the turns that had lost tokens at the end of a turn, which has been saved."""
         node: str | None = name
         if prompt.session is None:
             node = None if prompt.parent is None else prompt.parent.node
@@ -943,7 +945,7 @@ class EngineClient:
         return tell_forgotten(turns, holding.seen - len(held))
 
     def prompt_of(self, sequence: TokenSequence) -> Prompt:
-        """The prompt of a sequence under way."""
+        """Return the prompt of a running sequence."""
         with self._lock:
             generations = list(self._generations)
         return next(one.prompt for one in generations if sequence in one.sequences)
@@ -951,7 +953,7 @@ class EngineClient:
     # --- limits of owners
 
     def begin_request(self, owner: str) -> None:
-        """Count a request of an owner, before anything of it is read.
+        """Count a request of an owner, before any of it is read.
 
         Raises:
             Busy: the owner has too many requests, or all owners together have.

@@ -1,6 +1,6 @@
 """Describe the turns of a conversation that have lost tokens, for clients and models.
 
-Knows nothing about HTTP or rows.
+This module knows nothing about HTTP or rows.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def describe_forgotten(
 def describe_turn(
     record: TurnRecord, held: Sequence[int], read: int, dropped: Collection[str]
 ) -> dict[str, Any] | None:
-    """Describe a turn that has lost tokens, of those that were read; None if it has not.
+    """Describe a turn that has lost tokens that were read; None if it has lost none.
 
     Args:
-        dropped: hashes of histories that end with a result whose text is not to be shown.
+        dropped: hashes of histories that end with a result whose text must not be shown.
     """
     start, end = record.seen - len(record.ids) // 4, min(record.seen, read)
     tokens = end - start
@@ -76,7 +76,7 @@ def describe_turn(
 def describe_messages(
     messages: Sequence[Message], dropped: Collection[str]
 ) -> list[dict[str, Any]]:
-    """The roles of messages, how they begin, and the calls whose results they are."""
+    """Describe messages by their roles, their beginnings, and the calls whose results they are."""
     shown = [*enumerate(messages)]
     if len(shown) > MOST_MESSAGES:
         shown = [*shown[: MOST_MESSAGES - 1], shown[-1]]
@@ -108,7 +108,7 @@ def tell_forgotten(turns: Sequence[dict[str, Any]], tokens: int) -> str:
 
 
 def _text_of(message: Message, dropped: Collection[str]) -> str:
-    """The text of a message, unless it is the result of a tool that was dropped."""
+    """Return the text of a message, unless it is a tool result that was dropped."""
     gone = message.where is not None and message.where.chain in dropped
     return DROPPED if gone else message.content
 

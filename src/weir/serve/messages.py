@@ -24,8 +24,8 @@ In an answer that was cut off, the thoughts may have no end.
 PART = 65_536
 """Characters of a content that are encoded at once."""
 DROPPED = "[This output was dropped.]"
-"""Stands for the text of a result that was dropped: in a prompt, where its history is read again,
-and wherever messages are described.
+"""Replaces the text of a result that was dropped, in a prompt whose history is read again, and in
+descriptions of messages.
 """
 _plain = json.JSONEncoder(ensure_ascii=False).encode
 _encode = json.JSONEncoder(sort_keys=True).encode

@@ -103,19 +103,19 @@ class Prompt:
         parent: the saved turn that they continue; None at the beginning of a stream.
         session: the session of the new turn; None if it is not saved.
         messages: the messages that are new since `parent`.
-        beginning: how many of `ids` are the stream's beginning, which is never evicted; without
-            `parent` only.
+        beginning: how many of `ids` are the stream's beginning, which is never evicted; only
+            without `parent`.
         header: how many at the end of `ids` are the header of the answer.
         prefill: the beginning of the answer, which the client has written.
         reread: the part of the history that is read again, and the reason; None if none is.
         note: a text before the new messages that says how the system messages have changed.
         systems: the system messages before the first answer.
-        outline: hash of what the history says apart from those; empty if it is not to be known.
+        outline: hash of the history without those; empty if it is not needed.
         places: where the results among `messages` are in `ids`, by the index of their message.
         dropped: places in the stream of results that were read and then dropped.
-        recalled: what was brought back for the last message; None if nothing was.
-        kept: where the pinned results are in the stream, those of this prompt included.
-        unkept: how many tokens of pinned results have no room.
+        recalled: text that was recalled for the last message; None if there is none.
+        kept: the places of pinned results in the stream, including those of this prompt.
+        unkept: how many tokens of pinned results do not fit.
     """
 
     ids: list[int]
@@ -139,7 +139,7 @@ class Prompt:
 
     @property
     def cached(self) -> int:
-        """Number of tokens that need not be fed: all before, except the last one, which is
+        """Number of tokens that do not have to be fed: all earlier ones, except the last, which is
         pending.
         """
         return 0 if self.parent is None else self.parent.seen - 1
@@ -472,7 +472,7 @@ class PromptMatcher:
         self, owner: str, pins: Sequence[str], chains: Mapping[str, str]
     ) -> dict[str, str]:
         """Find the hashes of the histories that end with the outputs of some calls, and those
-        calls; UnknownOutput, or CannotPin for one that was dropped.
+        calls. Raises UnknownOutput, or CannotPin for an output that was dropped.
         """
         dropped = self._store.dropped_chains(owner) if pins else ()
         for number, call in enumerate(pins):
@@ -485,8 +485,8 @@ class PromptMatcher:
     def _as_read(
         self, parent: TurnRecord, drops: Sequence[str], pins: Mapping[str, str]
     ) -> dict[str, str]:
-        """Drop and pin the outputs of some calls under the hashes with which they were read: a
-        history whose system messages have changed has others.
+        """Drop and pin the outputs of some calls under the hashes with which they were read,
+        because a history whose system messages have changed has other hashes.
         """
 
         def hash_of(call: str) -> str | None:
@@ -506,13 +506,13 @@ class PromptMatcher:
         pins: Mapping[str, str],
         beginning: int,
     ) -> Prompt:
-        """Let the pinned results of a prompt be kept, as far as there is room.
+        """Keep the pinned results of a prompt, as far as they fit.
 
         Args:
             found: those that were read before it.
-            lost: those of them that it reads again.
-            pins: the hashes of those that this request pins, and their calls: CannotPin if one has
-                no room.
+            lost: those of them that the prompt reads again.
+            pins: the hashes of those that this request pins, and their calls; CannotPin if one does
+                not fit.
             beginning: the tokens of the stream's beginning.
         """
         wanted = self._store.pinned_chains(prompt.owner) | pins.keys()
@@ -554,7 +554,7 @@ class PromptMatcher:
     def _look_back(self, owner: str, held: Handle, root: str, session: str | None) -> list[Message]:
         """Find the conversation that a history, which is read again, is most like.
 
-        Results that were dropped or pinned there are so in this history, too.
+        Results that were dropped or pinned there are also dropped or pinned in this history.
         """
         messages: list[Message] = held.get()
         nearest = find_nearest(self._store, owner, messages, session)
@@ -653,8 +653,8 @@ class PromptMatcher:
         chain: str | None = None,
         note: str = "",
     ) -> Prompt | None:
-        """Make a prompt of what comes after the `known` messages of a history, whose hash is
-        `chain`, with a note in front, and with at most `recall` tokens of what they ask for.
+        """Make a prompt of the messages after the `known` ones of a history, whose hash is `chain`,
+        with a note in front, and with at most `recall` tokens of recalled text.
 
         Pinned results that have left the cache are read again in the note.
         """
@@ -687,8 +687,8 @@ class PromptMatcher:
     def _repeat(
         self, parent: TurnRecord, found: PinnedPlaces, beginning: int
     ) -> tuple[list[Message], list[ResultPlace]]:
-        """Find the text of pinned results that have left the cache, as far as there is room, and
-        the places of those that have none.
+        """Find the text of pinned results that have left the cache, as far as they fit, and the
+        places of those that do not fit.
         """
         left = self._room.left(beginning) - count_tokens(found.held)
         repeated: list[Message] = []
@@ -838,7 +838,7 @@ def _with_places(
         number = place.name - skipped
         if number >= len(hashes):
             continue  # it is read again, as a part of a note
-        # Of one that was dropped there is nothing, but its hash must be known.
+        # A dropped result has no tokens, but its hash must be known.
         stop = place.start if hashes[number] in dropped else place.stop
         where = ResultPlace(start + place.start, start + stop, hashes[number])
         found[number] = replace(found[number], where=where)
@@ -859,7 +859,8 @@ def _render_rest(
     quoted: str = "",
     repeated: Sequence[Message] = (),
 ) -> Prompt | None:
-    """The prompt of what comes after the `known` messages, of which the last ends with a token.
+    """Make the prompt of the messages after the `known` ones, the last of which ends with the token
+    `last`.
 
     A note in front has the text of `repeated` results, which are kept.
     """

@@ -51,7 +51,7 @@ class Reread:
 def find_nearest(
     store: SessionStore, owner: str, messages: Sequence[Message], session: str | None
 ) -> list[Message]:
-    """Find the conversation of an owner's that is most like a history; empty if none is.
+    """Find an owner's conversation that is most like a history; empty if there is none.
 
     Args:
         session: the session that the client has named.
@@ -68,10 +68,10 @@ def find_nearest(
 
 
 def same_results(nearest: Sequence[Message], messages: Sequence[Message]) -> dict[int, str]:
-    """Find the results of a history that were read in a conversation before, by their index: the
-    hash of the conversation up to each.
+    """Find the results of a history that were already read in a conversation. Returns, by their
+    index, the hash of the conversation up to each.
 
-    They are the same if all messages up to them are, apart from system messages.
+    Results are the same if all messages up to them are the same, apart from system messages.
     """
     old = [message for message in nearest if message.role != "system"]
     new = [(at, message) for at, message in enumerate(messages) if message.role != "system"]
@@ -99,7 +99,7 @@ def explain_reread(
         nearest: the conversation that is most like them.
         known: how many messages are not read again.
         answered: how many messages there are up to the last answer.
-        dropped: hashes of histories that end with a result whose text is not to be shown.
+        dropped: hashes of histories that end with a result whose text must not be shown.
         refused: whether the template could not continue a turn that was found.
     """
     count = answered - known

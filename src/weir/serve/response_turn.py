@@ -41,7 +41,7 @@ class ResponseTurn:
         is_stored: whether the response can be continued and retrieved.
         variables: further variables of the chat template.
         drops: ids of calls whose outputs are dropped.
-        pins: ids of calls whose outputs stay in the cache for good.
+        pins: ids of calls whose outputs stay in the cache permanently.
         tells_forgotten: whether the model reads a note about what has left its cache.
         compacted: whether the previous response is that of a compaction, which may be one that is
             not stored.
@@ -117,8 +117,8 @@ class ResponseTurn:
         return None, self.items
 
     def _hidden(self, prompt: Prompt) -> Prompt:
-        """A prompt whose turn is found by the same history, but not by its id; in a session that
-        the client names it is a turn like any other.
+        """Return a prompt whose turn is found by the same history, but not by its id. In a session
+        that the client names, it is an ordinary turn.
         """
         if self.session is not None:
             return prompt

@@ -49,7 +49,7 @@ def running_turns(
 
 
 def without_tokens(holding: Holding, places: Sequence[tuple[int, int]]) -> Holding:
-    """What a row holds without tokens at some places, which the next answer drops."""
+    """Return what a row holds, without the tokens at some places, which the next answer drops."""
     stay = torch.ones_like(holding.token, dtype=torch.bool)
     for start, stop in places:
         stay &= (holding.token < start) | (holding.token >= stop)

@@ -1,6 +1,6 @@
 """Separate thoughts, `<think>…</think>`, from the answer after them.
 
-Knows nothing about tokens.
+This module knows nothing about tokens.
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ class LayerSpec:
         if self.positions.alibi is not None:
             return "its attention has linear biases"
         if self.positions.rotary is not None and not self.positions.placed:
-            return "its attention is code of its own, and leaves rotations to weir"
+            return "it has its own attention code, which leaves rotations to weir"
         return None
 
     @property

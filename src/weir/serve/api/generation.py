@@ -214,9 +214,9 @@ async def send_answers(
 
 
 def _warn_unpinned(http: Request, client: EngineClient, prompt: Prompt) -> str:
-    """Log that the beginning of a new conversation has no room, and return what to do about it;
-    empty if there is room, or the conversation was warned about in its first turn. The same for
-    outputs that are pinned, in every turn.
+    """Log that the beginning of a new conversation does not fit, and return what to do about it.
+    Returns an empty text if it fits, or if the warning was given in the conversation's first turn.
+    Does the same for pinned outputs, in every turn.
     """
     pinned = client.pinned
     if prompt.unkept:

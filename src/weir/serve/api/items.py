@@ -1,4 +1,4 @@
-"""`/v1/sessions/ID/items`: outputs of tools in a session, which can be dropped from its cache, and
+"""`/v1/sessions/ID/items`: outputs of tools in a session, which can be dropped from its cache or
 pinned (`/v1/sessions/ID/pins`).
 """
 
@@ -52,7 +52,7 @@ async def drop(name: str, call: str, client: Client, owner: Owner) -> dict[str, 
     }
 
 
-# A call's id may have slashes, so "/pin" at the end of it could not be told from the id.
+# A call's id can have slashes, so a suffix "/pin" could not be distinguished from the id.
 @router.put("/v1/sessions/{name}/pins/{call:path}")
 async def pin(name: str, call: str, client: Client, owner: Owner) -> dict[str, Any]:
     """Keep the output of a tool in a session's cache for good, by the id of its call."""
@@ -112,8 +112,8 @@ def check_drops(client: EngineClient, body: GenerationBody) -> list[str]:
 
 
 def check_pins(client: EngineClient, body: GenerationBody) -> list[str]:
-    """The calls whose outputs a request pins; APIError if this server cannot pin any, or if the
-    request drops one of them.
+    """Return the calls whose outputs a request pins. Raises APIError if this server cannot pin
+    outputs, or if the request also drops one of them.
     """
     if body.pins:
         try:
@@ -145,10 +145,12 @@ def check_recall(client: EngineClient, body: GenerationBody) -> int:
 
 
 def cannot_pin(error: CannotPin) -> APIError:
-    """The error of a request that pins an output that cannot be pinned."""
+    """Return the error for a request that pins an output that cannot be pinned."""
     return APIError(400, str(error), param="weir.pin", code="cannot_pin")
 
 
 def unknown_output(error: UnknownOutput) -> APIError:
-    """The error of a request that drops or pins an output that its history does not have."""
+    """Return the error for a request that drops or pins an output that its history does not
+    have.
+    """
     return APIError(400, str(error), param=f"weir.{error.field}[{error.number}]")

@@ -230,7 +230,9 @@ class Engine:
     # --- from any thread
 
     def submit(self, sequence: TokenSequence) -> None:
-        """Let a sequence wait for a row; WeirError if the engine stops, Busy if too many wait."""
+        """Let a sequence wait for a row. Raises WeirError if the engine is stopping, and Busy if
+        too many are waiting.
+        """
         with self._changed:
             if self._stopping:
                 raise WeirError(
@@ -247,9 +249,9 @@ class Engine:
             self._changed.notify()
 
     def resume(self, sequence: TokenSequence, found: Continuation | Exception) -> None:
-        """Let a sequence go on whose `on_stop` returned None, or fail it.
+        """Continue a sequence whose `on_stop` returned None, or fail it.
 
-        Nothing happens if it was cancelled meanwhile.
+        Does nothing if it has been cancelled.
         """
         with self._changed:
             self._resumed.append((sequence, found))
@@ -267,10 +269,10 @@ class Engine:
             self._changed.notify()
 
     def keep(self, sequence: TokenSequence, place: ResultPlace) -> Future[bool]:
-        """Keep a result of a running sequence from its next step on.
+        """Keep a tool result of a running sequence from its next step on.
 
-        The future says whether it is kept: not if some of its tokens have left the window, if there
-        is no room, or if the sequence does not run by then.
+        The future says whether it is kept. It is not kept if some of its tokens have left the
+        window, if it does not fit, or if the sequence is no longer running.
         """
         future: Future[bool] = Future()
         with self._changed:
@@ -279,7 +281,7 @@ class Engine:
         return future
 
     def inspect(self, sequence: TokenSequence) -> Future[RowInspection | None]:
-        """Inspect a sequence's row between two steps; the result is None if it has none by then.
+        """Inspect a sequence's row between two steps; the result is None if it no longer has a row.
 
         A step inspects at most one row, so that frequent requests do not slow down answers. All
         requests for one sequence share one inspection.
@@ -326,7 +328,7 @@ class Engine:
                 if not (self.scheduler or asked):
                     return
                 if self.scheduler.all_calling and not (self._resumed or asked or self._drops):
-                    # Whatever changes wakes this, and a new sequence may find a free row.
+                    # Every change wakes this thread, and a new sequence may find a free row.
                     self._changed.wait(IDLE_SECONDS)
             self.step()
 
@@ -372,7 +374,7 @@ class Engine:
                 self._drop_from(sequence)
 
     def _drop_from(self, sequence: TokenSequence) -> None:
-        """Drop from a sequence's row the tokens that it has read of those to be dropped."""
+        """Drop those tokens from a sequence's row that it has already read."""
         if sequence.row is None or not sequence.dropped:
             return
         seen = self.cache.origin + self.cache.seen[sequence.row]
@@ -380,7 +382,7 @@ class Engine:
         self.cache.drop(sequence.row, read)
 
     def _keep(self) -> None:
-        """Keep the results that `keep` was asked for."""
+        """Keep the results for which `keep` was called."""
         with self._changed:
             keeps, self._keeps = self._keeps, []
         for sequence, place, future in keeps:
@@ -476,9 +478,11 @@ class Engine:
         self.cache.mark(sequence.row, marks)
 
     def _find_prefix(self, sequence: TokenSequence) -> PrefixState | None:
-        """The state that has read most of a prompt that is about to be read, if one is kept.
+        """Return the kept state that has read most of a prompt that is about to be read, if there
+        is one.
 
-        It must not have read tokens of the answer's header, which are marked for this prompt.
+        The state must not have read tokens of the answer's header, which are marked for this
+        prompt.
         """
         if sequence.owner is None:
             return None
@@ -486,7 +490,7 @@ class Engine:
         key = _key_of(sequence, sequence.owner)
         found = self.prefixes.find(key, sequence.unread, most)
         if found is None and key.kept and sequence.parent is None:
-            # One that has not read the first result to be kept will do, too.
+            # A state that has not read the first result to be kept can be used, too.
             most = min(most, sequence.kept[0].start - self.cache.origin)
             found = self.prefixes.find(replace(key, kept=()), sequence.unread, most)
         return found
@@ -507,7 +511,7 @@ class Engine:
         self.prefixes.add(PrefixState(key, ids, state))
 
     def _size_of_piece(self, sequence: TokenSequence) -> int:
-        """How many tokens of a prompt are read next.
+        """Return how many tokens of a prompt are read next.
 
         The end of a long beginning ends a piece, so that its state can be kept for other
         conversations.
@@ -518,7 +522,7 @@ class Engine:
         return size
 
     def _shares_beginning(self, sequence: TokenSequence) -> bool:
-        """Whether a prompt begins with a system message or tools that are worth keeping.
+        """Return whether a prompt begins with a system message or tools that are worth keeping.
 
         A beginning shorter than a piece is read faster together with the tokens after it.
         """
@@ -622,7 +626,7 @@ class Engine:
             self._finish(sequence, reason)
 
     def _finish(self, sequence: TokenSequence, reason: str) -> None:
-        """Save the end of a sequence; its listener is told when that is safe."""
+        """Save the end of a sequence; its listener is told when it has been saved."""
         assert sequence.row is not None
         # There may be no memory for the copy. The sequence then fails, so it must not be finished
         # yet.
@@ -697,7 +701,9 @@ class Engine:
 
 
 def _key_of(sequence: TokenSequence, owner: str) -> PrefixKey:
-    """The key of the states that a sequence may continue from, and leaves."""
+    """Return the key of the states that a sequence may continue from, and of those that it
+    leaves.
+    """
     if sequence.parent is not None:
         return PrefixKey(owner, sequence.parent, 0, 0, sequence.kept_ranges)
     return PrefixKey(owner, None, sequence.beginning, sequence.seed, sequence.kept_ranges)

@@ -29,13 +29,13 @@ class StreamStats:
     """Tokens and bytes of a stream at the end of an answer.
 
     Attributes:
-        seen: tokens so far, the last of the answer included.
-        held: slots in use in the fullest layer, tokens that wait for a fold included.
-        bytes: of the row; they never change.
-        pinned: tokens of its beginning that stay for ever.
-        beginning: tokens that its beginning has.
-        forgotten: tokens that no layer and KV head holds in a slot any more.
-        pinned_outputs: tokens of outputs of tools that are kept for good.
+        seen: tokens so far, including the last one of the answer.
+        held: slots in use in the fullest layer, including tokens that wait for a fold.
+        bytes: bytes of the row, which never change.
+        pinned: tokens of its beginning that are never evicted.
+        beginning: number of tokens of its beginning.
+        forgotten: tokens that no layer and KV head holds any longer.
+        pinned_outputs: tokens of pinned outputs of tools.
     """
 
     seen: int

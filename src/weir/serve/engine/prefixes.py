@@ -24,7 +24,7 @@ class PrefixKey:
         parent: the checkpoint that the tokens follow; None at the beginning of a stream.
         beginning: tokens of the stream's beginning (`Marks.beginning`), which cannot change after
             they have been folded; 0 with a parent, whose row knows it.
-        seed: of the row's random draws; 0 with a parent.
+        seed: the seed of the row's random draws; 0 with a parent.
         kept: places of results that the row keeps, among the tokens it has read.
     """
 

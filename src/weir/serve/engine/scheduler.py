@@ -1,6 +1,6 @@
 """The scheduler: decide which sequence gets a row next, which row, and whose tokens are fed next.
 
-Knows nothing about models.
+This module knows nothing about models.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ class Scheduler:
         return bool(self.running) and all(calling)
 
     def add(self, sequence: TokenSequence) -> None:
-        """Let a sequence wait for a row; Busy if too many wait already, or of its client."""
+        """Let a sequence wait for a row. Raises Busy if too many sequences, or too many of its
+        client, are waiting.
+        """
         if not self:
             self._served.clear()
         waiting = len(self.waiting) - (self.rows - len(self.running))
@@ -76,7 +78,9 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def add_first(self, sequence: TokenSequence) -> None:
-        """Put a sequence before all others, however many wait: its prompt is read already."""
+        """Put a sequence before all others, however many are waiting, because its prompt has
+        already been read.
+        """
         self.waiting.insert(0, sequence)
 
     def admit(self) -> tuple[TokenSequence, bool] | None:
@@ -111,7 +115,7 @@ class Scheduler:
         return sum(one.holder == holder for one in self.running)
 
     def decode_batches(self) -> Iterator[list[TokenSequence]]:
-        """The sequences that get a token of their answer, by the calls that give it."""
+        """Return the sequences that get a token of their answer, grouped by call."""
         decoding = [sequence for sequence in self.running if sequence.stage is Stage.DECODE]
         if not self._deterministic:
             if decoding:
@@ -122,7 +126,7 @@ class Scheduler:
                 yield [sequence]
 
     def prefill_batch(self) -> list[TokenSequence]:
-        """The sequences whose prompts are read next; they go to the end of `running`."""
+        """Return the sequences whose prompts are read next; they move to the end of `running`."""
         reading = [sequence for sequence in self.running if sequence.stage is Stage.PREFILL]
         chunk = self.prefill_chunk
         batch = reading[:1] if self._deterministic else group_prefills(reading, chunk)
@@ -130,7 +134,7 @@ class Scheduler:
         return batch
 
     def finish(self, sequence: TokenSequence, *, at_checkpoint: bool) -> None:
-        """Take a sequence's row away; the row may rest at the sequence's end."""
+        """Take a sequence's row away. The row can rest at the end of the sequence."""
         sequence.stage = Stage.FINISHED
         for sequences in (self.waiting, self.running):
             if sequence in sequences:

@@ -65,16 +65,16 @@ class TokenSequence:
         stage: its progress. The engine alone sets this field and the following ones.
         pending: tokens of `parent` that are fed before those of the prompt.
         unread: tokens still to be fed before the answer.
-        num_read: tokens that the row has read, `pending` ones and those of a `PrefixState`
-            included.
+        num_read: tokens that the row has read, including `pending` ones and those of a
+            `PrefixState`.
         reused: tokens of the prompt that a `PrefixState` had read already.
-        alone: whether its prompt must be read in a call of its own.
+        alone: whether its prompt must be read in a separate call.
         output_ids: the answer so far, with the tokens that `Engine.resume` has brought; the last
             of them has not been fed yet.
         num_brought: how many of `output_ids` were brought, and not sampled.
         dropped: places in the stream of tokens that are dropped from the row (`Engine.drop`).
-        kept: places of results that the row keeps for good, in order (`Engine.keep`).
-        prefilled: of a fork, the state and logits [vocabulary] at the end of the prompt.
+        kept: places of results that the row keeps permanently, in order (`Engine.keep`).
+        prefilled: for a fork, the state and logits [vocabulary] at the end of the prompt.
     """
 
     id: str

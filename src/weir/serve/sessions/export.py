@@ -1,8 +1,9 @@
-"""Exported sessions: the turns of a session in one safetensors file, to take to another server.
+"""Exported sessions: the turns of a session in one safetensors file, which another server can
+import.
 
-For each turn the file has the checkpoint as a tensor of bytes (`Checkpoint.to_bytes`), and as text
-the record and the checkpoint's checksum. An imported file is untrusted: everything in it is
-validated, and turns get new names. Knows nothing about databases.
+For each turn, the file has the checkpoint as a tensor of bytes (`Checkpoint.to_bytes`), and the
+record and the checkpoint's checksum as text. An imported file is untrusted: everything in it is
+validated, and turns get new names. This module knows nothing about databases.
 """
 
 from __future__ import annotations
@@ -42,15 +43,17 @@ from weir.stream import replace_atomically
 FORMAT = 4
 KEY = "weir_export"
 MAX_FACTS = 16_000_000
-"""Bytes of what a file says of its turns: all of it is parsed at once."""
+"""Largest number of bytes of the text about turns in a file, because all of it is parsed at
+once.
+"""
 HEADER = 16_000_000
-"""Bytes of its header beside that: quotes that are escaped, and where checkpoints lie."""
+"""Additional bytes of a file's header, for escaped quotes and the places of checkpoints."""
 FACTS = ("node", "parent", "chain", "last", "seen", "usage", "created")
-"""Facts of a record that stand in the file as they are; owner and session do not."""
+"""Fields of a record that are in the file; owner and session are not."""
 
 
 def write_export(path: Path, turns: Sequence[Turn], store_format: StoreFormat) -> None:
-    """Write turns of a session, parents first, to a file, whole or not at all."""
+    """Write turns of a session, parents first, to a file. If that fails, nothing is written."""
     facts, tensors = [], {}
     for n, (checkpoint, made) in enumerate(turns):
         data = checkpoint.to_bytes()
@@ -85,9 +88,9 @@ def write_export(path: Path, turns: Sequence[Turn], store_format: StoreFormat) -
 
 
 def read_export(path: Path, store_format: StoreFormat, limit: int | None, owner: str) -> list[Turn]:
-    """Read turns from a file of `limit` bytes at most, for a new session, under new names.
+    """Read turns from a file of at most `limit` bytes, for a new session, under new names.
 
-    WeirError if it is missing or damaged, or a turn in it cannot be continued here.
+    Raises WeirError if the file is missing or damaged, or a turn in it cannot be continued here.
     """
     with _opened(path, limit) as (facts, file):
         turns = _validated(facts, file, store_format)
@@ -109,15 +112,15 @@ def read_export(path: Path, store_format: StoreFormat, limit: int | None, owner:
 
 
 def check_facts(_: Any, path: Path, limit: int | None) -> None:
-    """Check in a worker what a file says of its turns: that may be long."""
+    """Check the text about turns in a file in a worker, because it may be long."""
     with _opened(path, limit):
         pass
 
 
 @contextmanager
 def _opened(path: Path, limit: int | None) -> Iterator[tuple[Any, Any]]:
-    """Open a file of turns, whose facts are valid by themselves; WeirError for what is wrong with
-    it, found here or by the caller.
+    """Open a file of turns, and validate its facts. Problems that are found here or by the caller
+    are raised as WeirErrors.
     """
     if not path.is_file():
         raise WeirError("the file does not exist")
@@ -129,7 +132,7 @@ def _opened(path: Path, limit: int | None) -> Iterator[tuple[Any, Any]]:
             header = int.from_bytes(begun.read(8), "little")
             if header > MAX_FACTS + HEADER:
                 raise ValueError(f"its header has {header:,} bytes")
-            # Hundreds of thousands of empty tensors take seconds to list.
+            # Listing hundreds of thousands of empty tensors takes seconds.
             NodeCounter(MAX_FACTS).feed(begun.read(header))
         with safe_open(str(path), framework="pt") as file:
             text = (file.metadata() or {})[KEY]
@@ -151,7 +154,7 @@ def _opened(path: Path, limit: int | None) -> Iterator[tuple[Any, Any]]:
 
 
 def _validated(facts: Any, file: Any, store_format: StoreFormat) -> list[Turn]:
-    """Validate the content of a file that is open, and make its turns, one by one."""
+    """Validate the content of an open file, and make its turns one by one."""
     store_format.check(facts)
     turns = facts["turns"]
     names = set(file.keys())
@@ -183,7 +186,7 @@ def _validated(facts: Any, file: Any, store_format: StoreFormat) -> list[Turn]:
 def _read_checkpoint(
     turn: dict[str, Any], file: Any, name: str, store_format: StoreFormat
 ) -> Checkpoint:
-    """Read the checkpoint of a turn, and check that it is its end."""
+    """Read the checkpoint of a turn, and check that it is the end of this turn."""
     part = file.get_slice(name)
     size = part.get_shape()
     if part.get_dtype() != "U8" or len(size) != 1:
@@ -209,10 +212,10 @@ def _read_checkpoint(
 
 
 class _Listed(FileFacts):
-    """Facts that a file has as a list: the fields of the class in their order.
+    """Facts that a file stores as a list of the fields of the class, in order.
 
     Attributes:
-        counts: how many parts the list may have.
+        counts: the allowed numbers of parts in the list.
     """
 
     counts: ClassVar[tuple[int, ...]]
@@ -239,7 +242,7 @@ class _CallFacts(_Listed):
 
 
 class _PlaceFacts(_Listed):
-    """Where the tokens of a result are (`ResultPlace`)."""
+    """The place of the tokens of a result (`ResultPlace`)."""
 
     counts = (3,)
     start: Whole
@@ -248,8 +251,8 @@ class _PlaceFacts(_Listed):
 
 
 class _MessageFacts(_Listed):
-    """A message (`Message.to_json`): one with calls or a result has more than three parts, and one
-    whose result was read has all.
+    """A message (`Message.to_json`). A message with calls or a result has more than three parts,
+    and one whose result was read has all parts.
     """
 
     counts = (3, 6, 7)
@@ -279,7 +282,7 @@ class _TurnFacts(FileFacts):
 
 
 class _ExportFacts(FileFacts):
-    """What a file states beside the checkpoints."""
+    """The facts in a file, apart from the checkpoints."""
 
     format: int
     model: dict[str, Any]

@@ -1,8 +1,8 @@
 """A folder of beginnings that conversations share, so that they survive a restart.
 
-Each is a file with the state of a row and the tokens that the row has read. A file's name is the
-beginning of its checksum. A file that is damaged, or belongs to another model or policy, is deleted
-with a warning, and the beginning is read again from its text.
+Each beginning is a file with the state of a row and the tokens that the row has read. A file's name
+is the beginning of its checksum. A file that is damaged, or belongs to another model or policy, is
+deleted with a warning, and the beginning is read again from its text.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ LOG = logging.getLogger("weir.serve")
 
 
 class _PrefixNotes(FileFacts):
-    """What a file says beside the row: whose the state is, and the tokens that it has read."""
+    """The facts in a file, apart from the row: the owner of the state, and the tokens that it has
+    read.
+    """
 
     owner: str
     beginning: Whole
@@ -42,8 +44,8 @@ class PrefixFolder:
     arrive.
 
     Args:
-        path: created if missing. It belongs to one server at a time, as the folder around it.
-        store_format: of the rows.
+        path: created if missing. Only one server at a time can use it, and the folder around it.
+        store_format: the format of the rows.
     """
 
     def __init__(self, path: Path, store_format: StoreFormat) -> None:
@@ -97,7 +99,7 @@ class PrefixFolder:
         self._do(self._remove, state)
 
     def wait(self) -> None:
-        """Wait until everything so far is done."""
+        """Wait until all previous work is done."""
         self._writer.submit(lambda: None).result()
 
     def _do(self, function: Callable[[PrefixState], None], state: PrefixState) -> None:
@@ -127,7 +129,7 @@ class PrefixFolder:
         if _name_of(data) != name:
             raise WeirError("its checksum does not match the file that was written")
         state, notes = RowState.from_bytes(data, self._store_format.rows)
-        about = read_facts(_PrefixNotes, notes, "what it says beside the row")
+        about = read_facts(_PrefixNotes, notes, "the notes of the row")
         key = PrefixKey(about.owner, None, about.beginning, about.seed)
         found = PrefixState(key, array("I", about.ids), state)
         if not found.is_beginning:

@@ -1,6 +1,6 @@
 """Saved turns: a checkpoint of the row, and a record with the owner and the messages.
 
-Knows nothing about HTTP or models.
+This module knows nothing about HTTP or models.
 """
 
 from __future__ import annotations
@@ -86,15 +86,15 @@ class Checkpoint:
 
         Args:
             data: the bytes.
-            row_format: what the row must be like.
-            pending: the pending tokens of the turn that the bytes are kept for.
+            row_format: the format that the row must have.
+            pending: the pending tokens of the turn to which the bytes belong.
             trusted: whether the bytes are known to be as they were written.
 
         Raises:
-            WeirError: the bytes are damaged, of another turn, or those of a row that cannot be.
+            WeirError: the bytes are damaged, belong to another turn, or describe an impossible row.
         """
         state, notes = RowState.from_bytes(data, row_format, trusted=trusted)
-        read_facts(_CheckpointNotes, notes, "what it says beside the row")
+        read_facts(_CheckpointNotes, notes, "the notes of the row")
         if tuple(notes["pending"]) != pending:
             raise WeirError("it is the end of another turn")
         return cls(state, pending)
@@ -116,7 +116,7 @@ class TurnRecord:
         created: when it ended, in seconds since 1970.
         ids: the tokens of this turn, prompt and answer, as `pack_ids` writes them; they end at
             `seen`. Empty if unknown.
-        kept: where the results of tools are, in the stream, that its state keeps for good.
+        kept: the places in the stream of the tool results that its state keeps permanently.
     """
 
     node: str
@@ -172,8 +172,9 @@ class TurnTokens:
 
 @dataclass(frozen=True)
 class SessionSummary:
-    """A session as lists show it: when its first kept turn and its newest ended, in seconds since
-    1970, and facts of the newest. Its topic is that of the newest turn with a user message.
+    """A session as lists show it: when its first kept turn and its newest turn ended, in seconds
+    since 1970, and facts about the newest turn. Its topic is that of the newest turn with a user
+    message.
     """
 
     id: str

@@ -244,7 +244,7 @@ class SessionStore:
         self.place.mark_result(DROPPED, owner, chain)
 
     def dropped_chains(self, owner: str) -> frozenset[str]:
-        """Hashes of the owner's histories that end with a dropped result."""
+        """Return the hashes of the owner's histories that end with a dropped result."""
         return self.place.marked_chains(DROPPED, owner)
 
     def pin_result(self, owner: str, chain: str) -> None:
@@ -255,15 +255,17 @@ class SessionStore:
         self.place.mark_result(PINNED, owner, chain)
 
     def unpin_result(self, owner: str, chain: str) -> None:
-        """Note that a result need not be kept any more."""
+        """Note that a result does not have to be kept any longer."""
         self.place.unpin_result(owner, chain)
 
     def pinned_chains(self, owner: str) -> frozenset[str]:
-        """Hashes of the owner's histories that end with a pinned result."""
+        """Return the hashes of the owner's histories that end with a pinned result."""
         return self.place.marked_chains(PINNED, owner)
 
     def read_result(self, owner: str, node: str, chain: str) -> Message | None:
-        """The message of a result among the turns that lead to one; None if it is not kept."""
+        """Return the message of a result among the turns that lead to a given turn; None if it is
+        not kept.
+        """
         found = (place.read_result(owner, node, chain) for place in reversed(self._places))
         return next((message for message in found if message is not None), None)
 

@@ -17,7 +17,7 @@ from weir.models import compare_fingerprints, fingerprint
 from weir.policies import Policy
 
 OVERHEAD = 2**18
-"""Bytes that a turn takes beside its row, roughly."""
+"""Approximate number of bytes that a turn takes in addition to its row."""
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,15 @@ class StoreFormat:
 
     @classmethod
     def of(cls, model: PreTrainedModel, policy: str | Policy, chunk: int | None) -> StoreFormat:
-        """The format of an engine's rows, found without allocating a cache."""
+        """Find the format of an engine's rows without allocating a cache."""
         return cls(fingerprint(model), StreamingCache(model, policy, chunk=chunk).row_format)
 
     def turn_bytes(self, tokens: int | None = None) -> int:
-        """Bytes that a saved turn may take: its row, names, messages, pages of a database.
+        """Return the bytes that a saved turn may take: its row, names, messages, and pages of a
+        database.
 
         Args:
-            tokens: of its stream up to its end; None for a full row.
+            tokens: number of tokens of its stream up to its end; None for a full row.
         """
         slots = inf if tokens is None else tokens + self.rows.chunk
         return OVERHEAD + sum(int(min(n, slots)) * size for n, size in self._buffers.items())

@@ -34,9 +34,9 @@ from weir.serve.sessions.turn_archive import TurnArchive
 _log = logging.getLogger(__name__)
 
 MAX_DROPPED = 4096
-"""Results of an owner's sessions that can be dropped at a time, and as many that can be pinned."""
+"""Largest number of dropped results in an owner's sessions, and also of pinned ones."""
 DROPPED, PINNED = "dropped", "pinned"
-"""Tables of results that are not to be read again, and of those that are to be kept."""
+"""The tables of dropped results, which must not be read again, and of pinned ones."""
 VERSION = 3
 """Version of the tables (`PRAGMA user_version`)."""
 
@@ -192,7 +192,7 @@ class TurnTables:
 
     def _begin(self, db: Database, limit: int | None) -> None:
         self.db = db
-        # By table and owner, as far as asked for.
+        # By table and owner; filled on demand.
         self._chains: dict[tuple[str, str], frozenset[str]] = {}
         self.exclusive = threading.RLock()  # guards `nbytes`
         self._limit = limit
@@ -438,8 +438,8 @@ class TurnTables:
         return [(row["start"], row["stop"]) for row in rows]
 
     def marked_chains(self, table: str, owner: str) -> frozenset[str]:
-        """Hashes of the owner's histories that end with a result in a table: `dropped` or
-        `pinned`.
+        """Return the hashes of the owner's histories that end with a result in the table `dropped`
+        or `pinned`.
         """
         found = self._chains.get((table, owner))
         if found is None:
@@ -448,8 +448,8 @@ class TurnTables:
         return found
 
     def mark_result(self, table: str, owner: str, chain: str) -> None:
-        """Add a result to a table, `dropped` or `pinned`; WeirError if it has too many. A dropped
-        result is pinned no longer.
+        """Add a result to the table `dropped` or `pinned`. Raises WeirError if the table is full. A
+        dropped result is no longer pinned.
         """
         with self.exclusive, self.changing() as db:
             count = f"SELECT count(*) FROM {table} WHERE owner = ?"
@@ -474,13 +474,13 @@ class TurnTables:
         self._chains.pop((PINNED, owner), None)
 
     def unpin_result(self, owner: str, chain: str) -> None:
-        """Note that a result need not be kept any more."""
+        """Note that a result does not have to be kept any longer."""
         with self.exclusive, self.changing() as db:
             db.execute("DELETE FROM pinned WHERE owner = ? AND chain = ?", (owner, chain))
         self._chains.pop((PINNED, owner), None)
 
     def read_result(self, owner: str, node: str, chain: str) -> Message | None:
-        """The message of a result among the turns that lead to one."""
+        """Return the message of a result among the turns that lead to a given turn."""
         row = self.db.first(
             f"{_LINE} SELECT line.node FROM line JOIN results ON results.node = line.node "
             "WHERE results.chain = ?3 LIMIT 1",

@@ -1,4 +1,4 @@
-"""The server's own tools: a model calls them, and the server runs the call within the answer.
+"""The server's own tools: a model calls them, and the server runs the calls within the answer.
 
 A request turns them on by name. To add one, put an `OwnTool` into `EngineClient.own_tools`.
 """
