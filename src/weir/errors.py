@@ -35,6 +35,11 @@ EXTRAS = {
 """The extra of weir that installs an optional package, by the package's name in an import."""
 
 
+def in_words(count: int, noun: str) -> str:
+    """Format a number of things: `1 layer`, `1,024 layers`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 class WeirError(Exception):
     """Invalid input to weir; the message says what was given and what to do instead."""
 

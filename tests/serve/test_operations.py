@@ -366,6 +366,8 @@ def test_a_server_that_is_told_to_end_lets_answers_end_first():
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]"
         assert process.wait(30) == 0
+        assert process.stderr is not None
+        assert "waiting up to 30 s for 1 answer to finish." in process.stderr.read()
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{url}/health")
 

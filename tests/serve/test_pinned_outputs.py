@@ -205,7 +205,7 @@ def test_a_model_pins_an_output_itself():
             assert use["result"].startswith(f"Kept: {len(SECRET)} tokens.")
             assert items(server, "one")[0]["pinned"] is True
         else:
-            assert "only 1 outputs" in use["result"]
+            assert "only 1 output that could" in use["result"]
 
 
 def test_without_room_it_is_refused_with_the_number_that_is_needed():

@@ -414,7 +414,7 @@ NOT_IDS = {
     "rows of a tokenizer": ({"input_ids": [[0, 1], [2]]}, "in rows of one length"),
     "an array of objects": (np.array([object()]), "whole numbers"),
     "nothing": (None, "whole numbers"),
-    "two rows": ([[1, 2], [3, 4]], "this stream has 1 rows, but 2 were fed"),
+    "two rows": ([[1, 2], [3, 4]], "this stream has 1 row, but 2 were fed"),
 }
 
 

@@ -39,7 +39,7 @@ from weir.cache.snapshot import (
     layer_report,
     snapshot_row,
 )
-from weir.errors import WeirError, quote, shorten
+from weir.errors import WeirError, in_words, quote, shorten
 from weir.models import (
     DROPPING,
     Given,
@@ -376,9 +376,10 @@ class StreamingCache(Cache):
     def summary(self) -> str:
         """Return one line: the policy, the chunk, tokens seen (of each row) and bytes."""
         seen = " and ".join(f"{n:,}" for n in self.seen[:4]) or "0"
-        more = f" and {len(self.seen) - 4} rows more" if len(self.seen) > 4 else ""
+        more = f" and {in_words(len(self.seen) - 4, 'row')} more" if len(self.seen) > 4 else ""
+        tokens = "token" if self.seen[:4] == [1] else "tokens"
         policy = shorten(" ".join(str(self.policy).split()))
-        return f"{policy}, chunk {self.chunk}: {seen}{more} tokens seen, {self.nbytes:,} bytes"
+        return f"{policy}, chunk {self.chunk}: {seen}{more} {tokens} seen, {self.nbytes:,} bytes"
 
     @property
     def batch(self) -> int | None:
@@ -726,8 +727,8 @@ class StreamingCache(Cache):
         before = self.rows.marks[row]
         if self.rows.seen[row] > self.rows.waiting[row] and before.beginning != marks.beginning:
             raise WeirError(
-                f"the beginning of row {row} has {before.beginning} tokens and can no longer "
-                f"become {marks.beginning}, because it has been folded"
+                f"the beginning of row {row} has {in_words(before.beginning, 'token')} and can no "
+                f"longer become {marks.beginning}, because it has been folded"
             )
         tokens, room = sum(stop - start for start, stop in marks.kept), self.room_to_keep(marks)
         if tokens and room is not None and tokens > room:

@@ -27,7 +27,7 @@ from weir.cache.layer import (
     RowsNotFinite,
 )
 from weir.cache.plan import BegunForward, ForwardPlan, Rows, Segment
-from weir.errors import NotFiniteError, WeirError
+from weir.errors import NotFiniteError, WeirError, in_words
 from weir.models import Given
 from weir.slab import (
     AttentionParams,
@@ -65,7 +65,8 @@ class LayerParts:
             return self.parts[0].attend(queries, keys, values, params, plan)
         if keys.shape[1] != len(self.split.order):
             raise WeirError(
-                f"layer {self.parts[0].spec.index} makes keys of {keys.shape[1]} heads, but this "
+                f"layer {self.parts[0].spec.index} makes keys of "
+                f"{in_words(keys.shape[1], 'head')}, but this "
                 f"cache holds {len(self.split.order)}. Make a new cache for this model."
             )
         self.split = self.split.on(keys.device)

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from weir.cache.layer import LayerSpec
-from weir.errors import WeirError, shorten
+from weir.errors import WeirError, in_words, shorten
 from weir.models import (
     ModelSpec,
     OutputProjection,
@@ -103,7 +103,7 @@ def plan_layers(
         raise WeirError(
             f"every layer of this model sees only {facts.sliding} tokens, fewer than the policy's "
             f"{most - chunk} slots and a chunk of {chunk}. Use a smaller budget."
-            + (f", {room} slots at most" if room > 0 else " and a smaller chunk")
+            + (f", {in_words(room, 'slot')} at most" if room > 0 else " and a smaller chunk")
         )
     plans = []
     for index, (layer, asked) in enumerate(zip(facts.layers, pipes, strict=True)):
@@ -179,8 +179,8 @@ def check_memory(
     free = free_memory(device)
     if free is not None and needed > free:
         raise WeirError(
-            f"the slots of {shorten(str(policy))} in {layers} layers take {needed:,} bytes for "
-            f"{batch} row{'s' * (batch > 1)}, but only {free:,} are free on {device}. Use a "
+            f"the slots of {shorten(str(policy))} in {in_words(layers, 'layer')} take {needed:,} "
+            f"bytes for {in_words(batch, 'row')}, but only {free:,} are free on {device}. Use a "
             "smaller budget or chunk, or fewer rows."
         )
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weir.errors import WeirError
+from weir.errors import WeirError, in_words
 from weir.models import OFFSETS, out_of_range
 from weir.pools import Marks
 from weir.slab import slot_lines
@@ -584,7 +584,9 @@ class Rows:
 
     def _check_shape(self, batch: int, length: int, fixed: bool) -> None:
         if length == 0 and self.columns:
-            raise WeirError(f"nothing new was fed after {self.columns} tokens; {_go_on(batch)}")
+            raise WeirError(
+                f"nothing new was fed after {in_words(self.columns, 'token')}; {_go_on(batch)}"
+            )
         if length == 0:
             raise WeirError("a prompt must have at least one token, got none")
         if self.seen and batch != self.batch:
@@ -592,7 +594,8 @@ class Rows:
             if self.batch is not None and batch % self.batch == 0:
                 repeats = batch // self.batch
                 instead = (
-                    f"cache.batch_repeat_interleave({repeats}) makes {repeats} rows of each, as "
+                    f"cache.batch_repeat_interleave({repeats}) makes {in_words(repeats, 'row')} of "
+                    "each, as "
                     f"num_return_sequences={repeats} and num_beams={repeats} need, or " + instead
                 )
             if fixed:
@@ -600,7 +603,7 @@ class Rows:
                     "feed all of them, those that get no token with attention_mask 0, or make a "
                     f"cache with batch={batch}"
                 )
-            held = f"{self.batch} row" if self.batch == 1 else f"{self.batch} rows"
+            held = in_words(self.batch or 0, "row")
             raise WeirError(f"this cache holds {held}, but a batch of {batch} was fed; {instead}")
 
     def _claim(
@@ -616,8 +619,9 @@ class Rows:
             raise WeirError("attention_mask must be [batch, tokens]; weir makes its own 4D masks")
         if mask.shape[0] != batch or mask.shape[1] not in (length, self.columns + length):
             raise WeirError(
-                f"attention_mask has the shape {list(mask.shape)}, but {batch} rows of {length} "
-                f"new tokens after {self.columns} need [{batch}, {self.columns + length}]"
+                f"attention_mask has the shape {list(mask.shape)}, but {in_words(batch, 'row')} of "
+                f"{in_words(length, 'new token')} after {self.columns} need "
+                f"[{batch}, {self.columns + length}]"
                 + (f"; {_go_on(batch)}" if self.columns else "")
             )
         if self.columns and length > 1 and mask.shape[1] > length:
@@ -662,8 +666,10 @@ class Rows:
             return
         if given.shape[1] != length:
             raise WeirError(
-                f"position_ids have the shape {list(given.shape)}, but {length} tokens of {batch} "
-                f"rows were fed; pass position_ids [{batch}, {length}], or none"
+                f"position_ids have the shape {list(given.shape)}, but {in_words(length, 'token')} "
+                "of "
+                f"{in_words(batch, 'row')} {'was' if length == batch == 1 else 'were'} fed; pass "
+                f"position_ids [{batch}, {length}], or none"
             )
         places = given.expand(batch, -1)
         first = places[:, 0]
@@ -684,8 +690,8 @@ class Rows:
         """Refuse to continue a row at `place` if its stream is elsewhere."""
         if place not in (self.seen[row], self.claimed[row], self.columns):
             raise WeirError(
-                f"row {row} should continue after {place} tokens, but its stream has seen "
-                f"{self.seen[row]}; {_go_on(len(self.seen))}"
+                f"row {row} should continue after {in_words(place, 'token')}, but its stream has "
+                f"seen {self.seen[row]}; {_go_on(len(self.seen))}"
             )
 
 

@@ -10,7 +10,15 @@ from typer import BadParameter, Context, Option
 
 from weir.cli import options
 from weir.cli.app import command
-from weir.cli.common import print_json, print_line, print_table, say, show_progress, waiting
+from weir.cli.common import (
+    in_words,
+    print_json,
+    print_line,
+    print_table,
+    say,
+    show_progress,
+    waiting,
+)
 from weir.cli.loading import Loading, load_model, loads_model
 from weir.cli.runtime import interruptible
 from weir.errors import WeirError
@@ -177,8 +185,8 @@ def _print(rows: list[LayerError], facts: dict[str, Any]) -> None:
     print_line(
         f"{facts['model']}: relative error of the attention outputs for the last "
         f"{facts['queries']} of {facts['tokens']} tokens. The first {facts['exact']} tokens are "
-        f"exact; the rest was read as {how}. {facts['seeds']} "
-        f"{'seed' if facts['seeds'] == 1 else 'seeds'}."
+        f"exact; the rest was read as {how}. "
+        f"{in_words(facts['seeds'], 'seed')}."
     )
 
 

@@ -12,6 +12,7 @@ from weir.cli.app import command
 from weir.cli.common import (
     RemainingTime,
     in_lines,
+    in_words,
     print_json,
     print_line,
     print_table,
@@ -185,5 +186,5 @@ def _print(out: Path, found: Calibration) -> None:
     print_line(
         f"{out}: mean error of attention {after:.3f} (before: {before:.3f}, under {found.asked}); "
         f"{size(found.nbytes)} of cache for one stream (before: {size(found.before)}); measured "
-        f"on {found.passages} passage{'s' * (found.passages > 1)} of {found.length:,} tokens"
+        f"on {in_words(found.passages, 'passage')} of {found.length:,} tokens"
     )

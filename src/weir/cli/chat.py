@@ -229,9 +229,9 @@ def chat(
     if begun:
         left = list(kept.after(stream.seen)) if go_on and kept is not None else []
         if tokens := sum(len(turn.ids) for turn in left):
-            with waiting(f"recomputing {tokens:,} tokens"):
+            with waiting(f"recomputing {in_words(tokens, 'token')}"):
                 conversation.read_again(left)
-        say(f"{stream.seen:,} tokens read before")
+        say(f"{in_words(stream.seen, 'token')} read before")
     how = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     how["repetition_penalty"] = repetition_penalty
     with interruptible(noted=math.inf) as interrupt:
@@ -398,11 +398,11 @@ def describe(policy: Policy) -> str:
         counts[PLAIN_NAMES.get(pool.name, pool.name)] += pool.slots() or 0
     counts.pop("", None)
     parts = [
-        f"{name} {count:,}" if name.startswith("the ") else f"{count:,} tokens by {name}"
+        f"{name} {count:,}" if name.startswith("the ") else f"{in_words(count, 'token')} by {name}"
         for name, count in counts.items()
     ]
     listed = f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else parts[0]
-    tokens = "" if "tokens" in listed else " tokens"
+    tokens = "" if "token" in listed else " tokens"
     form = "" if pipe.format is None else f", {FORMAT_WORDS.get(pipe.format.name)}"
     return f"keeps {listed}{tokens}{form}"
 
@@ -483,9 +483,10 @@ def _tell_state(conversation: Conversation) -> None:
         )
     report = conversation.stream.report()
     held = [layer["held"] for layer in report.get("layers", ())]
-    slots = f"{max(held):,} slots, " if held else ""
+    slots = f"{in_words(max(held), 'slot')}, " if held else ""
     messages().print(
-        f"{conversation.stream.seen:,} tokens seen, {slots}{size(conversation.stream.nbytes)}, "
+        f"{in_words(conversation.stream.seen, 'token')} seen, "
+        f"{slots}{size(conversation.stream.nbytes)}, "
         f"{conversation.rate:,.0f} tokens/s",
         style="dim",
         highlight=False,
@@ -550,7 +551,7 @@ def _load(conversation: Conversation, file: Path) -> None:
     if conversation.archive is not None:
         conversation.archive.close()
     conversation.use_archive(open_archive(conversation.transcript))
-    say(f"{stream.seen:,} tokens read before")
+    say(f"{in_words(stream.seen, 'token')} read before")
 
 
 def _tell_forgotten(conversation: Conversation) -> None:
@@ -566,7 +567,7 @@ def _tell_forgotten(conversation: Conversation) -> None:
         words = " ".join(passage.text.split())
         held = {0.0: "gone", 1.0: "whole"}.get(passage.held, f"{passage.held:.0%} held")
         beginning = f"{words[:PREVIEW]}…" if len(words) > PREVIEW else words
-        say(f"{turns}, {passage.tokens:,} tokens, {held}: {beginning}")
+        say(f"{turns}, {in_words(passage.tokens, 'token')}, {held}: {beginning}")
     if shown and all(passage.held == 1 for passage in passages):
         say("nothing has been forgotten yet")
 
@@ -585,7 +586,12 @@ def _tell_held(conversation: Conversation, text: str) -> None:
             say(f"{said}: gone")
             continue
         nowhere = place.shares.count(0)
-        gone = f"; {nowhere} of its {len(place.shares)} tokens are in no layer" if nowhere else ""
+        gone = (
+            f"; {nowhere} of its {in_words(len(place.shares), 'token')} "
+            f"{'is' if nowhere == 1 else 'are'} in no layer"
+            if nowhere
+            else ""
+        )
         many = "in the cache" if held == 1 else f"in {held:.0%} of layers and heads{gone}"
         say(f"{said}: {many}, kept by {', '.join(place.pools)}")
 
@@ -608,7 +614,7 @@ def _report(conversation: Conversation) -> None:
     """Print the slots of each layer; layers with the same slots share a line."""
     stream = conversation.stream
     report = stream.report()
-    say(f"{stream.policy.brief}: {stream.seen:,} tokens seen, {size(report['bytes'])}")
+    say(f"{stream.policy.brief}: {in_words(stream.seen, 'token')} seen, {size(report['bytes'])}")
     said = [
         f"{_held(layer['slots'])}; {size(layer['bytes'])}" for layer in report.get("layers", ())
     ]

@@ -14,7 +14,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weir.errors import WeirError, format_value
+from weir.errors import WeirError, format_value, in_words
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -43,8 +43,14 @@ class RemainingTime:
         left = took / share - took
         if not self._said and left >= SHORT:
             self._said = True
-            minutes = f"{left / 60:,.0f} minutes" if left >= 90 else f"{left:.0f} seconds"
-            say(f"{self.what}: about {minutes} left at this pace")
+            say(f"{self.what}: {_minutes(left)} left at this pace")
+
+
+def _minutes(seconds: float) -> str:
+    """Format a duration: `about 3 minutes`."""
+    if seconds >= 90:
+        return f"about {in_words(round(seconds / 60), 'minute')}"
+    return f"about {in_words(round(seconds), 'second')}"
 
 
 @cache
@@ -250,8 +256,3 @@ def size(nbytes: float) -> str:
     """Format a number of bytes: 1.2 MB."""
     power = next((n for n in range(3) if abs(nbytes) < 1000 ** (n + 1)), 3)
     return f"{nbytes / 1000**power:.{min(power, 1)}f} {('B', 'kB', 'MB', 'GB')[power]}"
-
-
-def in_words(count: int, noun: str) -> str:
-    """Format a number of things: `1 layer`, `1,024 layers`."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -17,6 +17,7 @@ from weir.cli.common import (
     describe_parameters,
     first_paragraph,
     in_lines,
+    in_words,
     output,
     print_json,
     print_line,
@@ -171,7 +172,8 @@ def evaluate(
             )
         except (KeyboardInterrupt, Terminated):
             done = len(read_results(out)[1])
-            say(f"{done} of {len(grid.cells)} cells are saved in {out}. Use --resume to continue.")
+            all_cells = in_words(len(grid.cells), "cell")
+            say(f"{done} of {all_cells} are saved in {out}. Use --resume to continue.")
             raise
     failed = failures(records)
     if as_json:
@@ -182,7 +184,10 @@ def evaluate(
         _print(records)
         print_line(out)
     if failed:
-        say(f"weir: {len(failed)} of {len(records)} cells failed. Use --resume to try them again.")
+        say(
+            f"weir: {len(failed)} of {in_words(len(records), 'cell')} failed. Use --resume to try "
+            "them again."
+        )
     return 1 if failed else 0
 
 
@@ -234,7 +239,7 @@ class _Progress:
         value, took = record["value"], record["seconds"]
         figure = "" if value is None else f": {record['metric']} {value:.4g}"
         return (
-            f"{len(self.done)} of {len(self.grid.cells)} cells: {record['setting']} of "
+            f"{len(self.done)} of {in_words(len(self.grid.cells), 'cell')}: {record['setting']} of "
             f"{record['model']} under {record['policy']}, "
             f"seed {record['seed']}{figure}, {took:.0f} s"
         )

@@ -9,7 +9,7 @@ from typer import Option
 
 from weir.cli import options
 from weir.cli.app import command
-from weir.cli.common import print_json, print_line, say, show_progress
+from weir.cli.common import in_words, print_json, print_line, say, show_progress
 from weir.cli.loading import Loading, load_model, loads_model
 from weir.errors import WeirError
 
@@ -95,7 +95,8 @@ def inspect(
     title = "the beginning of War and Peace" if text is None else text.name
     layer_count, head_count = sizes(model)
     kind = model.config.model_type
-    about = f"{model_name} ({kind}): {layer_count} layers, {head_count} query heads in each."
+    heads = in_words(head_count, "query head")
+    about = f"{model_name} ({kind}): {in_words(layer_count, 'layer')}, {heads} in each."
     page = InspectionPage(out, f"A look into {model_name}", f"{about} The text is {title}.")
     with show_progress("") as show:
 

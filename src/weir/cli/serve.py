@@ -11,7 +11,7 @@ from typer import Argument, Context, Option
 
 from weir.cli import options
 from weir.cli.app import command
-from weir.cli.common import prepare_model, say, say_set_aside, say_window, size, waiting
+from weir.cli.common import in_words, prepare_model, say, say_set_aside, say_window, size, waiting
 from weir.cli.loading import Loading, load_model, loads_model
 from weir.cli.pinning import AUTO, PinSlots, pin_format, read_pin
 from weir.errors import WeirError
@@ -247,17 +247,20 @@ def serve(
             )
         say(f"{model_name} under {plain.brief}")
         say_pinned(wanted)
-        ends = f"states of {memory.kept:,} turns {size(memory.kept * memory.row)}, "
+        ends = f"states of {in_words(memory.kept, 'turn')} {size(memory.kept * memory.row)}, "
         say(
-            f"memory: {size(memory.total)} in all: weights {size(memory.weights)}, {rows} rows of "
-            f"{size(memory.row)}, {ends if memory.kept else ''}states of {memory.prefixes} "
+            f"memory: {size(memory.total)} in all: weights {size(memory.weights)}, "
+            f"{in_words(rows, 'row')} of {size(memory.row)}, {ends if memory.kept else ''}states "
+            f"of {memory.prefixes} "
             f"prompts {size(memory.prefixes * memory.row)}"
         )
         say(
             f"on top of that: at most {size(limits.memory)} for requests in progress, and "
             f"{size(limits.parcel)} while a session is exported or imported"
         )
-        known = f"{len(accepted)} keys" if accepted else "no keys: only this machine is served"
+        known = (
+            in_words(len(accepted), "key") if accepted else "no keys: only this machine is served"
+        )
         if cluster is not None and data is not None:
             from weir.serve.cluster import running
             from weir.serve.cluster.replica import Settings
@@ -280,10 +283,10 @@ def serve(
                 notes_changes=note_changes,
             )
             with running.joined(cluster):
-                with waiting(f"{replicas} replicas on {cluster}"):
+                with waiting(f"{in_words(replicas, 'replica')} on {cluster}"):
                     started = running.Replicas(settings, replicas)
                 say(
-                    f"{replicas} replicas of this; states of turns are in {data}, at most "
+                    f"{in_words(replicas, 'replica')} of this; states of turns are in {data}, at most "
                     f"{size(memory.row)} each"
                 )
                 say(f"{_url(*bound.getsockname()[:2])} ({known})")
@@ -309,7 +312,7 @@ def serve(
                 if opened.problem
                 else (
                     f"the text of conversations is in {where}, at most {size(archived)}; up to "
-                    f"{tokens} tokens of it are recalled in a turn"
+                    f"{in_words(tokens, 'token')} of it are recalled in a turn"
                 )
             )
         book = ResponseStore(None if data is None else Path(data) / "book.db", limits.texts)
@@ -350,7 +353,18 @@ def serve(
         app = make_app(client, accepted, hosts, origins)
         address, number = bound.getsockname()[:2]
         say(f"{_url(address, number)} ({known})")
-        run_app(app, bound, limits, lambda: client.drain(limits.drain))
+        run_app(app, bound, limits, lambda: drain_and_say(client, limits.drain))
+
+
+def drain_and_say(client: EngineClient, seconds: float) -> None:
+    """Let running answers finish, and report what the server is waiting for."""
+    load = client.engine.load()
+    if many := load.busy + load.waiting:
+        say(
+            f"waiting up to {seconds:g} s for {in_words(many, 'answer')} to finish. Ctrl-C ends "
+            "the server at once."
+        )
+    client.drain(seconds)
 
 
 def say_pinned(policy: Policy) -> None:
@@ -401,8 +415,9 @@ def compile_or_say(engine: Engine) -> None:
         say(f"{error}; decode steps run uncompiled")
         return
     if compiles:
-        sizes = ", ".join(map(str, sizes_of(engine)))
-        say(f"decode steps are being compiled while the server answers, for {sizes} rows at a time")
+        *some, most = sizes_of(engine)
+        sizes = ", ".join([*map(str, some), in_words(most, "row")])
+        say(f"decode steps are being compiled while the server answers, for {sizes} at a time")
     elif engine.model.device.type == "cpu":
         say("--compile is for a GPU. On a CPU, decode steps are native or run in PyTorch.")
 

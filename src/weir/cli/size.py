@@ -108,7 +108,7 @@ def size(
                 f"{wanted} has no limit, so its size depends on the length of the stream. Give a "
                 "length, as in --tokens 8192, or use a policy with a budget."
             )
-        name = f"{wanted} at {tokens:,} tokens"
+        name = f"{wanted} at {in_words(tokens, 'token')}"
         if wanted.keeps_all:
             length, wanted = tokens, Pipe(wanted.pools, name, wanted.formats)
         else:
@@ -229,7 +229,7 @@ def _show(facts: dict[str, Any]) -> None:
     step = facts["step_bytes"]
     policy = facts["policy"]
     if not policy.endswith(" slots"):  # the brief form of a long list already gives the slots
-        policy += f", {count} slots a layer"
+        policy += f", {count} {'slot' if count == '1' else 'slots'} a layer"
     stream, most = (for_people(facts[key]) for key in ("stream_bytes", "stream_bytes_at_most"))
     if facts["stream_bytes_at_most"] > facts["stream_bytes"]:
         stream += (
@@ -262,8 +262,8 @@ def _show(facts: dict[str, Any]) -> None:
             (
                 "server",
                 f"{in_words(server['rows'], 'row')} {for_people(server['rows_bytes'])}, states of "
-                f"{server['turns']} turns {for_people(server['turns_bytes'])}, "
-                f"{server['prompt_states']} states of prompts "
+                f"{in_words(server['turns'], 'turn')} {for_people(server['turns_bytes'])}, "
+                f"{in_words(server['prompt_states'], 'state')} of prompts "
                 f"{for_people(server['prompt_states_bytes'])}; with the weights "
                 f"{for_people(server['total_bytes'])}, or "
                 f"{for_people(server['total_bytes'] - server['turns_bytes'])} with --data, which "

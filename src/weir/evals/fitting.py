@@ -12,7 +12,7 @@ from typing import Literal
 from transformers import PreTrainedModel
 
 from weir.cache import Positions, size_of
-from weir.errors import PolicyError, WeirError
+from weir.errors import PolicyError, WeirError, in_words
 from weir.evals.notation import with_budget
 from weir.models import sight_of
 from weir.policies import Policy, Recompute, parse_policy
@@ -101,10 +101,10 @@ def fit_to_memory(
             f"chunk of {chunk}. Use more memory or a smaller chunk, or leave out the policy."
         )
     if budget < FEW:
-        slots = "slot" if budget == 1 else "slots"
         warnings.warn(
-            f"weir: {memory:,} bytes leave {policy} {f'on {name} ' if name else ''}only {budget} "
-            f"{slots}, too few to judge it by; give at least {FEW} slots: more memory or a smaller "
+            f"weir: {memory:,} bytes leave {policy} {f'on {name} ' if name else ''}only "
+            f"{in_words(budget, 'slot')}, too few to judge it by; give at least {FEW} slots: more "
+            "memory or a smaller "
             f"chunk{_overhead(model, policy, budget, chunk, positions, counted)}",
             stacklevel=2,
         )

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from weir.errors import WeirError
+from weir.errors import WeirError, in_words
 from weir.models.fingerprints import weights_of
 from weir.models.kept_files import cache_folder
 
@@ -43,7 +43,8 @@ class Gate:
         weight = self.weight.to(given.device)
         if weight.shape != (given.shape[2], keys.shape[1]):
             raise WeirError(
-                f"these gates are for {weight.shape[1]} heads and {weight.shape[0] - 1} numbers "
+                f"these gates are for {in_words(weight.shape[1], 'head')} and "
+                f"{weight.shape[0] - 1} numbers "
                 f"of keys and values, but this layer has {keys.shape[1]} and "
                 f"{given.shape[2] - 1}. Train them again with weir calibrate --gates."
             )

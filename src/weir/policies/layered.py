@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from weir.errors import LONGEST, WeirError, quote
+from weir.errors import LONGEST, WeirError, in_words, quote
 from weir.policies.pipe import Origin, Pipe, Policy
 
 
@@ -48,7 +48,8 @@ class Layered(Policy):
         some = " to ".join(f"{slots:,}" for slots in dict.fromkeys(sizes[:1] + sizes[-1:]))
         by_head = any(isinstance(policy, ByHead) for policy in self.policies)
         each = "policies for the KV heads of" if by_head else "a policy for each of"
-        return f"{each} {len(self.policies)} layers, {some or 'any number of'} slots"
+        slots = "1 slot" if some == "1" else f"{some or 'any number of'} slots"
+        return f"{each} {in_words(len(self.policies), 'layer')}, {slots}"
 
     @property
     def pipes(self) -> tuple[Pipe, ...]:
@@ -74,8 +75,8 @@ class Layered(Policy):
             if self.origin is not None:
                 source, told = self.origin.file, self.origin.told
             raise WeirError(
-                f"{source} has policies for {len(self.policies)} layers, but this model has "
-                f"{layers} layers with a policy{told}"
+                f"{source} has policies for {in_words(len(self.policies), 'layer')}, but this "
+                f"model has {in_words(layers, 'layer')} with a policy{told}"
             )
         return self.policies[layer]
 

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Self, cast
 
 from torch import Tensor
 
-from weir.errors import WeirError, format_value, quote
+from weir.errors import WeirError, format_value, in_words, quote
 from weir.policies.registry import NAMED, PolicyCall
 from weir.pools import Fold, Pool, Recent, fits
 from weir.slab import FORMATS, Format, QuantizedSlots, Slots, is_longer
@@ -381,8 +381,8 @@ def _check_fold(
     limit = pool.slots()
     if limit is not None and len(kept) > limit:
         raise WeirError(
-            f"the pool {name} kept {len(kept)} slots, and its limit is {limit}. Return the others "
-            "as overflow."
+            f"the pool {name} kept {in_words(len(kept), 'slot')}, and its limit is {limit}. Return "
+            "the others as overflow."
         )
     return kept, overflow
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import ClassVar, Self
 
-from weir.errors import WeirError
+from weir.errors import WeirError, in_words
 from weir.policies.library import KVzip, Recompute, kcenter, streaming_llm
 from weir.policies.pipe import Origin, Pipe, Policy, check_format
 from weir.policies.registry import NAMED, PolicyCall, named
@@ -205,7 +205,7 @@ def of_layer(pools: tuple[Pool, ...], layer: int, layers: int, beta: float) -> t
     slots = budgets(sum(free), layers, beta)[layer]
     which = {0: "lowest", layers - 1: "top"}
     name = f"{which[layer]} layer" if layer in which else f"layer {layer} of {layers}"
-    where = f"the {name} of this pyramid would have {slots} slots to divide"
+    where = f"the {name} of this pyramid would have {in_words(slots, 'slot')} to divide"
     if slots < sum(n > 0 for n in free):
         raise WeirError(
             f"{where}, but each of its pools needs at least one. Use a larger budget or a smaller "

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from weir import kernels
-from weir.errors import WeirError
+from weir.errors import WeirError, in_words
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -116,7 +116,8 @@ class CounterRNG:
         seeds = self.seed if isinstance(self.seed, tuple) else (self.seed,) * batch
         if len(seeds) != batch:
             raise WeirError(
-                f"the generator has seeds for {len(seeds)} rows, but the batch has {batch} rows"
+                f"the generator has seeds for {in_words(len(seeds), 'row')}, but the batch has "
+                f"{in_words(batch, 'row')}"
             )
         return [_start(seed, self.layer, self.pool, purpose) for seed in seeds]
 

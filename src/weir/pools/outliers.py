@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weir.errors import WeirError
+from weir.errors import WeirError, in_words
 from weir.pools.base import FINITE, Fold, SizedPool, find_outside, gather_kept, split
 from weir.pools.parameters import Bounds, Cosine, Natural
 from weir.pools.ranked import pool_neighbors, select_highest
@@ -59,8 +59,8 @@ class Outliers(SizedPool):
         if self.dilate >= self.n:
             raise WeirError(
                 f"outliers needs at least {self.dilate + 1} slots, because the newest "
-                f"{self.dilate} tokens wait for their neighbors, got {self.n}. Use more slots or "
-                "a smaller dilate."
+                f"{in_words(self.dilate, 'token')} {'waits' if self.dilate == 1 else 'wait'} for "
+                f"neighbors, got {self.n}. Use more slots or a smaller dilate."
             )
 
     def state(self, like: Slots) -> dict[str, Tensor]:

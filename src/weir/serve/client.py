@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from weir.cache import holding_in
-from weir.errors import WeirError, quote
+from weir.errors import WeirError, in_words, quote
 from weir.models import StopTokens, sink_of, transformers_model
 from weir.policies import pinned_slots
 from weir.serve.after_thoughts import AfterThoughts, ThoughtTokens
@@ -56,7 +56,13 @@ from weir.serve.pins import (
 )
 from weir.serve.prompts import Prompt, PromptMatcher, PromptRenderer
 from weir.serve.sessions.manager import SessionManager, UnknownSession
-from weir.serve.sessions.records import StorageFull, TurnRecord, is_hidden, pack_ids
+from weir.serve.sessions.records import (
+    StorageFull,
+    TurnRecord,
+    is_hidden,
+    pack_ids,
+    unpack_ids,
+)
 from weir.serve.sessions.responses import ResponseStore
 from weir.serve.thoughts import OPEN, ThoughtParser
 from weir.serve.tools.formats import Tool
@@ -73,6 +79,7 @@ from weir.serve.tools.parser import AnswerPart, CallParser, join_parts
 from weir.serve.tools.recalling import make_recall_tool
 from weir.serve.worker import Worker
 from weir.stream import RECALL_SHARE, Detokenizer, PromptEncoder, held_ranges
+from weir.stream.archive import find_quotes
 
 if TYPE_CHECKING:
     from weir.serve.structured import GrammarConstraint
@@ -686,6 +693,12 @@ class EngineClient:
         for sequence in generation.sequences:
             self.engine.cancel(sequence)
 
+    def recalled_in(self, record: TurnRecord) -> str | None:
+        """Return what was recalled in a saved turn, with who said it; None if nothing was."""
+        if not record.usage.get("recalled"):
+            return None
+        return find_quotes(str(self.tokenizer.decode(unpack_ids(record.ids).tolist())))
+
     def running_prompt(self, owner: str, session: str) -> Prompt | None:
         """Return the prompt of a session that is being read or answered now."""
         with self._lock:
@@ -904,20 +917,22 @@ class EngineClient:
         found = self._output_back(context, arguments["back"], "kept")
         pinned = self._pin_output(context.prompt.owner, found, context.prompt.parent)
         more = " It will be read again with the next message." if pinned.reread else ""
-        return f"Kept: {pinned.tokens} tokens.{more}"
+        return f"Kept: {in_words(pinned.tokens, 'token')}.{more}"
 
     def _output_back(self, context: ToolContext, back: int, done: str) -> ToolOutput:
         """Return the output that a model names by its age; 1 is the newest."""
         outputs = self._outputs_of(context.prompt)
         if len(outputs) < back:
-            raise WeirError(f"there are only {len(outputs)} outputs that could be {done}")
+            are = "is" if len(outputs) == 1 else "are"
+            many = in_words(len(outputs), "output")
+            raise WeirError(f"there {are} only {many} that could be {done}")
         return outputs[back - 1]
 
     def _drop_tool_output(self, context: ToolContext, arguments: Mapping[str, Any]) -> str:
         """Execute a call of `DROP_TOOL_OUTPUT`."""
         found = self._output_back(context, arguments["back"], "dropped")
         self._drop_output(context.prompt.owner, found)
-        return f"Dropped: {found.place.stop - found.place.start} tokens."
+        return f"Dropped: {in_words(found.place.stop - found.place.start, 'token')}."
 
     def _describe_lost(
         self, prompt: Prompt, name: str, held: Tensor, read: int

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from weir.errors import in_words
 from weir.serve.messages import DROPPED, Message
 from weir.serve.sessions.records import TurnRecord
 from weir.serve.sessions.store import SessionStore
@@ -95,7 +96,8 @@ def describe_messages(
 def tell_forgotten(turns: Sequence[dict[str, Any]], tokens: int) -> str:
     """Write a note that tells a model what it has forgotten."""
     lines = [
-        f"{tokens} tokens of the earlier conversation are no longer in your memory. "
+        f"{in_words(tokens, 'token')} of the earlier conversation {'is' if tokens == 1 else 'are'} "
+        "no longer in your memory. "
         "Do not guess what they said: ask, or use a tool."
     ]
     for turn in turns:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from weir.cache import size_of
-from weir.errors import WeirError
+from weir.errors import WeirError, in_words
 from weir.loading import default_device, skeleton
 from weir.models import free_memory
 from weir.policies import SAME, Pinned, Policy, with_pin
@@ -73,8 +73,9 @@ def estimate_memory(
     if free is not None and estimate.total > free:
         raise WeirError(
             f"not enough memory on {device}: {free:,} bytes are free. {model_name} takes "
-            f"{size.weights:,} bytes, {rows} rows take {rows * size.stream:,}, the states of "
-            f"{kept} turns {kept * size.stream:,}, and {PREFIXES} states of prompts "
+            f"{size.weights:,} bytes, {in_words(rows, 'row')} {'takes' if rows == 1 else 'take'} "
+            f"{rows * size.stream:,}, the states of {in_words(kept, 'turn')} "
+            f"{kept * size.stream:,}, and {PREFIXES} states of prompts "
             f"{PREFIXES * size.stream:,}. Use fewer --rows, a smaller --keep, or a smaller budget."
         )
     return estimate

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from weir.errors import WeirError, quote
+from weir.errors import WeirError, in_words, quote
 from weir.serve.messages import Message, ResultPlace
 from weir.serve.sessions.records import TurnRecord
 from weir.serve.sessions.store import SessionStore
@@ -53,7 +53,8 @@ class PinRoom:
             return
         needed = pin_for(beginning + tokens)
         raise CannotPin(
-            f"the pinned outputs would have {tokens} tokens, and there is room for {left} after "
+            f"the pinned outputs would have {in_words(tokens, 'token')}, and there is room for "
+            f"{left} after "
             f"the {beginning} of the system message and tools: start the server with --pin "
             f"{needed}, or unpin another output"
         )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from weir.errors import in_words
 from weir.serve.messages import Message
 from weir.serve.sessions.records import TurnRecord, find_path
 from weir.serve.sessions.store import SessionStore
@@ -162,7 +163,7 @@ def _difference(at: int, old: Message, new: Message, dropped: Collection[str]) -
         was, now = (repr(text[first : first + EXCERPT]) for text in (old.content, new.content))
         return f"{place} differs from character {first} on: it was {was} and is {now}"
     if len(old.calls) != len(new.calls):
-        return f"{place} has {len(new.calls)} calls, and had {len(old.calls)} before"
+        return f"{place} has {in_words(len(new.calls), 'call')}, and had {len(old.calls)} before"
     for n, (a, b) in enumerate(zip(old.calls, new.calls, strict=True)):
         if a.name != b.name:
             return f"call {n} of {place} is to {b.name!r}, and was to {a.name!r} before"

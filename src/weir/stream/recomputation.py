@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from weir.errors import NotFiniteError, WeirError
+from weir.errors import NotFiniteError, WeirError, in_words
 from weir.models import sink_at_work, transformers_model, window_of
 from weir.policies import Recompute
 
@@ -86,7 +86,7 @@ class Recomputation:
 
     def summary(self) -> str:
         """Return one line: the policy, tokens seen and bytes."""
-        return f"{self.policy}: {self.seen[0]:,} tokens seen, {self.nbytes:,} bytes"
+        return f"{self.policy}: {in_words(self.seen[0], 'token')} seen, {self.nbytes:,} bytes"
 
     def report(self, row: int = 0) -> dict[str, Any]:
         """Return the policy, tokens seen, bytes, and how steps run."""

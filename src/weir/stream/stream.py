@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from weir.cache import Contents, Holding, Positions, Prefill, StreamingCache, choose_policy
-from weir.errors import NotFiniteError, WeirError
+from weir.errors import NotFiniteError, WeirError, in_words
 from weir.models import CACHE, StopTokens, images_of, input_device, transformers_model
 from weir.policies import KVzip, Policy, Recompute
 from weir.stream import session
@@ -482,7 +482,9 @@ class Stream:
         inputs = read_inputs(token_ids, embeddings, *known, offsets)
         logits = self._logits
         if logits is not None and logits.shape[0] != inputs.rows:
-            raise WeirError(f"this stream has {logits.shape[0]} rows, but {inputs.rows} were fed")
+            raise WeirError(
+                f"this stream has {in_words(logits.shape[0], 'row')}, but {inputs.rows} were fed"
+            )
         if self._text is not None and inputs.rows > 1:
             raise WeirError(
                 f"a stream with an archive has one row, but {inputs.rows} were fed. Use a Stream "

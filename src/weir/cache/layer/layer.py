@@ -25,7 +25,7 @@ from weir.cache.layer.fold import Pending
 from weir.cache.layer.layer_state import LayerSpec, LayerState
 from weir.cache.layer.transaction import Transaction
 from weir.cache.plan import ForwardPlan, Segment, plan_forward
-from weir.errors import WeirError
+from weir.errors import WeirError, in_words
 from weir.slab import (
     AttentionParams,
     DecodeSlots,
@@ -166,8 +166,9 @@ class Layer:
             )
         if keys.shape[1] != slab.keys.shape[1] or keys.shape[3] != slab.keys.shape[3]:
             raise WeirError(
-                f"layer {self.spec.index} makes keys of {keys.shape[1]} heads of {keys.shape[3]} "
-                f"numbers, but this cache holds {slab.keys.shape[1]} of {slab.keys.shape[3]}. "
+                f"layer {self.spec.index} makes keys of {in_words(keys.shape[1], 'head')} of "
+                f"{in_words(keys.shape[3], 'number')}, but this cache holds {slab.keys.shape[1]} "
+                f"of {slab.keys.shape[3]}. "
                 "Make a new cache for this model."
             )
 

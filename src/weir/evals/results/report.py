@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from weir.errors import WeirError
+from weir.errors import WeirError, in_words
 from weir.evals.report import (
     DASHES,
     GRAY,
@@ -570,19 +570,15 @@ def _recalled_parts(done: Sequence[CellRecord]) -> Iterator[ReportPart]:
 
 def _facts(cells: int, records: Sequence[CellRecord]) -> str:
     """Write a sentence about what was run."""
-
-    def several(word: str, count: int) -> str:
-        return f"{count} {word}{'' if count == 1 else 's'}"
-
     fields = ("model", "setting", "seed", "policy")
     *counts, policies = (len(unique(record[field] for record in records)) for field in fields)
-    kinds = map(several, ("model", "task setting", "seed"), counts)
+    kinds = map(in_words, counts, ("model", "task setting", "seed"))
     failed = len(failures(records))
     done = len(records) - failed
     versions = ", ".join(unique(record["weir"] for record in records))
     return (
         f"{', '.join(kinds)}, policies and budgets: {policies}. Of "
-        f"{several('cell', cells)}, {done} {'is' if done == 1 else 'are'} done and {failed} "
+        f"{in_words(cells, 'cell')}, {done} {'is' if done == 1 else 'are'} done and {failed} "
         f"failed. weir {versions}."
     )
 

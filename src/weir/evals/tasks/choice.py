@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from weir.errors import in_words
 from weir.evals.answers import require_template
 from weir.evals.records import JsonRecord, read_records
 from weir.evals.scores import count_right
@@ -121,7 +122,10 @@ def question_of(record: JsonRecord) -> Question:
         stem, both = record.text("question"), record.record("choices")
         labels, texts = both.several_words("label", least=2), both.texts("text", least=2)
         if len(labels) != len(texts):
-            raise record.wrong("choices", f"has {len(labels)} labels and {len(texts)} texts")
+            raise record.wrong(
+                "choices",
+                f"has {in_words(len(labels), 'label')} and {in_words(len(texts), 'text')}",
+            )
         choices = tuple(zip(labels, texts, strict=True))
     else:
         asked = record.record("question")

@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
-from weir.errors import NotFiniteError, WeirError
+from weir.errors import NotFiniteError, WeirError, in_words
 from weir.serve.api.dependencies import run_in_thread
 from weir.serve.api.errors import (
     APIError,
@@ -104,7 +104,9 @@ def make_request(
     name, tokens = limit
     if body.num_answers > rows:
         raise APIError(
-            400, f"Invalid 'n': this server gives at most {rows} answers to a request.", param="n"
+            400,
+            f"Invalid 'n': this server gives at most {in_words(rows, 'answer')} to a request.",
+            param="n",
         )
     if tokens is not None and tokens > limits.answer:
         body.note(f"{name} above {limits.answer}")
@@ -225,16 +227,17 @@ def _warn_unpinned(http: Request, client: EngineClient, prompt: Prompt) -> str:
         needed = pin_for(beginning + count_tokens(prompt.kept) + prompt.unkept)
         add_log_fields(http.scope, unpinned=prompt.unkept, pin=needed)
         return (
-            f"{prompt.unkept} tokens of pinned outputs have no room, and leave the cache like "
-            f"others; start the server with --pin {needed}"
+            f"{in_words(prompt.unkept, 'token')} of pinned outputs "
+            f"{'has' if prompt.unkept == 1 else 'have'} no "
+            f"room, and leave the cache like others; start the server with --pin {needed}"
         )
     if prompt.parent is not None or pinned is None or prompt.beginning <= pinned:
         return ""
     needed = pin_for(prompt.beginning)
     add_log_fields(http.scope, unpinned=prompt.beginning - pinned, pin=needed)
     return (
-        f"only the first {pinned} of the {prompt.beginning} tokens of the system message and "
-        f"tools are never evicted; start the server with --pin {needed}"
+        f"only the first {pinned} of the {in_words(prompt.beginning, 'token')} of the system "
+        f"message and tools are never evicted; start the server with --pin {needed}"
     )
 
 

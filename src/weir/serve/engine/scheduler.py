@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from weir.errors import WeirError
+from weir.errors import WeirError, in_words
 from weir.serve.engine.sequence import Stage, TokenSequence
 from weir.serve.limits import share_of
 
@@ -74,7 +74,9 @@ class Scheduler:
         own = sum(one.holder == sequence.holder for one in self.waiting)
         own -= self._rows_each - self._rows_of(sequence.holder)
         if waiting >= self._queue or own >= self._queue_each:
-            raise Busy(f"{max(waiting, own)} turns are already waiting. Try again later.")
+            many = max(waiting, own)
+            are = "is" if many == 1 else "are"
+            raise Busy(f"{in_words(many, 'turn')} {are} already waiting. Try again later.")
         self.waiting.append(sequence)
 
     def add_first(self, sequence: TokenSequence) -> None:

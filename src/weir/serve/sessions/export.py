@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from weir.cache import check_token, located
-from weir.errors import WeirError, quote
+from weir.errors import WeirError, in_words, quote
 from weir.policies import FARTHEST, FileFacts, ListOf, Whole, read_facts
 from weir.serve.json_nodes import NodeCounter
 from weir.serve.messages import Message, ResultPlace
@@ -159,7 +159,9 @@ def _validated(facts: Any, file: Any, store_format: StoreFormat) -> list[Turn]:
     turns = facts["turns"]
     names = set(file.keys())
     if names != {str(n) for n in range(len(turns))} or not turns:
-        raise WeirError(f"it has {len(names)} checkpoints for {len(turns)} turns")
+        raise WeirError(
+            f"it has {in_words(len(names), 'checkpoint')} for {in_words(len(turns), 'turn')}"
+        )
     found: list[Turn] = []
     known: set[str] = set()
     nodes = {turn["node"] for turn in turns}

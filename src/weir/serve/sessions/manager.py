@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 
-from weir.errors import WeirError
+from weir.errors import WeirError, in_words
 from weir.serve.engine.engine import Engine
 from weir.serve.engine.scheduler import Busy
 from weir.serve.limits import Limits
@@ -126,7 +126,8 @@ class SessionManager:
         size = len(records) * (cache.nbytes // (cache.batch or 1))
         if size > self._limits.parcel:
             raise WeirError(
-                f"{len(records)} turns take {size:,} bytes, and a file can have at most "
+                f"{in_words(len(records), 'turn')} {'takes' if len(records) == 1 else 'take'} "
+                f"{size:,} bytes, and a file can have at most "
                 f"{self._limits.parcel:,}. Export fewer of the newest turns."
             )
         with _one_at_a_time(self._transfer):

@@ -20,7 +20,7 @@ from dataclasses import replace
 from tempfile import TemporaryDirectory
 from typing import Self
 
-from weir.errors import WeirError
+from weir.errors import WeirError, in_words
 from weir.serve.messages import Message, ResultPlace
 from weir.serve.sessions.records import (
     NOT_KEPT,
@@ -120,7 +120,7 @@ class SessionStore:
 
         None means a turn of a full row.
         """
-        more = f". Up to {self._keep} turns continue in memory" if self._keep else ""
+        more = f". Up to {in_words(self._keep, 'turn')} continue in memory" if self._keep else ""
         needed = self.place.turn_bytes() if size is None else size
         return describe_full(needed, self.place.free_bytes()) + more
 
