@@ -1,8 +1,7 @@
 """What the pages say to type is typed here, and answers as the pages show.
 
-Every command in a shell block of README, Quick start, Serving, Running a server and Writing a pool
-is either run by a test below, or listed in `ELSEWHERE` with the reason. In shown output, `…` is
-anything.
+Every command in a shell block of `PAGES` is either run by a test below, or listed in `ELSEWHERE`
+with the reason. In shown output, `…` is anything.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from typing import Any
 
 import httpx
 import pytest
+from servers import serving_nano
 
 from weir.loading.loader import ASSETS
 from weir.stream import BOOK
@@ -32,12 +32,23 @@ PAGES = (
     "README.md",
     "docs/quickstart.md",
     "docs/serving.md",
+    "docs/server-api.md",
     "docs/running-a-server.md",
+    "docs/memory.md",
     "docs/writing-a-pool.md",
 )
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 SHELL = {"sh", "bash"}
 
+CLAUDE = (
+    "ANTHROPIC_BASE_URL=http://127.0.0.1:8000 ANTHROPIC_AUTH_TOKEN=none ANTHROPIC_MODEL=nano "
+    "DISABLE_COMPACT=1 claude"
+)
+LONG = (
+    'weir eval --model smollm2 --weights gguf --compile --policies "weir(budget=1024)" --seeds 1 '
+    "--out long.jsonl      --tasks \"recalled(distances='1000 10000 100000 1000000', "
+    "ways='recall none', text=austen.txt, turns=mt_bench.jsonl, state=long-state)\""
+)
 CLUSTER = "weir serve nano --cluster local --replicas 2 --rows 8 --data /shared/weir"
 ELSEWHERE = {
     "make demo": "test_make_demo_runs_the_demo compares its recipe with the command",
@@ -51,6 +62,8 @@ ELSEWHERE = {
     "weir train --text books.txt --out mine": "it takes hours; tests/cli trains a smaller model",
     "weir chat --model mine": "weir chat --model nano is run",
     "weir serve nano --host 0.0.0.0 --keys keys": "with --host 127.0.0.1, in the test of keys",
+    CLAUDE: "make clients has the program, and tests/serve run it",
+    LONG: "it takes hours; tests/evals/tasks run the task on a small model",
     CLUSTER: "tests/serve/cluster starts such servers",
 }
 RUN = {
@@ -60,6 +73,7 @@ RUN = {
     "weir chat --model smollm2",
     "weir size some-model.Q4_K_M.gguf --policy snapkv",
     "weir serve nano --rows 8",
+    "weir serve MODEL --data sessions --archive 10GB --recall 256",
     "KEY=wk-$(openssl rand -hex 24)",
     'printf %s "$KEY" | sha256sum | cut -d" " -f1 >> keys',
 }
@@ -255,6 +269,9 @@ def test_a_server_starts_and_answers_as_the_page_shows(serve: Serve) -> None:
     answer = httpx.post(f"{address}/v1/chat/completions", json=body, headers=[(kind[0], kind[1])])
     shown = shown_after("docs/serving.md", "curl ", "json")
     assert pattern(shown.rstrip("\n")).fullmatch(answer.text)
+    (shown,) = (text for kind, text in blocks("docs/serving.md") if text.startswith('{"prompt_to'))
+    usage, found = json.loads(shown), answer.json()["usage"]
+    assert (usage.keys(), usage["weir"].keys()) == (found.keys(), found["weir"].keys())
     page = httpx.get(address)  # the page that the text names
     assert page.headers["content-type"].startswith("text/html")
 
@@ -280,3 +297,35 @@ def test_a_key_is_made_and_used_as_the_page_shows(serve: Serve, tmp_path: Path) 
     for headers in ({"Authorization": f"Bearer {made.stdout}"}, {"x-api-key": made.stdout}):
         found: Any = httpx.get(models, headers=headers).json()
         assert [one["id"] for one in found["data"]] == ["nano"]
+
+
+@needs_nano
+@pytest.mark.slow
+def test_a_server_with_an_archive_takes_what_the_page_of_memory_sends(serve: Serve) -> None:
+    (command,) = commands("docs/memory.md")[:1]
+    address, printed = serve(command.replace("MODEL", "nano"))
+    assert "up to 256 tokens of it are recalled in a turn" in printed
+    bodies = [json.loads(text) for kind, text in blocks("docs/memory.md") if kind == "json"]
+    assert [*bodies[0]["weir"], *bodies[1]["weir"]] == ["recall", "tools"] and len(bodies) == 2
+    usual = {"model": "nano", "messages": [{"role": "user", "content": "Hello."}], "max_tokens": 4}
+    for body in bodies:
+        answer = httpx.post(f"{address}/v1/chat/completions", json={**usual, **body}, timeout=600)
+        assert answer.status_code == 200, answer.text
+
+
+@needs_nano
+@pytest.mark.slow
+def test_what_the_page_of_the_api_sends_is_answered() -> None:
+    with serving_nano() as server:
+        space: dict[str, Any] = {"__name__": "example"}
+        (code,) = (text for kind, text in blocks("docs/server-api.md") if kind == "python")
+        exec(code.replace("http://127.0.0.1:8000", server.url), space)
+        first, second, other = (space[name] for name in ("first", "second", "other"))
+        assert second.previous_response_id == other.previous_response_id == first.id
+        # What the first response read is not read again, in either of its continuations.
+        assert all(one.usage.input_tokens_details.cached_tokens > 0 for one in (second, other))
+        talked = space["client"].conversations.items.list(space["talk"].id).data
+        assert {item.role for item in talked} == {"user", "assistant"}
+        (body,) = (text for kind, text in blocks("docs/server-api.md") if kind == "json")
+        answer = server.post("/v1/chat/completions", {**json.loads(body), "max_tokens": 4})
+        assert answer.status_code == 200, answer.text

@@ -9,8 +9,9 @@ import io
 import re
 import shlex
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -23,8 +24,9 @@ from transformers.generation import stopping_criteria
 import weir
 from weir.cli import main
 from weir.loading.loader import ASSETS
-from weir.pools import POOLS, Pool
+from weir.pools import POOLS, Fold, Pool, SizedPool, pool
 from weir.pools.observed_attention import ObservedAttention
+from weir.slab import Slots
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"(<!-- not run: [^\n]*-->\n)?^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -42,6 +44,12 @@ def blocks(page: str, language: str, *, all_of_them: bool = False) -> list[str]:
         for skip, kind, code in BLOCK.findall(text)
         if kind == language and (all_of_them or not skip)
     ]
+
+
+def skipped(page: str) -> list[str]:
+    """The Python blocks of a page that are marked as not run."""
+    text = (ROOT / page).read_text("utf-8")
+    return [code for skip, kind, code in BLOCK.findall(text) if kind == "python" and skip]
 
 
 def pages() -> list[str]:
@@ -119,6 +127,48 @@ def test_the_examples_of_a_page_run_one_after_the_other(
     for code in blocks(page, "python"):
         run(code, page, space)
     assert not warned  # of a window that examples of weir are about to leave, for one
+
+
+@needs_nano
+@pytest.mark.slow
+def test_a_model_of_the_hub_is_loaded_as_shown() -> None:
+    (code,) = (code for code in skipped("docs/quickstart.md") if "from_pretrained" in code)
+    folder, name = str(ASSETS / "nano"), "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert code.count(name) == 2
+    space: dict[str, Any] = {"__name__": "example", "weir": weir}
+    run(code.replace(name, folder), "quickstart.md", space)
+    inputs = space["tokenizer"]("The road", return_tensors="pt")
+    space["model"].generate(**inputs, past_key_values=space["cache"], max_new_tokens=3)
+    assert space["cache"].seen == [inputs.input_ids.shape[1] + 2]
+
+
+def test_the_fragments_about_a_fold_run_in_a_fold(llama: Any, pools_as_before: None) -> None:
+    fragments = skipped("docs/writing-a-pool.md")
+    assert len(fragments) == 2
+    drawn: list[Tensor] = []
+
+    @pool("fragments")
+    @dataclass(frozen=True)
+    class Fragments(SizedPool):
+        n: int = 8
+
+        def state(self, like: Slots) -> dict[str, Tensor]:
+            return {"came": torch.zeros(like.position.shape[:2], dtype=torch.int64)}
+
+        def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
+            space = {"fold": fold, "new": new}
+            for code in fragments:
+                exec(code, space)
+            drawn.append(cast(Tensor, space["u"]))
+            assert drawn[-1].shape == new.position.shape
+            both = held.join(new)
+            order = both.position.argsort(dim=2, descending=True)
+            return both.take(order[:, :, : self.n]), both.take(order[:, :, self.n :])
+
+    stream = weir.Stream(llama, "fragments(8)", chunk=8)
+    stream.feed(list(range(41)))
+    assert all(bool(((u >= 0) & (u < 1)).all()) for u in drawn) and len(drawn) > 3
+    assert drawn[0].unique().numel() > 4
 
 
 def test_what_a_policy_answers_and_refuses_is_as_shown() -> None:
