@@ -3,7 +3,9 @@
     weir serve smollm2 --archive 1GB
     python tests/serve/take_page_picture.py http://127.0.0.1:8000 docs/images/serve-page.png
 
-It needs playwright and Chromium. The conversation is sampled, so the words differ from run to run.
+It needs playwright and Chromium. A novel is pasted that is longer than the default policy's
+windows, so that the first message is forgotten, and the last one recalls it. The conversation is
+sampled, so the words differ from run to run.
 """
 
 from __future__ import annotations
@@ -16,15 +18,13 @@ from typing import Any
 
 from browsers import find_browser, launch_browser
 
+from weir.stream import BOOK, read_text
+
 DESKTOP, PHONE = (1280, 800), (390, 844)
-WAIT = 120_000
-"""Milliseconds that an answer may take."""
+WAIT = 1_800_000
+"""Milliseconds that an answer may take, on a machine that has much else to do."""
 FIRST = "My sister Ottilie keeps bees in Bergen. Remember that. What could I give her?"
-FURTHER = (
-    "Tell me a long story about a river that crosses a country.",
-    "What do the people on its banks do in winter? Describe it at length.",
-    "And in spring? Describe it at length.",
-)
+NOVEL = "This is the beginning of a novel. Tell me who is in it.\n\n"
 LAST = "Where does my sister Ottilie keep bees?"
 
 
@@ -60,7 +60,9 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("url", help="address of the server, without /v1")
     parser.add_argument("picture", type=Path, help="file of the picture at desktop width")
     parser.add_argument("--phone", type=Path, help="folder for pictures at phone width")
-    parser.add_argument("--tokens", type=int, default=256, help="tokens of a long answer")
+    parser.add_argument(
+        "--letters", type=int, default=20_000, help="letters of a novel that are pasted"
+    )
     parser.add_argument("--session", help="show this conversation instead of holding a new one")
     given = parser.parse_args(words)
     path = find_browser()
@@ -72,14 +74,17 @@ def main(words: Sequence[str] | None = None) -> None:
         if given.session is None:
             page.goto(given.url)
             say(page, FIRST, 48)
-            for each in FURTHER:
-                say(page, each, given.tokens)
+            say(page, NOVEL + read_text(BOOK)[: given.letters], 48)
             say(page, LAST, 32)
         else:
             page.goto(f"{given.url}/#session={given.session}")
         page.locator("#text .held").first.wait_for(timeout=WAIT)
         page.wait_for_timeout(1000)  # what is held is drawn after the answer
-        page.evaluate("document.getElementById('scroll').scrollTop = 0")
+        page.evaluate("document.querySelectorAll('.recalled').forEach(each => each.open = true)")
+        page.evaluate(
+            "const box = document.getElementById('scroll'); box.scrollTop = box.scrollHeight"
+        )
+        page.wait_for_timeout(300)
         page.screenshot(path=given.picture)
         sys.stdout.write(f"{given.picture}: {overflow(page) or 'nothing overflows'}\n")
         if given.phone is not None:

@@ -121,6 +121,24 @@ def test_memory_tells_what_the_newest_turn_has_recalled(server):
     assert found["archive"]["recalled_tokens"] == usage["recalled"]["tokens"] > 0
 
 
+def test_turns_tell_what_was_recalled_in_each_and_so_do_forks(server):
+    chat = Chat(server, "shown")
+    for text in (CODE, FILLER):
+        chat.say(text)
+    usage = chat.say(ASK)
+    said = "Earlier in this conversation:\n> A user can write this too."
+    chat.say(said)
+    url = f"{server.url}/v1/sessions"
+    turns = httpx.get(f"{url}/shown/turns", timeout=600).json()["data"]
+    (excerpt,) = usage["recalled"]["excerpts"]
+    assert ["recalled" in turn for turn in turns] == [False, False, True, False]
+    assert re.fullmatch(rf"I said, on \d.*:\n> {re.escape(excerpt['text'])}", turns[2]["recalled"])
+    assert turns[2]["messages"][0]["content"] == ASK
+    fork = httpx.post(f"{url}/shown/fork", json={"turn": turns[2]["id"]}, timeout=600).json()["id"]
+    newest = httpx.get(f"{url}/{fork}/turns?limit=1&order=desc", timeout=600).json()["data"]
+    assert newest[0]["recalled"] == turns[2]["recalled"]
+
+
 def test_a_request_chooses_how_much_is_recalled(server):
     chat = Chat(server, "chosen")
     chat.say(CODE)

@@ -12,12 +12,14 @@ import httpx
 import pytest
 from browsers import find_browser, launch_browser
 from servers import Server, make_client, serving
+from take_page_picture import overflow
 
 from weir.serve.api import Keys
 
 pytestmark = pytest.mark.slow  # a browser
 
 KEY, OTHER = "wk-alice-0123456789", "wk-bob-0123456789"
+PHONE = {"viewport": {"width": 375, "height": 667}, "is_mobile": True, "has_touch": True}
 LATER = 30_000
 """Milliseconds that anything in a browser may take on a machine that has much else to do."""
 
@@ -26,6 +28,15 @@ LATER = 30_000
 def server() -> Iterator[Server]:
     hashes = [hashlib.sha256(key.encode()).hexdigest() for key in (KEY, OTHER)]
     with serving(make_client(rows=2), Keys(hashes)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def recalling() -> Iterator[Server]:
+    """A server that forgets after 1,600 tokens, and recalls what a message asks for."""
+    hashes = [hashlib.sha256(KEY.encode()).hexdigest()]
+    client = make_client(policy="sink(4) | recent(1600)", archive=10_000_000, recall=256)
+    with serving(client, Keys(hashes)) as server:
         yield server
 
 
@@ -69,8 +80,8 @@ def user(server: Server, browser: Any) -> Iterator[Callable[..., User]]:
     """Makes users; in the end none of their pages broke or asked another host."""
     users = []
 
-    def make(key: str | None = KEY, **given: Any) -> User:
-        one = User(server, browser.new_context(**given))
+    def make(key: str | None = KEY, at: Server = server, **given: Any) -> User:
+        one = User(at, browser.new_context(**given))
         if key is not None:
             one.context.add_init_script(f"sessionStorage.setItem('weir-key', '{key}')")
         users.append(one)
@@ -83,9 +94,9 @@ def user(server: Server, browser: Any) -> Iterator[Callable[..., User]]:
         assert one.asked
         assert {
             url.partition("/page/")[0].rstrip("/") for url in one.asked if "/v1/" not in url
-        } == {server.url}
-        assert all(url.startswith(f"{server.url}/") for url in one.asked)
-    server.settled()
+        } == {one.server.url}
+        assert all(url.startswith(f"{one.server.url}/") for url in one.asked)
+        one.server.settled()
 
 
 def say(page: Any, words: str, longest: int = 8) -> None:
@@ -150,6 +161,64 @@ def test_far_past_the_window_it_talks_and_shows_what_is_left(user, server):
     expect(page.get_by_label("Your message")).to_have_value("And then?")
     expect(page.locator("#seen")).to_have_text(f"{told['seen']:,}")
     expect(page.locator(".said.assistant")).to_have_count(1)
+
+
+@pytest.mark.parametrize("screen", [{}, PHONE], ids=["desktop", "phone"])
+def test_it_shows_what_is_held_what_is_forgotten_and_what_was_recalled(user, recalling, screen):
+    page = user(at=recalling, **screen).tab()
+
+    def view(name: str) -> None:
+        """Show a part of the page, if only one is shown."""
+        if screen:
+            page.get_by_role("button", name=name, exact=True).tap()
+
+    code = "The secret access code of Alice Moreau is 48213."
+    say(page, code)
+    view("Memory")
+    expect(page.locator("#lost")).to_have_text("0")
+    expect(page.locator("#archive")).to_contain_text("Nothing was recalled for the newest message.")
+    assert "48213" in "".join(page.locator("#text .held").all_inner_texts())
+    view("Chat")
+    say(page, "Filler without any meaning. " * 70)
+    expect(page.locator(".recalled")).to_have_count(0)
+    first, second = page.locator("#turns li").nth(0), page.locator("#turns li").nth(1)
+    # The sinks hold four tokens of the first turn.
+    expect(first.locator(".lost")).to_have_text(re.compile(r"^\d+ of its \d+ tokens forgotten$"))
+    expect(second.locator(".lost")).to_have_text(
+        re.compile(r"^\d+ of its [\d,]+ tokens forgotten$")
+    )
+    box = second.locator(".said.user").bounding_box()
+    assert box["height"] < 300  # a long message scrolls
+    say(page, "What is the secret access code of Alice Moreau?")
+    third = page.locator("#turns li").nth(2)
+    told = re.compile(r"^I said, on \d.*:\n> The secret access code of Alice Moreau is 48213\.$")
+    count = re.compile(r"^\d+ tokens recalled from the archive for this message$")
+    for step in range(3):
+        recalled = page.locator("#turns li").nth(2).locator(".recalled")
+        expect(recalled.locator("summary")).to_have_text(count)
+        expect(recalled.locator("p")).to_be_hidden()
+        recalled.locator("summary").click()
+        expect(recalled.locator("p")).to_be_visible()
+        assert told.match(recalled.locator("p").inner_text())
+        assert overflow(page) == []
+        view("Memory")
+        tokens = recalled.locator("summary").text_content().partition(" ")[0]
+        expect(page.locator("#archive")).to_have_text(
+            f"The archive has the text of 6 messages. {tokens} tokens of it were recalled for the "
+            "newest message."
+        )
+        wait(page, "() => Number(document.getElementById('lost').innerText.replace(',', '')) > 400")
+        assert re.search(r"[\d,]+ tokens forgotten", page.locator("#text").inner_text())
+        assert overflow(page) == []
+        view("Chat")
+        if step == 0:  # it is saved
+            page.reload()
+            wait(page, "() => document.querySelectorAll('.turn-foot').length === 3")
+        elif step == 1:  # and a fork has it, too
+            name = page.url
+            third.get_by_role("button", name="Fork from here").click()
+            wait(page, "name => location.href !== name", name)
+            wait(page, "() => document.querySelectorAll('.turn-foot').length === 3")
 
 
 def test_a_reload_finds_the_session_and_two_tabs_share_it(user):
@@ -257,8 +326,7 @@ def test_nothing_can_be_said_before_the_server_has_told_of_its_model(user):
 
 
 def test_on_a_phone_nothing_is_wider_than_the_screen(user):
-    phone = {"viewport": {"width": 375, "height": 667}, "is_mobile": True, "has_touch": True}
-    page = user(**phone).tab()
+    page = user(**PHONE).tab()
     say(page, "w" * 300, longest=300)
     for view, shown in (("Sessions", "sessions"), ("Memory", "memory"), ("Chat", "chat")):
         page.get_by_role("button", name=view, exact=True).tap()

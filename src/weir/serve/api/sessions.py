@@ -110,7 +110,15 @@ async def turns(
 ) -> dict[str, Any]:
     """List the saved turns of a session, in pages."""
     records, path = await run_in_thread(client.sessions.list_turns, owner, name)
-    return page.to_json(page.cut([turn_object(record, record.node in path) for record in records]))
+    shown = page.cut([turn_object(record, record.node in path) for record in records])
+    by_id = {f"resp_{record.node}": record for record in records}
+
+    def with_recalled(turn: dict[str, Any]) -> dict[str, Any]:
+        text = client.recalled_in(by_id[turn["id"]])
+        return turn if text is None else {**turn, "recalled": text}
+
+    # In a thread, because the text is decoded from the tokens of the turn.
+    return page.to_json(await asyncio.to_thread(lambda: [with_recalled(turn) for turn in shown]))
 
 
 @router.post("/v1/sessions/{name}/fork", openapi_extra=describe_body(ForkBody))

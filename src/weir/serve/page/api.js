@@ -74,7 +74,6 @@ const place = (session) => `/v1/sessions/${encodeURIComponent(session)}`;
 
 export const models = async () => (await json("/v1/models")).data;
 export const sessions = async () => (await json("/v1/sessions")).data;
-export const session = (name) => json(place(name));
 export async function turns(name) {
   const all = [];
   for (let after = ""; ; ) {
@@ -84,6 +83,9 @@ export async function turns(name) {
     after = `&after=${page.last_id}`;
   }
 }
+/** The newest turn of a session. */
+export const newest = async (name) =>
+  (await json(`${place(name)}/turns?limit=1&order=desc`)).data[0];
 export const memory = (name, signal) => json(`${place(name)}/memory`, { signal });
 export const fork = (name, turn) =>
   json(`${place(name)}/fork`, { method: "POST", body: { turn } });

@@ -2,7 +2,7 @@
 // server is asked for changes.
 
 import * as api from "./api.js";
-import { addTurn, beginTurn, onForkFrom, showTurns } from "./chat.js";
+import { addTurn, beginTurn, onForkFrom, showForgotten, showTurns } from "./chat.js";
 import { askForKey, askToDelete } from "./dialogs.js";
 import { byId, several } from "./dom.js";
 import { showMemory } from "./memory.js";
@@ -134,16 +134,15 @@ async function say(words) {
     const seconds = (performance.now() - began) / 1000;
     tabs.postMessage(session);
     if (!mine()) return;
-    const { head } = await api.session(session);
+    const saved = await api.newest(session);
     if (!mine()) return;
     const turn = {
-      id: head,
+      ...saved,
       messages: [
         { role: "user", content: words },
         { role: "assistant", content: answer },
       ],
       seen: usage.weir.seen,
-      usage,
       rate: usage.completion_tokens / seconds,
     };
     page.turns.push(turn);
@@ -214,6 +213,7 @@ async function glance() {
   }
   if (session !== page.session) return OFTEN;
   showMemory(memory);
+  showForgotten(memory.forgotten.turns);
   if (page.answering) return OFTEN;
   page.elsewhere = memory.doing !== null;
   byId("send").disabled = page.elsewhere;

@@ -42,11 +42,14 @@ export function showMemory(memory) {
   for (const [id, value] of [
     ["seen", count(seen)],
     ["held", count(held)],
+    ["lost", count(read - held)],
     ["folds", count(folds)],
     ["bytes", bytes(memory.bytes)],
   ]) {
     byId(id).textContent = value;
   }
+  byId("archive").hidden = memory.archive === undefined;
+  byId("archive").textContent = memory.archive === undefined ? "" : aboutArchive(memory.archive);
   drawGrowth(byId("growth"), memory);
   drawSlots(byId("slots"), pools, lookOf);
   drawStream(byId("stream"), memory, lookOf);
@@ -59,12 +62,21 @@ export function showMemory(memory) {
     el(
       "li",
       {},
-      el("span", { className: "token gone" }, "gone"),
+      el("span", { className: "token gone" }, "forgotten"),
       el("b", {}, ""),
       el("span", {}, several(read - held, "token")),
     ),
   );
   text.show(memory, lookOf);
+}
+
+/** What the archive has of this conversation, in words. */
+function aboutArchive({ working, turns, recalled_tokens: recalled }) {
+  if (!working) return "The archive does not work, so nothing is recalled. See the server's log.";
+  const has = `The archive has the text of ${several(turns, "message")}.`;
+  if (!recalled) return `${has} Nothing was recalled for the newest message.`;
+  const were = recalled === 1 ? "was" : "were";
+  return `${has} ${several(recalled, "token")} of it ${were} recalled for the newest message.`;
 }
 
 const round = (n) => (Number.isInteger(n) ? n : Number(n.toFixed(1)));

@@ -1,6 +1,6 @@
 // Small pictures of a cache's contents. Each has a description in words.
 
-import { bytes, count, el, svg } from "./dom.js";
+import { bytes, count, el, several, svg } from "./dom.js";
 
 const WIDE = 400;
 const HIGH = 110;
@@ -13,7 +13,7 @@ export function drawGrowth(into, { read, bytes: row, bytes_of_all: all }) {
   const x = (tokens) => ((tokens / far) * WIDE).toFixed(1);
   const y = (some) => (HIGH - (some / top) * HIGH).toFixed(1);
   const label =
-    `After ${count(read)} tokens, the keys and values of all of them would take ${bytes(all)}; ` +
+    `After ${several(read, "token")}, the keys and values of all of them would take ${bytes(all)}; ` +
     `the cache takes ${bytes(row)}, the same as at the beginning.`;
   const picture = svg(
     "svg",
@@ -30,7 +30,7 @@ export function drawGrowth(into, { read, bytes: row, bytes_of_all: all }) {
       "div",
       { className: "axis", ariaHidden: "true" },
       el("span", {}, "0"),
-      el("span", {}, `${count(far)} tokens`),
+      el("span", {}, several(far, "token")),
     ),
   );
 }
@@ -68,7 +68,7 @@ export function drawStream(into, { seen, pools, tokens, pairs, held }, lookOf) {
     const sizes = { x: at, y: 1 - high, width: 1.05, height: high };
     bars.push(svg("rect", { ...sizes, class: lookOf(pools, most) }));
   });
-  const label = `${count(held)} of ${count(seen)} tokens are in the cache; the height of a bar is the share of held tokens at that place.`;
+  const label = `${count(held)} of ${several(seen, "token")} are in the cache; the height of a bar is the share of held tokens at that place.`;
   const box = `0 0 ${Math.max(1, bins.length)} 1`;
   into.replaceChildren(
     svg("svg", { viewBox: box, preserveAspectRatio: "none", role: "img", "aria-label": label }, ...bars),

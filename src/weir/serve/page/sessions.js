@@ -1,6 +1,6 @@
 // The list of conversations.
 
-import { ago, byId, count, el, several } from "./dom.js";
+import { ago, byId, el, several } from "./dom.js";
 
 /** Show all sessions, the last used first. Calls `open` or `remove` with the chosen one. */
 export function showSessions(sessions, now, { open, remove }) {
@@ -15,7 +15,7 @@ export function showSessions(sessions, now, { open, remove }) {
         el(
           "span",
           { className: "when" },
-          `${several(session.turns, "turn")} · ${count(session.seen)} tokens · ${ago(session.used)}`,
+          `${several(session.turns, "turn")} · ${several(session.seen, "token")} · ${ago(session.used)}`,
         ),
       );
       opens.dataset.session = session.id;

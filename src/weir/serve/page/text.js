@@ -123,7 +123,7 @@ function dress(span, token, { pools, pairs, read }, lookOf) {
   if (span.style.getPropertyValue("--share") !== share) span.style.setProperty("--share", share);
 }
 
-const gap = (n) => el("span", { className: "gap" }, `${several(n, "token")} gone`);
+const gap = (n) => el("span", { className: "gap" }, `${several(n, "token")} forgotten`);
 const sum = (numbers) => numbers.reduce((all, n) => all + n, 0);
 const placeOf = (target) =>
   target.id?.startsWith("token-") ? Number(target.id.slice(6)) : undefined;
@@ -138,6 +138,6 @@ function about({ tokens, pools, pairs, read }, at) {
     .map((pool, n) => [pool.name, token.pools[n]])
     .filter(([, some]) => some)
     .map(([name, some]) => `${name} in ${count(some)}`);
-  if (!by.length) return `${start}gone.`;
+  if (!by.length) return `${start}forgotten.`;
   return `${start}held by ${by.join(", ")} of ${several(pairs, "head")}.`;
 }

@@ -39,6 +39,16 @@ def write_quotes(
     return (_whole(parts), used) if parts else ("", [])
 
 
+def find_quotes(text: str) -> str | None:
+    """Find the quotations that `write_quotes` wrote into a text; None if there are none.
+
+    Returns what was quoted, with who said it, without the line that opens the quotations.
+    """
+    _, opening, rest = text.partition(f"{OPENING}\n")
+    # No quoted line is empty, so the first empty line ends the quotations.
+    return rest.partition("\n\n")[0] if opening else None
+
+
 def quote_excerpt(excerpt: Excerpt, text: str, speakers: Mapping[str, str] = SPEAKERS) -> str:
     """Write one excerpt: a line that says who said it and when, followed by its quoted lines."""
     when = time.strftime("%d %B %Y at %H:%M", time.localtime(excerpt.time)).lstrip("0")
