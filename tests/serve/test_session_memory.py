@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Iterator
+from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -13,6 +16,7 @@ from servers import POLICY, Server, make_client, serving
 from weir.cache import Holding, StreamingCache
 from weir.serve import Engine
 from weir.serve.api import Keys
+from weir.serve.api import memory as route
 
 CHAT = "/v1/chat/completions"
 TEXT = "Grüße, 世界! 🙂 and so on, far past the window"
@@ -177,3 +181,20 @@ def test_who_looks_at_a_turn_without_a_row_waits_for_nothing():
     made.stop()
     made.run()  # with nobody to answer, it still shows what was asked for, and ends
     assert after.result(0) is None
+
+
+def test_while_a_step_takes_long_the_last_inspection_is_told() -> None:
+    """A client that looks again during a step is answered at once, and not after it."""
+    sequence: Any = Server  # anything that a row could be looked up by
+    found: Any = object()
+    looks: list[Future[Any]] = [Future(), Future()]
+    looks[0].set_result(found)
+    client: Any = SimpleNamespace(engine=SimpleNamespace(inspect=lambda sequence: looks.pop(0)))
+    known = route.Inspections()
+
+    async def look() -> Any:
+        return await asyncio.wait_for(route.inspect(client, sequence, known), route.PATIENCE / 2)
+
+    assert asyncio.run(look()) is found
+    assert asyncio.run(look()) is found  # the second look never ends
+    assert looks == []

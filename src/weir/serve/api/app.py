@@ -98,6 +98,7 @@ def make_app(
     app.state.bodies = BodyLimiter(client.limits)
     app.state.grammars = GrammarCompiler(client.tokenizer, client.stop_ids, client.vocabulary)
     app.state.metrics = metrics = Metrics(client)
+    app.state.inspections = memory.Inspections()
     app.state.memory_reporter = MemoryReporter(client.engine.cache, client.tokenizer)
     for kind in (APIError, RequestValidationError, ClientGone, HTTPException, Exception):
         app.add_exception_handler(kind, _respond_to_error)

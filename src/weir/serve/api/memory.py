@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from typing import Annotated, Any
+from weakref import WeakKeyDictionary
 
 from fastapi import APIRouter, Query, Request
 
@@ -19,8 +20,12 @@ from weir.serve.session_memory import MemoryReporter, running_turns, without_tok
 from weir.serve.sessions.records import is_hidden
 
 router = APIRouter()
+Inspections = WeakKeyDictionary[TokenSequence, RowInspection]
+"""The last inspection of each running sequence."""
 PATIENCE = 5.0
-"""Seconds to wait for an inspection. A step of a running engine takes less."""
+"""Seconds to wait for the first inspection of a sequence. A step of the engine takes less."""
+SOON = 0.2
+"""Seconds to wait for a later one. After that, the last one is reported, which is a step old."""
 
 
 @router.get("/v1/sessions/{name}/memory")
@@ -41,7 +46,9 @@ async def memory(
         raise not_found("session")
     reporter: MemoryReporter = request.app.state.memory_reporter
     sequence = client.running_sequence(owner, name)
-    inspection = None if sequence is None else await inspect(client, sequence)
+    inspection = (
+        None if sequence is None else await inspect(client, sequence, request.app.state.inspections)
+    )
 
     def names(node: str) -> list[Any] | None:
         record = client.store.find_turn(owner, node)
@@ -92,11 +99,22 @@ def _archive_of(
     return {"archive": {"working": working, "turns": turns, "recalled_tokens": recalled}}
 
 
-async def inspect(client: EngineClient, sequence: TokenSequence) -> RowInspection | None:
-    """Inspect the row of a running sequence; None if it has ended."""
+async def inspect(
+    client: EngineClient, sequence: TokenSequence, known: Inspections
+) -> RowInspection | None:
+    """Inspect the row of a running sequence between two steps; None if it has ended.
+
+    `known` has the last inspections. One of them is returned if the engine's step takes long, as
+    those do that read a long prompt.
+    """
+    last = known.get(sequence)
     inspecting = asyncio.wrap_future(client.engine.inspect(sequence))
     # The inspection is never cancelled, since other requests may wait for the same one.
-    await asyncio.wait({inspecting}, timeout=PATIENCE)
-    if not inspecting.done() or inspecting.cancelled() or inspecting.exception() is not None:
+    await asyncio.wait({inspecting}, timeout=PATIENCE if last is None else SOON)
+    if not inspecting.done():
+        return last
+    if inspecting.cancelled() or inspecting.exception() is not None:
         return None
-    return inspecting.result()
+    if (found := inspecting.result()) is not None:
+        known[sequence] = found
+    return found
