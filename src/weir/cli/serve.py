@@ -286,8 +286,8 @@ def serve(
                 with waiting(f"{in_words(replicas, 'replica')} on {cluster}"):
                     started = running.Replicas(settings, replicas)
                 say(
-                    f"{in_words(replicas, 'replica')} of this; states of turns are in {data}, at most "
-                    f"{size(memory.row)} each"
+                    f"{in_words(replicas, 'replica')} of this; states of turns are in {data}, "
+                    f"at most {size(memory.row)} each"
                 )
                 say(f"{_url(*bound.getsockname()[:2])} ({known})")
                 started.serve(bound, limits)
