@@ -101,6 +101,14 @@ def as_codex_sends_it(**given):
     )
 
 
+def test_of_two_limits_the_newer_name_counts_and_the_other_is_named(server):
+    body = {"model": "small", "messages": [USER], "max_completion_tokens": 3}
+    for old, said in ((5, "no effect here: max_tokens"), (3, "")):
+        answer = server.post("/v1/chat/completions", {**body, "max_tokens": old})
+        assert warning(answer) == said
+        assert answer.json()["usage"]["completion_tokens"] == 3
+
+
 def test_a_body_of_codex_is_answered_and_what_is_skipped_is_named_and_logged(server, caplog):
     caplog.set_level(logging.INFO, "weir.serve")
     answer = server.post("/v1/responses", as_codex_sends_it())

@@ -167,6 +167,15 @@ def test_other_tools_and_a_history_of_nobody_are_told_apart():
         assert reread(again)["why"] == "tools"
 
 
+def test_an_answer_from_elsewhere_is_not_blamed_on_tools(server):
+    first = ask(server, {"role": "user", "content": "Elsewhere?"})
+    history = [{"role": "user", "content": "Elsewhere?"}, said(first)]
+    foreign = [{"role": "user", "content": "And?"}, {"role": "assistant", "content": "Foreign."}]
+    found = reread(ask(server, *history, *foreign, MORE))
+    assert (found["why"], found["from_message"]) == ("unknown", 2)
+    assert found["detail"] == "no conversation of this key goes on with messages[2] (user)"
+
+
 def test_a_template_that_cannot_continue_is_named():
     template = "{{ messages | length }}" + CHATML.replace(
         "{{ m.content }}", "{% if loop.last or loop.first %}{{ m.content }}{% endif %}"

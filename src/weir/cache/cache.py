@@ -727,8 +727,8 @@ class StreamingCache(Cache):
         before = self.rows.marks[row]
         if self.rows.seen[row] > self.rows.waiting[row] and before.beginning != marks.beginning:
             raise WeirError(
-                f"the beginning of row {row} has {in_words(before.beginning or 0, 'token')} and can no "
-                f"longer become {marks.beginning}, because it has been folded"
+                f"the beginning of row {row} has {in_words(before.beginning or 0, 'token')} and "
+                f"can no longer become {marks.beginning}, because it has been folded"
             )
         tokens, room = sum(stop - start for start, stop in marks.kept), self.room_to_keep(marks)
         if tokens and room is not None and tokens > room:

@@ -30,7 +30,7 @@ class Reread:
         messages: number of messages that are read again, up to the last answer.
         why: "changed" (a message differs from the one that was answered), "tools" (the same
             messages with other tools), "template" (the chat template cannot continue a
-            conversation), or "unknown" (no similar conversation is kept).
+            conversation), or "unknown" (no conversation that goes on like this is kept).
         detail: the difference, in words.
     """
 
@@ -110,6 +110,9 @@ def explain_reread(
     at = _count_same(nearest, messages)
     if not nearest or at >= len(messages):
         return Reread(known, count, "unknown", "no conversation like this is kept for this key")
+    if known >= at >= len(nearest):
+        detail = f"no conversation of this key goes on with messages[{at}] ({messages[at].role})"
+        return Reread(known, count, "unknown", detail)
     if at >= min(len(nearest), answered):
         detail = "the same messages were answered with other tools"
         if at < answered:

@@ -576,7 +576,11 @@ class ChatBody(CompletionBody):
             form is not None and form.json_schema is not None and form.json_schema.description
         )
         forms = ["response_format.json_schema.description"] if described else []
-        return [*super().skipped, *skipped_tools(self.tools), *forms]
+        newer = self.max_completion_tokens
+        limits = (
+            ["max_tokens"] if newer is not None and self.max_tokens not in (None, newer) else []
+        )
+        return [*super().skipped, *skipped_tools(self.tools), *forms, *limits]
 
     @property
     def history(self) -> list[Message]:
