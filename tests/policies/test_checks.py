@@ -186,6 +186,12 @@ def test_more_than_its_slots_is_refused():
         folded()
 
 
+def test_a_token_that_is_kept_and_passed_on_is_refused():
+    ANSWERS["fold"] = lambda h, n, f: (n.part(0, 3), n.part(2, 6))
+    with pytest.raises(WeirError, match="the pool odd has kept tokens that it has also passed on"):
+        folded()
+
+
 def test_each_pool_of_a_pipe_draws_its_own_numbers():
     draws = []
     ANSWERS["fold"] = lambda h, n, f: draws.append(f.draws.uniform(0, n.position)) or (h, n)

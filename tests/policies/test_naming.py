@@ -66,6 +66,14 @@ def test_what_is_no_function_is_refused(thing):
         named("nobody")(thing)
 
 
+def test_a_decorator_without_brackets_is_refused():
+    with pytest.raises(WeirError, match=r'Write @named\("…"\) above plain\.'):
+
+        @named
+        def plain(budget: int = 64) -> Policy:
+            return Pipe((Recent(budget),))
+
+
 def test_a_parameter_that_a_policy_text_could_not_set_is_refused():
     def bare(budget=64):
         return Pipe((Recent(budget),))

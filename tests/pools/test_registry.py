@@ -74,7 +74,7 @@ def test_the_name_of_tokens_that_wait_is_refused():
 
 
 def test_a_decorator_without_a_name_is_refused():
-    with pytest.raises(WeirError, match="a pool cannot be called <class"):
+    with pytest.raises(WeirError, match=r"Write @pool\(\"name\"\) above "):
         pool(made())  # type: ignore[arg-type]
 
 

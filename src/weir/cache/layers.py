@@ -102,8 +102,8 @@ def plan_layers(
         room = facts.sliding - chunk
         raise WeirError(
             f"every layer of this model sees only {facts.sliding} tokens, fewer than the policy's "
-            f"{most - chunk} slots and a chunk of {chunk}. Use a smaller budget."
-            + (f", {in_words(room, 'slot')} at most" if room > 0 else " and a smaller chunk")
+            f"{most - chunk} slots and a chunk of {chunk}. Use a smaller budget"
+            + (f", of at most {in_words(room, 'slot')}." if room > 0 else ", and a smaller chunk.")
         )
     plans = []
     for index, (layer, asked) in enumerate(zip(facts.layers, pipes, strict=True)):

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, ClassVar, Self, cast
 
+import torch
 from torch import Tensor
 
 from weir.errors import WeirError, format_value, in_words, quote
@@ -384,7 +385,22 @@ def _check_fold(
             f"the pool {name} kept {in_words(len(kept), 'slot')}, and its limit is {limit}. Return "
             "the others as overflow."
         )
+    if not type(pool).__module__.startswith("weir."):  # tests check weir's own pools
+        _check_twice(name, kept, overflow)
     return kept, overflow
+
+
+def _check_twice(name: str, kept: Slots, overflow: Slots) -> None:
+    """Refuse tokens that a pool has both kept and passed on, because they would count twice."""
+    if not len(kept) or not len(overflow):
+        return
+    gone = overflow.position.masked_fill(~overflow.held, -1).sort(dim=2).values
+    at = torch.searchsorted(gone, kept.position.contiguous()).clamp_max(len(overflow) - 1)
+    if bool(((gone.gather(2, at) == kept.position) & kept.held).any()):
+        raise WeirError(
+            f"the pool {name} has kept tokens that it has also passed on as overflow. Return each "
+            "token in one of the two."
+        )
 
 
 def _check_tensors(owner: str, slots: Slots, held: Slots, like: Mapping[str, Tensor]) -> None:

@@ -113,6 +113,11 @@ def named(paper: str) -> Callable[[Make], Make]:
         WeirError: it is not a function, its name is taken or cannot be written in a policy, or a
             parameter has no annotation.
     """
+    if not isinstance(paper, str):
+        raise WeirError(
+            '@named needs a text that says where the policy comes from. Write @named("…") above '
+            f"{getattr(paper, '__name__', quote(paper))}."
+        )
 
     def register(make: Make) -> Make:
         if not inspect.isfunction(make):

@@ -165,6 +165,11 @@ class Asking(Ranked):
 
 def _find_wrong(score: object, slots: Slots) -> str | None:
     """Return why something is not a score of these slots. None if it is a score."""
+    if score is None:
+        return (
+            "it is None. Return it; and if it is slots.mass or fold.read.gate, set needs_mass or "
+            "needs_gates in the class"
+        )
     if not isinstance(score, Tensor):
         return f"it must be a tensor, got a {type(score).__name__}"
     if score.shape != slots.position.shape:

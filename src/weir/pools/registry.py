@@ -37,6 +37,10 @@ def pool(name: str) -> Callable[[PoolClass], PoolClass]:
         WeirError: the name cannot be written in a policy or belongs to another pool; or the class
             is not a subclass of `Pool`, lacks a method, or is not a dataclass.
     """
+    if isinstance(name, type):
+        raise WeirError(
+            f'@pool needs the name of the pool. Write @pool("name") above {name.__name__}.'
+        )
     check_name(name, "a pool")
     if name == WAITING:
         raise WeirError(
