@@ -140,7 +140,7 @@ def serve(
         ),
     ] = None,
     max_prompt: Annotated[
-        int, Option(min=1, help="The most tokens that one request may send.")
+        int, Option(min=1, help="The most tokens that one request may add to a conversation.")
     ] = 1_000_000,
     max_answer: Annotated[int, Option(min=1, help="The most tokens of an answer.")] = 65_536,
     queue: Annotated[int, Option(min=1, help="The most turns that wait for a row.")] = 64,
