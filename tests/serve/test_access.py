@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import socket
 
 import httpx
 import pytest
@@ -188,3 +189,29 @@ def test_a_model_has_its_policy_under_the_name_that_it_was_given():
         weir = httpx.get(f"{server.url}/v1/models").json()["data"][0]["weir"]
     assert weir["policy"] == name
     assert weir["pools"] != name
+
+
+def test_an_address_as_clients_of_proxies_send_it_is_its_path(plain):
+    for target in ("http://127.0.0.1/health", "http://other.example/health?x=1"):
+        with socket.create_connection(("127.0.0.1", plain.port), 60) as connection:
+            head = f"GET {target} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+            connection.sendall(head.encode())
+            answer = b"".join(iter(lambda: connection.recv(4096), b""))
+        assert answer.startswith(b"HTTP/1.1 200"), answer
+
+
+def test_what_is_not_offered_is_named(plain):
+    answer = plain.post("/v1/embeddings", {"input": "a"})
+    assert answer.status_code == 404
+    assert message(answer) == "/v1/embeddings: this server does not offer embeddings"
+    answer = httpx.delete(f"{plain.url}/v1/chat/completions")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+    assert message(answer) == "/v1/chat/completions does not accept DELETE. Use POST."
+    image = {"type": "image_url", "image_url": {"url": "data:,"}}
+    for path, body in (
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [image]}]}),
+        ("/v1/messages", {"max_tokens": 3, "messages": [{"role": "user", "content": [image]}]}),
+    ):
+        answer = plain.post(path, {"model": "small", **body})
+        assert answer.status_code == 400
+        assert "This server reads text only" in answer.json()["error"]["message"]

@@ -135,6 +135,21 @@ def _short_pauses() -> Iterator[None]:
         gc.unfreeze()
 
 
+NOT_OFFERED = {
+    "/v1/embeddings": "embeddings",
+    "/api/embed": "embeddings",
+    "/api/embeddings": "embeddings",
+    "/v1/moderations": "moderation",
+    "/v1/images/generations": "images",
+    "/v1/audio/speech": "audio",
+    "/v1/audio/transcriptions": "audio",
+    "/v1/files": "files",
+    "/v1/batches": "batches",
+    "/v1/messages/batches": "batches",
+}
+"""Paths of the other APIs that clients try, and what they are for."""
+
+
 async def _respond_to_error(request: Request, error: Exception) -> Response:
     if isinstance(error, ClientGone):
         return Response(status_code=499)  # for the log only: the client is gone
@@ -143,6 +158,8 @@ async def _respond_to_error(request: Request, error: Exception) -> Response:
     elif isinstance(error, HTTPException):  # Starlette's own: unknown paths and methods
         path = request.url.path[:200]
         message = f"unknown path: {request.method} {path}"
+        if (what := NOT_OFFERED.get(path)) is not None:
+            message = f"{path}: this server does not offer {what}"
         headers = dict(error.headers) if error.headers else None
         if error.status_code == 405:
             methods = _methods_at(request)

@@ -242,6 +242,8 @@ def _invalid(found: Sequence[Mapping[str, Any]]) -> APIError:
     param = param_of(first["loc"])
     if kind in TYPES or kind == "literal_error":
         message = f"must be {_either(_accepted(found, param))}"
+        if first.get("input") in NOT_TEXT:
+            message += ". This server reads text only, no images, files or audio"
     if not param and kind == "model_type":
         message = "the body must be a JSON object"
     if kind == "extra_forbidden":
@@ -294,6 +296,12 @@ def _message(error: Mapping[str, Any]) -> str:
     return SENTENCES[kind].format(**facts) if kind in SENTENCES else str(error["msg"])
 
 
+NOT_TEXT = (
+    *("image", "image_url", "input_image"),
+    *("document", "file", "input_file"),
+    *("audio", "input_audio", "video", "video_url"),
+)
+"""Types of parts of a message that only models with other senses could read."""
 _LIMITS = {
     "recursion limit exceeded": "is nested too deeply",
     "number out of range": "has a number with too many digits",

@@ -28,6 +28,17 @@ STALL = 1.0
 """Seconds without an answer to any request after which a line is logged."""
 
 
+def _origin_form(scope: Scope) -> dict[str, Any]:
+    """Return the path of a request that names the whole address, as clients of proxies do (RFC
+    9112, section 3.2.2). The host that counts is still that of the header.
+    """
+    path, raw = scope["path"], scope.get("raw_path") or b""
+    if not path.startswith(("http://", "https://")):
+        return {}
+    path = "/" + path.split("://", 1)[1].partition("/")[2]
+    return {"path": path, "raw_path": b"/" + raw.split(b"://", 1)[-1].partition(b"/")[2]}
+
+
 class RequestMiddleware:
     """Wraps an application.
 
@@ -47,6 +58,8 @@ class RequestMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if "://" in scope["path"]:
+            scope = {**scope, **_origin_form(scope)}
         number, began = f"req_{secrets.token_hex(12)}", time.perf_counter()
         fields: dict[str, Any] = {"id": number}
         at_end: list[Callable[[], None]] = []
