@@ -165,6 +165,10 @@ def test_other_tools_and_a_history_of_nobody_are_told_apart():
         first = ask(server, SYSTEM, USER, tools=TOOLS)
         again = ask(server, SYSTEM, USER, said(first), MORE, tools=TOOLS[:1])
         assert reread(again)["why"] == "tools"
+        # The same messages, the last one answered before too.
+        more = ask(server, USER, tools=TOOLS)
+        ask(server, USER, said(more), MORE, tools=TOOLS)
+        assert reread(ask(server, USER, said(more), MORE))["why"] == "tools"
 
 
 def test_an_answer_from_elsewhere_is_not_blamed_on_tools(server):

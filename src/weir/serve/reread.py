@@ -108,7 +108,7 @@ def explain_reread(
         detail = "the chat template cannot render a turn without those before it"
         return Reread(known, count, "template", detail)
     at = _count_same(nearest, messages)
-    if not nearest or at >= len(messages):
+    if not nearest:
         return Reread(known, count, "unknown", "no conversation like this is kept for this key")
     if known >= at >= len(nearest):
         detail = f"no conversation of this key goes on with messages[{at}] ({messages[at].role})"
