@@ -296,13 +296,13 @@ def memory(options: argparse.Namespace) -> None:
     vocabulary = engine.model_config.get_vocab_size()
     prompt = random_prompt(options.tokens - options.steps, vocabulary, seed=0)
     engine.llm_engine.add_request("one", {"prompt_token_ids": prompt}, sampling(options.steps))
-    length, peak, last, began = len(prompt), 0, 0, time.perf_counter()
+    peak, last, began = 0, 0, time.perf_counter()
     scheduler = engine.llm_engine.engine_core.engine_core.scheduler
     say(seen=0, resident_mib=round(resident()))
     for held, _ in run_steps(engine):
         peak = max(peak, held)
         request = scheduler.requests.get("one") or next(iter(scheduler.requests.values()), None)
-        seen = length if request is None else request.num_computed_tokens
+        seen = options.tokens if request is None else request.num_computed_tokens
         if seen - last >= options.every or request is None:
             last = seen
             say(
