@@ -115,6 +115,13 @@ def test_a_turn_that_asks_for_nothing_finds_nothing(said):
     assert found(archive, said) == []
 
 
+def test_a_short_number_alone_asks_for_nothing():
+    archive = fill(weir.Archive(), "2022-02-02, 163.10, 165.40", "Room 10 is locked.", CODE)
+    assert found(archive, "What about |x + 10| < 5") == []
+    assert found(archive, "Is room 10 open?") == ["Room 10 is locked."]
+    assert found(archive, "Who has 48213?") == [CODE]
+
+
 def test_words_are_found_in_other_forms():
     archive = fill(weir.Archive(), "The engineers of the bridge were walking to Coventry.", ANIMAL)
     assert found(archive, "Where did the bridge engineer walk?") != []
@@ -171,6 +178,19 @@ def test_several_questions_of_one_turn_are_answered():
     archive = fill(weir.Archive(), CODE, ANIMAL, "The rain falls.")
     text = "What is the secret access code of Alice Moreau? And which animal does Zoe Finch like?"
     assert set(found(archive, text)) == {CODE, ANIMAL}
+
+
+def test_statements_that_have_one_name_each_answer_a_question_about_both():
+    other = "The secret access code of Robert Dale is 71094."
+    archive = fill(weir.Archive(), CODE, other, ANIMAL)
+    asked = "What came first, the secret code of Robert Dale or that of Alice Moreau?"
+    assert found(archive, asked) == [other, CODE]
+    assert found(archive, "What came first, the code of Zara Holt or that of Ian Wood?") == []
+    # A statement that has both names is the better answer, also while the cache holds it.
+    both = "The codes of Robert Dale and Alice Moreau were told first to Zoe."
+    fill(archive, both)
+    assert found(archive, asked) == [both]
+    assert found(archive, asked, is_held=lambda start, stop: start == 30) == []
 
 
 def test_the_name_may_be_in_the_sentence_before():

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from weir.evals.scores import wilson
 from weir.evals.task import Better, Progress, Subject, Task, task
 from weir.evals.tasks.lines import ADJECTIVES, NOUNS
 from weir.evals.tasks.natural_facts import ANIMALS, CHANGE, CITIES, KINDS, draw_answer
-from weir.pools import Count
+from weir.pools import Bounds, Count
 from weir.stream import Conversation, HeldPlaces, Stream, read_books
 from weir.stream.archive import Archive, cut_sentences
 from weir.train import NAMES
@@ -81,8 +81,6 @@ FILLER = 700
 THANKS = "Thank you. Please go on."
 LONGEST_ANSWER = 40
 """Largest number of tokens of an answer."""
-NEWEST = 512
-"""Number of tokens of the newest turns that the way `plain` computes again."""
 SAVED = 20_000
 """Number of tokens between two saved states."""
 BEGAN = 1_793_000_000.0
@@ -139,6 +137,8 @@ class Recalled(Task):
         ways: how questions are answered, separated by spaces: `recall`, `none`, `plain`.
         most: largest number of tokens of recalled text in a turn.
         every: number of tokens of the book between two statements.
+        newest: number of tokens of the newest turns that the way `plain` computes again; 0 for no
+            turns.
         turns: MT-Bench's `mt_bench.jsonl`, whose first turns do not ask about anything earlier; the
             second half of them is used.
         state: a folder in which a long run keeps its state; None for none.
@@ -151,6 +151,7 @@ class Recalled(Task):
     ways: str = "recall none"
     most: Count = 256
     every: Count = 100
+    newest: Annotated[int, Bounds(0)] = 512
     turns: str | None = None
     text: str | None = None
     state: str | None = None
@@ -530,9 +531,9 @@ class _Run:
         # Like retrieval chats: the newest turns, as many as fit, on an empty cache.
         size = 0
         newest: list[list[str]] = []
-        for pair in reversed(self._done.newest):
+        for pair in reversed(self._done.newest if self._task.newest else []):
             size += sum(len(tokenizer(text)["input_ids"]) + 8 for text in pair)
-            if newest and size > NEWEST:
+            if newest and size > self._task.newest:
                 break
             newest.insert(0, pair)
         stream = Stream(self._subject.model, "dense")

@@ -7,6 +7,7 @@ searched for, each by its own words, because a word of one question says nothing
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weir.stream.archive.passages import cut_sentences
@@ -14,6 +15,8 @@ from weir.stream.archive.words import FUNCTION_WORDS, has_number, split_words
 
 MOST_QUESTIONS = 6
 """Number of questions of one turn that are searched for: the last ones."""
+MOST_NAMES = 3
+"""Largest number of names of one question that are searched for one by one."""
 MOST_TERMS = 24
 """Number of words of one question that are searched for."""
 EDGE = 400
@@ -52,10 +55,16 @@ class Term:
 
 @dataclass(frozen=True)
 class Inquiry:
-    """A sentence that asks something, and its words that are searched for."""
+    """A sentence that asks something, and its words that are searched for.
+
+    Attributes:
+        parts: the same question about each of its names, if it has several. They are searched for
+            if no passage answers the whole question: two statements may have one name each.
+    """
 
     text: str
     terms: tuple[Term, ...]
+    parts: tuple[Inquiry, ...] = ()
 
 
 def find_inquiries(text: str) -> list[Inquiry]:
@@ -80,11 +89,26 @@ def find_inquiries(text: str) -> list[Inquiry]:
             if before and terms:
                 joined = (*terms, *(term for term in before if term not in terms))[:MOST_TERMS]
                 found.setdefault(joined, Inquiry(f"{sentences[at - 1]} {sentence}", joined))
-        if terms:
-            found.setdefault(terms, Inquiry(sentence, terms))
+        # Short numbers alone say nothing: "What about |x + 10| < 5?"
+        if any(term.strong or not has_number(term.word) for term in terms):
+            found.setdefault(terms, Inquiry(sentence, terms, _part(sentence, terms)))
         if len(found) >= MOST_QUESTIONS:
             break
     return list(found.values())[:MOST_QUESTIONS]
+
+
+def _part(sentence: str, terms: Sequence[Term]) -> tuple[Inquiry, ...]:
+    """Split a question with several names into one for each name; empty if it has one or none."""
+    names = [term for term in terms if term.strong]
+    if not 1 < len(names) <= MOST_NAMES:
+        return ()
+    shared = [term for term in terms if not term.strong and not term.part]
+    parts = []
+    for name in names:
+        words = name.word.split()
+        own = [term for term in terms if term.part and term.word in words]
+        parts.append(Inquiry(sentence, (name, *own, *shared)))
+    return tuple(parts)
 
 
 def find_terms(sentence: str) -> tuple[Term, ...]:

@@ -7,6 +7,7 @@ pretend to be somebody else. Control tokens in it are treated as text when the t
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from weir.stream.archive.passages import cut_sentences
@@ -27,10 +28,11 @@ def write_quotes(
     """
     parts: list[str] = []
     used: list[Excerpt] = []
+    days = Counter(_day(one) for one in excerpts)
     for one in excerpts:
         sentences = cut_sentences(one.text)
         while sentences:
-            part = quote_excerpt(one, "".join(sentences).strip())
+            part = quote_excerpt(one, "".join(sentences).strip(), with_time=days[_day(one)] > 1)
             if count(_whole([*parts, part])) <= most:
                 parts.append(part)
                 used.append(one)
@@ -49,14 +51,33 @@ def find_quotes(text: str) -> str | None:
     return rest.partition("\n\n")[0] if opening else None
 
 
-def quote_excerpt(excerpt: Excerpt, text: str, speakers: Mapping[str, str] = SPEAKERS) -> str:
-    """Write one excerpt: a line that says who said it and when, followed by its quoted lines."""
-    when = time.strftime("%d %B %Y at %H:%M", time.localtime(excerpt.time)).lstrip("0")
+def quote_excerpt(
+    excerpt: Excerpt,
+    text: str,
+    speakers: Mapping[str, str] = SPEAKERS,
+    *,
+    with_time: bool = True,
+) -> str:
+    """Write one excerpt: a line that says who said it and when, followed by its quoted lines.
+
+    The model must read every token of a date before it can answer. So the year is left out if it is
+    the present one, and the time of day without `with_time`.
+    """
+    said, now = time.localtime(excerpt.time), time.localtime()
+    when = time.strftime("%d %B", said).lstrip("0")
+    if said.tm_year != now.tm_year:
+        when += time.strftime(" %Y", said)
+    if with_time:
+        when += time.strftime(" at %H:%M", said)
     speaker = speakers.get(excerpt.role, excerpt.role)
     if excerpt.role == "tool" and excerpt.name:
         speaker = f"The tool {' '.join(excerpt.name.split())[:64]} returned"
     lines = [f"> {line}" for line in text.splitlines() if line.strip()]
     return "\n".join([f"{speaker}, on {when}:", *lines])
+
+
+def _day(excerpt: Excerpt) -> tuple[int, ...]:
+    return time.localtime(excerpt.time)[:3]
 
 
 def _whole(parts: Sequence[str]) -> str:

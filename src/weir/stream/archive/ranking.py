@@ -160,7 +160,8 @@ class ArchiveSearch:
         """
         if not self._total:
             return []
-        found = [_without_superseded(self._answer(one, is_held)) for one in questions]
+        answers = [answer for one in questions for answer in self._answers(one, is_held)]
+        found = [_without_superseded(answer) for answer in answers]
         excerpts: list[Excerpt] = []
         seen: set[tuple[str, ...]] = set()
         for rank in range(max(map(len, found), default=0)):
@@ -190,6 +191,15 @@ class ArchiveSearch:
         return sum(counts)
 
     # --- one question
+
+    def _answers(self, question: Inquiry, is_held: IsHeld) -> list[list[_Candidate]]:
+        """The passages that answer a question, or else those that answer its parts."""
+        whole = self._answer(question, is_held)
+        if whole or not question.parts:
+            return [whole]
+        if self._answer(question, lambda start, stop: False):
+            return []  # The cache holds the answer.
+        return [self._answer(one, is_held) for one in question.parts]
 
     def _answer(self, question: Inquiry, is_held: IsHeld) -> list[_Candidate]:
         """Find the passages that answer a question, the best first."""
