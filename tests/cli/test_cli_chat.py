@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import sqlite3
 import sys
 from pathlib import Path
 
@@ -511,10 +512,35 @@ def test_a_conversation_that_is_not_kept_recalls_from_memory(chat, chats):
     assert not list(chats.rglob("*.archive"))
 
 
-def test_a_damaged_archive_is_told_once_and_the_chat_goes_on(chat, chats):
+def damage(path: Path) -> None:
+    path.write_bytes(b"nothing like a database" * 1000)
+
+
+def change_version(path: Path) -> None:
+    db = sqlite3.connect(path)
+    db.execute("PRAGMA user_version = 99")
+    db.close()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"), [(damage, "is damaged"), (change_version, "it has version 99")]
+)
+def test_an_archive_that_cannot_be_read_is_told_once_and_the_chat_goes_on(chat, chats, spoil, why):
     chat(CODE, words=ROOMY)
     (path,) = chats.glob("*.archive")
-    path.write_bytes(b"nothing like a database" * 1000)
+    spoil(path)
     ended = chat("Hello", ASK, words=("--continue",))
     assert ended.code == 0 and len(re.findall(r"\d+ tokens seen, ", ended.err)) == 2
-    assert ended.err.count("is damaged") == 1 and "nothing is recalled" in ended.err
+    assert ended.err.count(why) == 1 and "nothing is recalled" in ended.err
+
+
+def test_an_archive_that_another_process_has_locked_is_told_once(chat, chats, monkeypatch):
+    monkeypatch.setattr("weir.stream.archive.keeping.PATIENCE", 0.05)
+    chat(CODE, words=ROOMY)
+    (path,) = chats.glob("*.archive")
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    ended = chat("Hello", ASK, words=("--continue",))
+    other.close()
+    assert ended.code == 0 and len(re.findall(r"\d+ tokens seen, ", ended.err)) == 2
+    assert ended.err.count("is locked by another process") == 1

@@ -174,6 +174,12 @@ def test_an_earlier_question_does_not_come_before_its_answer():
     assert found(archive, question)[0] == CODE
 
 
+def test_a_question_that_was_asked_often_does_not_hide_its_answer():
+    asked = "What is the secret access code of Alice Moreau?"
+    archive = fill(weir.Archive(), CODE, *(asked for _ in range(100)))
+    assert found(archive, asked) == [CODE]
+
+
 def test_several_questions_of_one_turn_are_answered():
     archive = fill(weir.Archive(), CODE, ANIMAL, "The rain falls.")
     text = "What is the secret access code of Alice Moreau? And which animal does Zoe Finch like?"
@@ -241,6 +247,26 @@ def test_what_is_held_is_left_out():
     assert (one.start, one.stop, one.role) == (0, 10, "user")
     assert not found(archive, one.text + "?", is_held=lambda start, stop: stop <= 10)
     assert found(archive, one.text + "?", is_held=lambda start, stop: start >= 10)
+
+
+def test_what_is_held_takes_the_place_of_what_it_contradicts():
+    old, new = CODE, CODE.replace("48213", "now 70001")
+    archive = fill(weir.Archive(), old, ANIMAL, new)
+    asked = "What is the secret access code of Alice Moreau?"
+    assert found(archive, asked) == [new]
+    # The model reads the new one in its cache. The old one would mislead it.
+    assert found(archive, asked, is_held=lambda start, stop: start == 20) == []
+    assert found(archive, asked, is_held=lambda start, stop: start == 0) == [new]
+
+
+def test_what_answers_worse_than_what_is_held_is_not_brought_back():
+    intro = "A special magic number is hidden within the following text. Memorize the number."
+    needle = "One of the special magic numbers for jittery-hospital is: 5437923."
+    archive = fill(weir.Archive(), intro, "The grass is green.", needle, role="text")
+    asked = "What is the special magic number for jittery-hospital in the provided text?"
+    assert found(archive, asked) == [needle, intro]
+    assert found(archive, asked, is_held=lambda start, stop: start == 20) == []
+    assert found(archive, asked, is_held=lambda start, stop: start == 0) == [needle]
 
 
 def test_passages_of_a_long_turn_have_their_own_places():

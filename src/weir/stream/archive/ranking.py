@@ -103,6 +103,7 @@ class _Candidate:
 
     row: sqlite3.Row
     sentences: list[str]
+    held: bool
     sentence: str = ""
     score: float = 0.0
 
@@ -160,8 +161,7 @@ class ArchiveSearch:
         """
         if not self._total:
             return []
-        answers = [answer for one in questions for answer in self._answers(one, is_held)]
-        found = [_without_superseded(answer) for answer in answers]
+        found = [answer for one in questions for answer in self._answers(one, is_held)]
         excerpts: list[Excerpt] = []
         seen: set[tuple[str, ...]] = set()
         for rank in range(max(map(len, found), default=0)):
@@ -193,16 +193,14 @@ class ArchiveSearch:
     # --- one question
 
     def _answers(self, question: Inquiry, is_held: IsHeld) -> list[list[_Candidate]]:
-        """The passages that answer a question, or else those that answer its parts."""
+        """Find the passages that answer a question, or else those that answer its parts."""
         whole = self._answer(question, is_held)
         if whole or not question.parts:
-            return [whole]
-        if self._answer(question, lambda start, stop: False):
-            return []  # The cache holds the answer.
-        return [self._answer(one, is_held) for one in question.parts]
+            return [_without_held(whole)]
+        return [_without_held(self._answer(one, is_held)) for one in question.parts]
 
     def _answer(self, question: Inquiry, is_held: IsHeld) -> list[_Candidate]:
-        """Find the passages that answer a question, the best first."""
+        """Find the passages that answer a question, the best first, held ones included."""
         hits = {term: self._hits(term.word) for term in question.terms}
         weights = {term: self._weigh(term, hits[term]) for term in question.terms}
         whole = sum(weights.values())
@@ -226,9 +224,15 @@ class ArchiveSearch:
             for passage in self._find_all(" AND ".join(f'"{term.word}"' for term in common)):
                 partial.setdefault(passage, 0)
         order = sorted(partial, key=lambda passage: (partial[passage], passage), reverse=True)
-        candidates = self._load(order[:CANDIDATES], is_held)
+        candidates: list[_Candidate] = []
+        for at in range(0, min(len(order), COMMON), CANDIDATES):
+            # A question that was asked every day must not hide the statement that answers it.
+            loaded = self._load(order[at : at + CANDIDATES], is_held)
+            candidates += [one for one in loaded if not _only_asks(one)]
+            if len(candidates) >= CANDIDATES // 2:
+                break
         self._score(candidates, question, weights)
-        return _in_order([one for one in candidates if one.score > 0])
+        return _without_superseded(_in_order([one for one in candidates if one.score > 0]))
 
     def _weigh(self, term: Term, hits: _Hits) -> float:
         """Compute the weight of a word from its rarity; names weigh more."""
@@ -301,7 +305,7 @@ class ArchiveSearch:
         return bool(row["turn"] <= self._line.get(row["branch"], -1))
 
     def _load(self, numbers: Sequence[int], is_held: IsHeld) -> list[_Candidate]:
-        """Read passages that are not held."""
+        """Read passages, and note which are held."""
         marks = ", ".join("?" * len(numbers))
         rows = self._query(
             "SELECT p.number, p.branch, p.turn, p.start, p.stop, p.text, p.english, t.role, "
@@ -312,8 +316,14 @@ class ArchiveSearch:
             self._end.tree,
         )
         rows = [row for row in rows if self._sees(row)]
-        left = [row for row in rows if row["start"] < 0 or not is_held(row["start"], row["stop"])]
-        return [_Candidate(row, cut_sentences(row["text"])) for row in left]
+        return [
+            _Candidate(
+                row,
+                cut_sentences(row["text"]),
+                row["start"] >= 0 and is_held(row["start"], row["stop"]),
+            )
+            for row in rows
+        ]
 
     def _score(
         self, candidates: Sequence[_Candidate], question: Inquiry, weights: dict[Term, float]
@@ -397,6 +407,14 @@ def _without_superseded(found: list[_Candidate]) -> list[_Candidate]:
     return left
 
 
+def _without_held(found: list[_Candidate]) -> list[_Candidate]:
+    """Leave out what the cache holds, and what answers worse than that: it would distract."""
+    best = max((one.score for one in found if one.held), default=0.0)
+    return [
+        one for one in found if not one.held and (one.score >= best or is_near(one.score, best))
+    ]
+
+
 def _supersedes(later: _Candidate, earlier: _Candidate) -> bool:
     """Whether one statement replaces another: it is a later one of the user, equally good as an
     answer, in nearly the same words, and not an addition to the other.
@@ -429,6 +447,11 @@ def _in_order(found: list[_Candidate]) -> list[_Candidate]:
         left = left[len(near) :]
         order += sorted(near, key=lambda one: (one.row["role"] == "assistant", -one.row["number"]))
     return order
+
+
+def _only_asks(one: _Candidate) -> bool:
+    """Whether a passage is what the user has asked before, and nothing else."""
+    return one.row["role"] == "user" and all(map(_asks, one.sentences))
 
 
 def _asks(sentence: str) -> bool:
