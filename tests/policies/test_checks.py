@@ -86,7 +86,7 @@ def test_a_pool_without_a_name_is_refused():
     class Nameless(Pool):
         slots = fold = None
 
-    with pytest.raises(WeirError, match="Nameless has no name in policies; write @pool"):
+    with pytest.raises(WeirError, match=r"Nameless has no name in policies\. Write @pool"):
         Pipe((Nameless(),))
 
 

@@ -667,9 +667,8 @@ class Rows:
         if given.shape[1] != length:
             raise WeirError(
                 f"position_ids have the shape {list(given.shape)}, but {in_words(length, 'token')} "
-                "of "
-                f"{in_words(batch, 'row')} {'was' if length == batch == 1 else 'were'} fed; pass "
-                f"position_ids [{batch}, {length}], or none"
+                f"of {in_words(batch, 'row')} {'was' if length == batch == 1 else 'were'} fed. "
+                f"Pass position_ids [{batch}, {length}], or none."
             )
         places = given.expand(batch, -1)
         first = places[:, 0]

@@ -298,7 +298,7 @@ def check_place(pool: Pool, before: tuple[Pool, ...]) -> None:
     """Refuse a pool that makes no sense in a pipe after the pools `before`."""
     if not isinstance(getattr(pool, "name", None), str):
         kind = type(pool).__name__
-        raise WeirError(f'{kind} has no name in policies; write @pool("a_name") above its class')
+        raise WeirError(f'{kind} has no name in policies. Write @pool("a_name") above its class.')
     slots = pool.slots()
     if not fits(slots, int | None) or (slots is not None and slots < 0):
         raise WeirError(

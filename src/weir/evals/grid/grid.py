@@ -419,6 +419,6 @@ def extend_grid(path: Path, grid: Grid) -> Grid:
     if any(map(runs_code, old)) and not any(map(runs_code, grid.cells)):
         raise WeirError(
             f"{path} has cells whose models contain Python code. To run it, pass "
-            "--trust-remote-code; read the code first."
+            "--trust-remote-code. Read the code first."
         )
     return Grid((*old, *(cell for cell in grid.cells if cell not in old)))

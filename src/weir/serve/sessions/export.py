@@ -80,8 +80,8 @@ def write_export(path: Path, turns: Sequence[Turn], store_format: StoreFormat) -
     except (OSError, SafetensorError) as error:
         if is_full(error):
             raise StorageFull(
-                "the disk has no room for the file of this session; make room, or export fewer of "
-                "the newest turns"
+                "the disk has no room for the file of this session. Make room, or export fewer of "
+                "the newest turns."
             ) from None
         reason = getattr(error, "strerror", None) or error
         raise WeirError(f"the session cannot be written: {reason}") from None

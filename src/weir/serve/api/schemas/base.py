@@ -207,7 +207,7 @@ def check_call_ids(ids: Iterable[str]) -> None:
     for name in ids:
         if name in known:
             raise unsupported(
-                f"two calls of one message have the id {quote(name)}; give each its own id"
+                f"two calls of one message have the id {quote(name)}. Give each its own id."
             )
         known.add(name)
 

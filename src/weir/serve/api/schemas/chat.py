@@ -158,14 +158,14 @@ class ChatMessage(Lenient):
     @classmethod
     def _check_function_call(cls, value: Any) -> Any:
         if value:
-            raise unsupported("functions are not supported; use tools and tool_calls")
+            raise unsupported("functions are not supported. Use tools and tool_calls.")
         return value
 
     @field_validator("audio")
     @classmethod
     def _check_audio(cls, value: Any) -> Any:
         if value:
-            raise unsupported("audio is not supported; send the text as content")
+            raise unsupported("audio is not supported. Send the text as content.")
         return value
 
     @model_validator(mode="after")

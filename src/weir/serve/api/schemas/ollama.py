@@ -51,7 +51,7 @@ class OllamaMessage(Lenient):
     @classmethod
     def _check_images(cls, value: Any) -> Any:
         if value:
-            raise unsupported("images are not supported; leave them out")
+            raise unsupported("images are not supported. Leave them out.")
         return value
 
     @model_validator(mode="after")
@@ -163,7 +163,7 @@ class OllamaGenerateBody(OllamaBody):
     @model_validator(mode="after")
     def _check_raw(self) -> OllamaGenerateBody:
         if self.raw and self.system:
-            raise unsupported("a raw prompt cannot have a system message; write it in the prompt")
+            raise unsupported("a raw prompt cannot have a system message. Write it in the prompt.")
         return self
 
     @property

@@ -347,8 +347,8 @@ def _check_kept(items: list[Any]) -> list[Any]:
     for item in items:
         if isinstance(item, ReferenceItem | CompactionItem | SkippedItem):
             raise unsupported(
-                f"a conversation cannot keep items of the type {item.type}; send the items "
-                "themselves"
+                f"a conversation cannot keep items of the type {item.type}. Send the items "
+                "themselves."
             )
     return items
 
