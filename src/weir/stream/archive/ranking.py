@@ -411,7 +411,7 @@ def _without_held(found: list[_Candidate]) -> list[_Candidate]:
     """Leave out what the cache holds, and what answers worse than that: it would distract."""
     best = max((one.score for one in found if one.held), default=0.0)
     return [
-        one for one in found if not one.held and (one.score >= best or is_near(one.score, best))
+        one for one in found if not one.held and (one.score >= best or is_as_good(one.score, best))
     ]
 
 
