@@ -44,11 +44,6 @@ CLAUDE = (
     "ANTHROPIC_BASE_URL=http://127.0.0.1:8000 ANTHROPIC_AUTH_TOKEN=none ANTHROPIC_MODEL=nano "
     "DISABLE_COMPACT=1 claude"
 )
-LONG = (
-    'weir eval --model smollm2 --weights gguf --compile --policies "weir(budget=1024)" --seeds 1 '
-    "--out long.jsonl      --tasks \"recalled(distances='1000 10000 100000 1000000', "
-    "ways='recall none', text=austen.txt, turns=mt_bench.jsonl, state=long-state)\""
-)
 CLUSTER = "weir serve nano --cluster local --replicas 2 --rows 8 --data /shared/weir"
 ELSEWHERE = {
     "make demo": "test_make_demo_runs_the_demo compares its recipe with the command",
@@ -63,7 +58,6 @@ ELSEWHERE = {
     "weir chat --model mine": "weir chat --model nano is run",
     "weir serve nano --host 0.0.0.0 --keys keys": "with --host 127.0.0.1, in the test of keys",
     CLAUDE: "make clients has the program, and tests/serve run it",
-    LONG: "it takes hours; tests/evals/tasks run the task on a small model",
     CLUSTER: "tests/serve/cluster starts such servers",
 }
 RUN = {

@@ -83,7 +83,7 @@ def test_a_batch_and_a_missing_tokenizer_are_refused(nano):
     with pytest.raises(WeirError, match="archive needs the tokenizer"):
         weir.Stream(model, "sink(4) | recent(60)", archive=weir.Archive())
     stream = weir.Stream(model, "sink(4) | recent(60)", archive=weir.Archive(), tokenizer=tokenizer)
-    with pytest.raises(WeirError, match="has one row, 2 were fed"):
+    with pytest.raises(WeirError, match="has one row, but 2 were fed"):
         stream.feed([[1, 2], [3, 4]])
     assert stream.seen == 0
     with pytest.raises(WeirError, match="has no archive"):
