@@ -255,6 +255,10 @@ class WorkerProcess(Worker):
     def close(self) -> None:
         """End the processes."""
         self._queue.close()
+        # All are killed before the first is waited for: on a busy machine, a process of low
+        # priority takes a second to end.
+        for process in self._processes:
+            process.kill()
         for process in self._processes:
             process.close()
 
@@ -303,8 +307,12 @@ class WorkerOfMany:
         self._kill()
         self.pipe.close()
 
-    def _kill(self) -> None:
+    def kill(self) -> None:
+        """Begin to end the process."""
         self._process.kill()
+
+    def _kill(self) -> None:
+        self.kill()
         self._process.join()
 
     def _start(self, method: str, inherited: Sequence[Connection] = ()) -> None:

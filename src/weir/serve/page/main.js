@@ -103,7 +103,7 @@ async function say(words) {
   const stop = new AbortController();
   const coming = beginTurn(words);
   let answer = "";
-  const began = performance.now();
+  let began = null; // when the first text came; before that, the prompt was read
   page.answering = stop;
   busy(true);
   trouble(null);
@@ -127,11 +127,12 @@ async function say(words) {
         look(0);
       },
       said(more) {
+        began ??= performance.now();
         answer += more;
         coming.said(more);
       },
     });
-    const seconds = (performance.now() - began) / 1000;
+    const seconds = (performance.now() - (began ?? Infinity)) / 1000;
     tabs.postMessage(session);
     if (!mine()) return;
     const saved = await api.newest(session);
@@ -143,7 +144,7 @@ async function say(words) {
         { role: "assistant", content: answer },
       ],
       seen: usage.weir.seen,
-      rate: usage.completion_tokens / seconds,
+      rate: seconds > 0 ? (usage.completion_tokens - 1) / seconds : 0,
     };
     page.turns.push(turn);
     addTurn(turn, coming.element);
