@@ -77,7 +77,10 @@ def test_it_folds_as_often_as_when_it_was_measured_unless_somebody_says_how_ofte
     assert size_of(model, file) == size_of(model, file, chunk=16)
     assert size_of(model, file) != size_of(model, file, chunk=64)
     (folder / "weir.toml").write_text(text.replace("format = 1", "format = 1\nchunk = 0"))
-    with pytest.raises(WeirError, match="its chunk must be a whole number of at least 1"):
+    with pytest.raises(
+        WeirError,
+        match=r"at least 1, got 0\. Run weir calibrate again\. It is used",
+    ):
         weir.Stream(model)
 
 

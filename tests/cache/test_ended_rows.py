@@ -380,7 +380,7 @@ def test_a_cache_of_other_rows_names_the_method_that_repeats_them(fresh_llama):
     with torch.no_grad():
         model(prompt[:, :6], **{CACHE: cache})
     more = {"max_new_tokens": 3, "pad_token_id": PAD, "do_sample": True, "num_return_sequences": 3}
-    with pytest.raises(weir.WeirError, match=r"holds 1 row but a batch of 3.*_interleave\(3\)"):
+    with pytest.raises(weir.WeirError, match=r"holds 1 row, but a batch of 3.*_interleave\(3\)"):
         model.generate(prompt, **more, **{CACHE: cache})
     cache.batch_repeat_interleave(3)
     assert model.generate(prompt, **more, **{CACHE: cache}).shape == (3, 12)

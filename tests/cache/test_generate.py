@@ -390,7 +390,7 @@ def test_a_cache_and_a_kind_of_cache_are_refused(llama, ids):
 
 
 def test_a_prompt_of_zero_tokens_is_refused(llama):
-    with pytest.raises((WeirError, ValueError), match=r"without tokens|empty|`input_ids`"):
+    with pytest.raises((WeirError, ValueError), match=r"at least one token|empty|`input_ids`"):
         generated(llama, cache_of(llama), torch.zeros(1, 0, dtype=torch.int64))
 
 

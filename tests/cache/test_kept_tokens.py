@@ -102,7 +102,7 @@ def test_attention_reads_a_kept_token_like_any_other(model):
 def test_more_than_there_is_room_for_is_refused(model, beginning, room):
     cache = weir.Stream(model, f"pinned({POLICIES[0]}, n=40, header=4)").cache
     assert cache.slots_to_keep == 40
-    with pytest.raises(WeirError, match=rf"have room for {room}$"):
+    with pytest.raises(WeirError, match=rf"have room for only {room}$"):
         cache.mark(0, Marks(beginning, kept=((100, 101 + room),)))
     if room:
         cache.mark(0, Marks(beginning, kept=((100, 100 + room),)))

@@ -170,7 +170,7 @@ def test_what_is_no_mark_is_refused():
     rows = [Naive(Marks()), Naive(Marks())]
     feed(cache, rows, [3, 4])
     cache.mark(0, Marks(5))
-    with pytest.raises(WeirError, match="row 1 has None tokens and can no longer become 5"):
+    with pytest.raises(WeirError, match="row 1 is none and can no longer become 5"):
         cache.mark(1, Marks(5))
     cache.mark(1, Marks(None, 7, 2))
     state = cache.take_row(1)

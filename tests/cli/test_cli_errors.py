@@ -86,7 +86,7 @@ def test_a_text_that_cannot_be_read_gets_one_line(capsys, model, tmp_path, name)
 
 USAGE = {
     "a model without its option": (
-        ["chat", "nano"],
+        ["demo", "nano"],
         "; use --model to name a model; see",
     ),
     "a typo in what is listed": (

@@ -127,7 +127,7 @@ def test_images_come_in_their_order_with_all_their_captions(tmp_path: Path) -> N
     [
         ([], "expected a JSON object with images and annotations"),
         ({"annotations": NOTES}, "the field 'images' is missing"),
-        ({"images": IMAGES, "annotations": []}, "'annotations' needs 1 or more"),
+        ({"images": IMAGES, "annotations": []}, "'annotations' must have at least 1 entry, got 0"),
         ({"images": [{"id": "x", "file_name": "a"}], "annotations": NOTES}, r"images\[0\]\.id"),
         (
             {"images": [*IMAGES, {**IMAGES[0], "file_name": "z.jpg"}], "annotations": NOTES},

@@ -125,7 +125,7 @@ def test_shards_that_do_not_belong_together_are_refused(
 def test_a_shard_with_another_name_is_refused(tmp_path: Path) -> None:
     paths = write_split(tmp_path)
     renamed = paths[0].rename(tmp_path / "model.gguf")
-    with pytest.raises(WeirError, match=r"one of the 3 shards.*rename"):
+    with pytest.raises(WeirError, match=r"one of the 3 shards.*Rename"):
         read_header(renamed)
 
 

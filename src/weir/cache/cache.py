@@ -726,15 +726,16 @@ class StreamingCache(Cache):
         self._check_row(row)
         before = self.rows.marks[row]
         if self.rows.seen[row] > self.rows.waiting[row] and before.beginning != marks.beginning:
+            now = "none" if before.beginning is None else in_words(before.beginning, "token")
             raise WeirError(
-                f"the beginning of row {row} has {in_words(before.beginning or 0, 'token')} and "
-                f"can no longer become {marks.beginning}, because it has been folded"
+                f"the beginning of row {row} is {now} and can no longer become {marks.beginning}, "
+                "because it has been folded"
             )
         tokens, room = sum(stop - start for start, stop in marks.kept), self.room_to_keep(marks)
         if tokens and room is not None and tokens > room:
             raise WeirError(
-                f"{tokens} tokens must be kept, but the slots of the beginning have room for only "
-                f"{room}"
+                f"{in_words(tokens, 'token')} must be kept, but the slots of the beginning have "
+                f"room for only {room}"
             )
         self.stack.rows = self.rows.marked(row, marks)
 

@@ -81,7 +81,7 @@ def find_model_policy(model: PreTrainedModel | str, revision: str | None = None)
     try:
         found = parse_policy(file)
     except WeirError as error:
-        raise WeirError(f"{error}{BESIDE}") from None
+        raise WeirError(f"{str(error).removesuffix('.')}{BESIDE}") from None
     if isinstance(found, Layered) and found.origin is not None:
         # Later checks of the policy's model end their error with this too.
         found = replace(found, origin=replace(found.origin, told=BESIDE))

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class Equal(StrEnum):
-    """What is equal for all policies of a comparison."""
+    """Names what is equal for all policies of a comparison."""
 
     slots = "slots"
     bytes = "bytes"

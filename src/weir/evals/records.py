@@ -131,7 +131,8 @@ class JsonRecord:
         """The entries of a list with their names, `choices[2]`."""
         items: list[Any] = self._get(name, list, "a list")
         if len(items) < least:
-            raise self.wrong(name, f"must have at least {least} entries, got {len(items)}")
+            entries = "entry" if least == 1 else "entries"
+            raise self.wrong(name, f"must have at least {least} {entries}, got {len(items)}")
         return [(f"{name}[{i}]", value) for i, value in enumerate(items)]
 
     def _get(self, name: str, kind: type, words: str) -> Any:
