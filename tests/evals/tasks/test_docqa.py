@@ -99,7 +99,7 @@ def test_what_is_not_in_the_format_is_named(tmp_path: Path) -> None:
     for wrong, said in [
         ({"ctxs": contexts[1:]}, "line 2: the field 'ctxs' must have one document with isgold"),
         ({"ctxs": [{"title": "x"}]}, r"line 2: the field 'ctxs\[0\].isgold' is missing"),
-        ({"answers": []}, "line 2: the field 'answers' must have at least 1 entries"),
+        ({"answers": []}, "line 2: the field 'answers' must have at least 1 entry"),
         ({"answers": [" "]}, r"line 2: the field 'answers\[0\]' is empty"),
         ({"question": None}, "line 2: the field 'question' must be a text, got null"),
     ]:

@@ -112,7 +112,7 @@ def test_what_is_not_in_the_format_is_named(tmp_path: Path) -> None:
         with pytest.raises(WeirError, match=said):
             LongBench(file=str(path)).run(stranger(), quiet)
     classed = json.loads(TREC.read_text().splitlines()[0])
-    for classes, said in [(None, "must be a list, got null"), ([], "must have at least 1 entries")]:
+    for classes, said in [(None, "must be a list, got null"), ([], "must have at least 1 entry")]:
         path.write_text(json.dumps({**classed, "all_classes": classes}))
         with pytest.raises(WeirError, match=f"line 1: the field 'all_classes' {said}"):
             LongBench(file=str(path)).run(stranger(), quiet)

@@ -104,7 +104,7 @@ def test_records_are_read_as_ruler_and_the_harness_write_them(tmp_path):
     assert seen[0].text + seen[0].question == row["input"]
     for wrong, said in [
         ({"input": "one line only"}, "line 1: the field 'input' must end in a separate line"),
-        ({"outputs": []}, "line 1: the field 'outputs' must have at least 1 entries"),
+        ({"outputs": []}, "line 1: the field 'outputs' must have at least 1 entry"),
         ({"outputs": "418"}, "line 1: the field 'outputs' must be a list"),
     ]:
         path.write_text(json.dumps({**row, **wrong}))
