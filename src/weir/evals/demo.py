@@ -1,9 +1,9 @@
 """The demonstration: a model reads far past its window under several policies, which are compared.
 
 The packaged model reads a book, then names with numbers in the form of its exercises, "Anna has
-482.", reads on, and is asked for the numbers. A model with a chat template has a chat: it is told
-facts in the system turn and in the first message, then a long text is pasted, and it is asked for
-the facts. The result is one HTML page that needs no network.
+482.", reads on, and is asked for the numbers. Any other model reads the book, and is then told
+facts in sentences and asked for them at several distances. The result is one HTML page that needs
+no network.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -18,11 +19,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from weir.errors import WeirError
+from weir.evals.fitting import bytes_of, fit_to_memory, largest_budget
 from weir.evals.perplexity import STEP, PerplexityMeter
 from weir.evals.report import (
     COLORS,
@@ -38,16 +38,10 @@ from weir.evals.report import (
     whole_blocks,
     with_peak,
 )
+from weir.evals.task import Progress, Subject
+from weir.evals.tasks.natural_facts import Facts
 from weir.models import window_of
-from weir.stream import (
-    BOOK,
-    Conversation,
-    Stream,
-    count_beginning,
-    encode,
-    held_shares,
-    read_text,
-)
+from weir.stream import BOOK, Stream, encode, held_shares, read_text
 from weir.train import DIGITS, Words
 
 TITLE = "War and Peace"
@@ -69,43 +63,22 @@ and with sinks, tokens that are unlike all others, more recent tokens in 8 and i
 NAMES = 8
 """How many names with numbers are told."""
 AWAY = 1000
-"""Number of tokens between the facts and the questions."""
-CHAT_POLICIES = (
-    "dense",
-    "window(budget=1024)",
-    "streaming_llm(budget=1024)",
-    "snapkv(budget=1024)",
-    "weir(budget=1024)",
-    "pinned(weir(budget=1024))",
-)
-"""The policies of the chat: `dense` is what transformers does, and `pinned` what `weir chat`
-does.
-"""
-FACTS = (
-    ("Your name is Nora.", "What is your name?", "Nora"),
-    ("The door code of Anna is 60494.", "What is the door code of Anna?", "60494"),
-    ("The telephone number of Peter is 73158.", "What is the telephone number of Peter?", "73158"),
-    ("Maria lives in the city of Lisbon.", "In which city does Maria live?", "Lisbon"),
-    ("Paul works as a baker.", "What does Paul work as?", "baker"),
-    ("The train leaves at 7:15.", "When does the train leave?", "7:15"),
-    ("The favorite color of Clara is green.", "What is the favorite color of Clara?", "green"),
-    ("The key lies under the carpet.", "Where does the key lie?", "carpet"),
-)
-"""For each fact: its statement at the beginning of the chat, the question at the end, and a word of
-the right answer.
-"""
-IN_SYSTEM = 1
-"""The number of facts that are told in the system turn, if there is one; the others are told in the
-first message.
-"""
-RULE = " ".join([*(fact for fact, _, _ in FACTS[:IN_SYSTEM]), "You answer in one short sentence."])
-"""The system turn."""
-SOON = 1100
-"""Tokens of the short text after which the chat is also asked: more than a policy's budget."""
-ANSWER = 24
-"""Largest number of tokens of an answer in the chat."""
-CALM = {"temperature": 0.0, "repetition_penalty": 1.1}
-"""The sampling options of the chat."""
+"""Tokens between what is told and the question."""
+RIVALS = ("window", "streaming_llm", "snapkv")
+"""Policies that are compared with the default on models other than nano, in the same bytes. Plain
+attention comes before them, and `EIGHT_BITS` and the default after them."""
+EIGHT_BITS = "sink(4) | recent({}):int8"
+"""The newest tokens in 8 bits, as many as fit."""
+BUDGET = 1024
+"""Budget of the default policy, whose bytes all caches of fixed size have."""
+FACTS = Facts(distances="200 800 1600 3200 4000", samples=4)
+"""Facts in sentences of a book: 32, each asked for at every distance."""
+PAST = 500
+"""Tokens, at least, that a model other than nano reads past its window."""
+CHUNK = 64
+"""Tokens between two folds, as in every stream that is told nothing else."""
+BLOCK = 500
+"""Tokens of a block, whose perplexity is a point of a curve."""
 PARTS = 240
 """Number of parts of the book in the picture of what is still held."""
 WIDTH, LETTERS = 5.2, 9
@@ -160,14 +133,6 @@ def held_by_part(stream: Stream, parts: int) -> list[float]:
     return [round(float(part.mean()), 5) for part in np.array_split(held, parts)]
 
 
-def _told(stream: Stream, answers: list[str], right: list[bool]) -> dict[str, Any]:
-    """Return the figures of a policy: what it holds, its answers, and which and how many are
-    right.
-    """
-    held = held_by_part(stream, PARTS)
-    return {"held": held, "answers": answers, "right": right, "knows": sum(right)}
-
-
 @dataclass(frozen=True)
 class BookStory:
     """The names that follow the book, and the ids of the text before their questions [n]."""
@@ -176,17 +141,24 @@ class BookStory:
     names: Sequence[NamedNumber]
     between: Tensor
 
-    def tell(self, stream: Stream) -> dict[str, Any]:
-        """Feed the names to a stream, read on, and ask for the numbers; return `_told`."""
+    def tell(self, stream: Stream, progress: Progress = lambda share: None) -> dict[str, Any]:
+        """Feed the names to a stream, read on, and ask for the numbers.
+
+        Returns:
+            {"held", "answers", "right" (of each answer), "knows" (right answers)}.
+        """
         stream.feed([token for one in self.names for token in one.said])
         stream.feed(self.between)
         answers = ask_names(stream, self.names, self.tokenizer)
         right = [said == one.number for said, one in zip(answers, self.names, strict=True)]
-        return _told(stream, answers, right)
+        held = held_by_part(stream, PARTS)
+        return {"held": held, "answers": answers, "right": right, "knows": sum(right)}
 
     def facts(self, read: int) -> dict[str, Any]:
         """Return the facts and questions, after `read` tokens of the book, as JSON."""
         return {
+            "kind": "names",
+            "asked": len(self.names),
             "told_at": read,
             "said": sum(len(one.said) for one in self.names),
             "away": len(self.between),
@@ -194,67 +166,53 @@ class BookStory:
         }
 
 
-class ChatStory:
-    """A chat: facts in the first two turns, questions after a short and after a long text.
-
-    `said` is the number of tokens before the long text; `before` counts the questions answered
-    right under the first policy before it.
+@dataclass(frozen=True)
+class FactStory:
+    """Facts that are told in other passages of the book, to new streams under each policy, and
+    asked for at several distances.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.model, self.tokenizer = model, tokenizer
-        self.said, self.before = 0, -1
-        self.rule: str | None = RULE
-        self.in_system = IN_SYSTEM
-        try:
-            count_beginning(model, tokenizer, RULE)
-        except WeirError:  # the templates of Gemma 2 and Mistral, for example, have no system turn
-            self.rule, self.in_system = None, 0
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
 
-    def begin(self, stream: Stream) -> None:
-        """Tell the facts, and let the model answer."""
-        told = " ".join(fact for fact, _, _ in FACTS[self.in_system :])
-        self._say(stream, f"Please remember this. {told}")
-        if self.before < 0:
-            self.said, self.before = stream.seen, sum(self._ask(stream)[1])
+    def tell(self, stream: Stream, progress: Progress) -> dict[str, Any]:
+        """Measure the policy of a stream that has read the book.
 
-    def paste(self, tokens: int) -> Tensor:
-        """Return the turn in which a text of `length` tokens is pasted, as token ids."""
-        book = self.tokenizer.decode(load_book(self.tokenizer, tokens), skip_special_tokens=True)
-        talk = Conversation(Stream(self.model, "dense"), self.tokenizer, self.rule)
-        list(talk.say("Hello.", max_new_tokens=1))
-        return torch.tensor(talk.turn(f"Here is the beginning of a novel.\n\n{book}"))
-
-    def tell(self, stream: Stream) -> dict[str, Any]:
-        """Ask the questions, and ask them again in a separate chat after a short text.
-
-        Returns `_told`, and "soon", the number of right answers after the short text.
+        Returns:
+            {"held" (of the book), "knows" (right answers at all distances together),
+            "by_distance": [{"distance", "right", "asked", "low", "high" (95 %)}]}.
         """
-        told = _told(stream, *self._ask(stream))
-        short = Stream(self.model, stream.policy)
-        self.begin(short)
-        short.feed(self.paste(SOON))
-        return {**told, "soon": sum(self._ask(short)[1])}
-
-    def _say(self, stream: Stream, text: str) -> str:
-        talk = Conversation(stream, self.tokenizer, self.rule)
-        return "".join(talk.say(text, max_new_tokens=ANSWER, **CALM)).strip()
-
-    def _ask(self, stream: Stream) -> tuple[list[str], list[bool]]:
-        said = [self._say(copy.deepcopy(stream), asked) for _, asked, _ in FACTS]
-        return said, [word in text for text, (_, _, word) in zip(said, FACTS, strict=True)]
+        held = held_by_part(stream, PARTS)
+        subject = Subject(self.name, self.model, self.tokenizer, stream.policy)
+        found = FACTS.run(subject, progress)
+        return {"held": held, "knows": found["right"], "by_distance": found["by_distance"]}
 
     def facts(self, read: int) -> dict[str, Any]:
-        """Return the facts and questions, with `read` tokens of text between, as JSON."""
+        """Return what is asked, after `read` tokens of the book, as JSON."""
+        count = FACTS.samples * FACTS.facts
+        distances = list(FACTS.tokens_back)
         return {
-            "told_at": 0,
-            "said": self.said,
-            "away": read,
-            "before": self.before,
-            "in_system": self.in_system,
-            "soon": SOON,
-            "names": [[question, word] for _, question, word in FACTS],
+            "kind": "facts",
+            "read": read,
+            "count": count,
+            "asked": count * len(distances),
+            "distances": distances,
+            "task": str(FACTS),
         }
+
+
+def equal_policies(model: PreTrainedModel) -> tuple[str, ...]:
+    """Return plain attention, and policies whose caches have the bytes of the default policy."""
+    ours = f"weir(budget={min(BUDGET, largest_budget(model, CHUNK))})"
+    memory = bytes_of(model, ours)
+    fitted = (fit_to_memory(model, rival, memory)[0] for rival in RIVALS)
+    most = bisect_right(
+        range(1, largest_budget(model, CHUNK)),
+        memory,
+        key=lambda slots: bytes_of(model, EIGHT_BITS.format(slots)),
+    )
+    return ("dense", *fitted, EIGHT_BITS.format(max(1, most)), ours)
 
 
 def make_stream(model: PreTrainedModel, policy: str) -> Stream:
@@ -265,6 +223,11 @@ def make_stream(model: PreTrainedModel, policy: str) -> Stream:
 def load_book(tokenizer: PreTrainedTokenizerBase, tokens: int) -> Tensor:
     """Load the first tokens of the packaged excerpt; all if it is shorter."""
     return encode(tokenizer, read_text(BOOK), tokens)
+
+
+def past_window(window: int, block: int = BLOCK) -> int:
+    """Return how many tokens a model other than nano reads: whole blocks, past its window."""
+    return -(-(window + PAST) // block) * block
 
 
 def load_book_and_story(
@@ -282,31 +245,26 @@ def load_book_and_story(
 def read_book(
     model: PreTrainedModel,
     ids: Tensor,
-    story: BookStory | ChatStory | None = None,
+    story: BookStory | FactStory | None = None,
     *,
     name: str = "nano",
     policies: tuple[str, ...] = POLICIES,
-    block: int = 500,
+    block: int = BLOCK,
     on_step: Callable[[list[PerplexityMeter]], bool | None] = lambda meters: None,
-    on_ask: Callable[[int], bool | None] = lambda asked: None,
+    on_ask: Callable[[float], bool | None] = lambda asked: None,
 ) -> dict[str, Any]:
     """Read the tokens `ids` of the book under every policy, and ask for the facts of a story.
 
-    `on_step` is called after every `STEP` tokens. If it returns True, reading ends early and
-    nothing is asked. `on_ask` is called with the number of policies asked so far, and can also end
-    the demo by returning True.
+    `on_step` is called after every `STEP` tokens; reading ends early when it returns True, and then
+    nothing is asked. `on_ask` is called with the number of policies asked so far, 1.5 in the middle
+    of the second, and ends the asking when it returns True.
 
     Returns:
-        {"model", "chat", "told_first" (tokens of a chat before the book), "model_window", "book",
-        "tokens", "block" (tokens of each of `ppl_by_block`), "story" (its `facts`, None if not
-        every policy was asked), "policies": [of each the figures of `weir stream`, "slots" (None
-        for no limit), and what `tell` returns]}.
+        {"model", "model_window", "book", "tokens", "block" (tokens of each of `ppl_by_block`),
+        "story" (its `facts`, None if not every policy was asked), "policies": [of each the figures
+        of `weir stream`, "slots" (None for no limit), and what `tell` returns]}.
     """
     meters = [PerplexityMeter(make_stream(model, policy), block) for policy in policies]
-    chat = story if isinstance(story, ChatStory) else None
-    if chat is not None:
-        for meter in meters:
-            chat.begin(meter.stream)
     for piece in ids.split(STEP):
         for meter in meters:
             meter.take(piece)
@@ -319,18 +277,18 @@ def read_book(
         {**meter.as_json(), "policy": policy, "slots": meter.stream.capacity}
         for policy, meter in zip(policies, meters, strict=True)
     ]
-    answers: list[dict[str, Any]] = []
-    for number, meter in enumerate(meters):
-        if story is None or on_ask(number):
-            story = None
-            break
-        answers.append(story.tell(meter.stream))
     if story is not None:
-        found = [{**figures, **more} for figures, more in zip(found, answers, strict=True)]
+        try:
+            answers = [
+                story.tell(meter.stream, _told_of(on_ask, number))
+                for number, meter in enumerate(meters)
+            ]
+        except _Stopped:
+            story = None
+        else:
+            found = [{**figures, **more} for figures, more in zip(found, answers, strict=True)]
     return {
         "model": name,
-        "chat": chat is not None,
-        "told_first": 0 if chat is None else chat.said,
         "model_window": window_of(model.config),
         "book": f"Leo Tolstoy, {TITLE}",
         "tokens": meters[0].tokens,
@@ -338,6 +296,21 @@ def read_book(
         "story": None if story is None else story.facts(len(ids)),
         "policies": found,
     }
+
+
+class _Stopped(Exception):
+    """Raised to end a story in the middle."""
+
+
+def _told_of(on_ask: Callable[[float], bool | None], number: int) -> Progress:
+    """Report the progress of a policy's questions, and raise `_Stopped` to end them."""
+
+    def progress(share: float) -> None:
+        if on_ask(number + share):
+            raise _Stopped
+
+    progress(0.0)
+    return progress
 
 
 def best_of_a_size(result: dict[str, Any]) -> str | None:
@@ -353,14 +326,17 @@ def best_of_a_size(result: dict[str, Any]) -> str | None:
     most = max(policy["knows"] for policy in limited)
     reads = [policy["policy"] for policy in limited if policy["ppl"] == least]
     knows = [policy["policy"] for policy in limited if policy["knows"] == most]
-    held = [policy["kv_bytes"] / 1e3 for policy in limited]
-    few, many = (f"{kilobytes:,.0f}" for kilobytes in (min(held), max(held)))
-    size = f"{many} kB" if few == many else f"{few} to {many} kB"
+    held = [policy["kv_bytes"] for policy in limited]
+    few, many = min(held), max(held)
+    # The unit of the larger, so that 650.1 and 649.8 kB are 650 kB.
+    power, unit, digits = (6, "MB", 1) if many >= 1e6 else (3, "kB", 0)
+    sizes = dict.fromkeys(f"{count / 10**power:,.{digits}f}" for count in (few, many))
+    over = " at all distances together" if result["story"]["kind"] == "facts" else ""
     return (
-        f"Of the caches of fixed size ({size}), {' and '.join(reads)} has the lowest perplexity, "
-        f"{least:.1f}, and {' and '.join(knows)} "
-        f"{'knows' if len(knows) == 1 else 'know'} the most, {most} of "
-        f"{len(result['story']['names'])}."
+        f"Of the caches of fixed size ({' to '.join(sizes)} {unit}), {' and '.join(reads)} "
+        f"{'has' if len(reads) == 1 else 'have'} the lowest perplexity, {least:.1f}, and "
+        f"{' and '.join(knows)} {'knows' if len(knows) == 1 else 'know'} the most, {most} of "
+        f"{result['story']['asked']}{over}."
     )
 
 
@@ -379,10 +355,10 @@ def write_page(result: dict[str, Any], path: Path) -> None:
         last_of=lambda policy: whole_blocks(
             policy["ppl_by_block"], result["tokens"], result["block"]
         )[-1],
-        rule=RULE,
         best=best_of_a_size(result),
         color_of=lambda policy: _look(COLORS, result, policy),
         stops_of=lambda policy: _stops(_look(COLORS, result, policy), policy["held"]),
+        facts=_plot_facts(result) if _has_facts(result) else "",
         all_perplexity=_plot(result, policies, "ppl_by_block", "perplexity", log=True),
         perplexity=_plot(result, limited, "ppl_by_block", "perplexity"),
         memory=_plot(result, policies, "bytes_by_block", "cache, MB", log=True),
@@ -398,12 +374,13 @@ def write_page(result: dict[str, Any], path: Path) -> None:
 
 
 def write_excerpt(result: dict[str, Any], folder: Path) -> None:
-    """Write the table of figures as Markdown and the picture of perplexities, for other pages."""
+    """Write the table of figures as Markdown, and the pictures, for other pages."""
     story = result["story"]
     heads = ["policy", "perplexity", "cache"]
-    if story:
-        count = len(story["names"])
-        heads += [f"right after {story['soon']:,} tokens"] if result["chat"] else []
+    if _has_facts(result):
+        first, *others = story["distances"]
+        heads += [f"facts after {first:,} tokens", *(f"{distance:,}" for distance in others)]
+    elif story:
         heads += [f"right after {story['away']:,} tokens"]
     rows = [
         [
@@ -411,7 +388,8 @@ def write_excerpt(result: dict[str, Any], folder: Path) -> None:
             f"`{policy['policy']}`".replace("|", r"\|"),
             f"{policy['ppl']:,.1f}",
             _format_bytes(policy["kv_bytes"]),
-            *(f"{policy[key]} of {count}" for key in ("soon", "knows") if story and key in policy),
+            *(str(at["right"]) for at in policy.get("by_distance", ()) if story),
+            *([f"{policy['knows']} of {story['asked']}"] if story and "names" in story else []),
         ]
         for policy in result["policies"]
     ]
@@ -419,6 +397,13 @@ def write_excerpt(result: dict[str, Any], folder: Path) -> None:
     plot = _plot(result, result["policies"], "ppl_by_block", "perplexity")
     (folder / "table.md").write_text(table + "\n", "utf-8")
     (folder / "perplexity.svg").write_text(plot + "\n", "utf-8")
+    if _has_facts(result):
+        (folder / "facts.svg").write_text(_plot_facts(result) + "\n", "utf-8")
+
+
+def _has_facts(result: dict[str, Any]) -> bool:
+    """Whether facts were asked for at several distances."""
+    return bool(result["story"]) and result["story"]["kind"] == "facts"
 
 
 def _format_bytes(count: int) -> str:
@@ -484,11 +469,44 @@ def _plot(
             axes.yaxis.set_major_locator(MaxNLocator(5))
         axes.xaxis.set_major_locator(MaxNLocator(5))
         style_axes(axes, vertical=False)
-        window = result["model_window"] - result["told_first"]
+        window = result["model_window"]
         if window < result["tokens"]:
             axes.axvline(window, color=GRAY, lw=1, ls=":")
             top = axes.get_xaxis_transform()
             axes.text(window, 1.01, "the model's window", color=GRAY, transform=top)
+        legend: dict[str, Any] = {"frameon": False, "fontsize": LETTERS, "ncols": columns}
+        figure.legend(loc="outside lower center", **legend)
+    return picture.svg
+
+
+def _plot_facts(result: dict[str, Any]) -> str:
+    """Right answers of each policy over the distance, with 95 % intervals, as an SVG element."""
+    story, policies = result["story"], result["policies"]
+    distances, count = story["distances"], story["count"]
+    names = [policy["policy"] for policy in policies]
+    columns = min(2, legend_columns(names, WIDTH, LETTERS))
+    height = 3.1 + 0.2 * -(-len(names) // columns)
+    with drawn_figure("facts", WIDTH, height) as (figure, picture):
+        axes = figure.subplots()
+        axes.set_xscale("log")
+        for number, policy in enumerate(policies):
+            found = policy["by_distance"]
+            # Side by side, so that whiskers at the same distance can be told apart.
+            beside = 1.025 ** (number - (len(policies) - 1) / 2)
+            at = [distance * beside for distance in distances]
+            right = [one["right"] for one in found]
+            low = [one["right"] - count * one["low"] for one in found]
+            high = [count * one["high"] - one["right"] for one in found]
+            look = {"color": _look(COLORS, result, policy), "ls": _look(DASHES, result, policy)}
+            reach = [[max(0.0, n) for n in ends] for ends in (low, high)]
+            axes.errorbar(
+                at, right, reach, label=names[number], marker="o", ms=4, lw=2, elinewidth=1, **look
+            )
+        axes.set(xlabel="tokens since the fact", ylabel=f"right answers of {count}")
+        axes.set_ylim(-0.04 * count, 1.04 * count)
+        style_axes(axes, vertical=False)
+        axes.set_xticks(distances, [f"{distance:,}" for distance in distances])
+        axes.minorticks_off()
         legend: dict[str, Any] = {"frameon": False, "fontsize": LETTERS, "ncols": columns}
         figure.legend(loc="outside lower center", **legend)
     return picture.svg

@@ -102,6 +102,7 @@ def test_every_policy_reads_the_same_tokens_as_if_it_were_alone(llama, result):
 @pytest.mark.slow
 def test_the_story_is_told_behind_the_book_and_asked_without_a_trace(llama, result):
     assert result["story"] == {
+        "kind": "names", "asked": 2,
         "told_at": 1300, "said": 12, "away": 88, "names": [["Anna", "AB"], ["Boris", "<&"]]
     }  # fmt: skip
     text = torch.randint(0, 61, (1300,), generator=torch.Generator().manual_seed(0))
