@@ -505,7 +505,13 @@ def _plot_facts(result: dict[str, Any]) -> str:
         axes.set(xlabel="tokens since the fact", ylabel=f"right answers of {count}")
         axes.set_ylim(-0.04 * count, 1.04 * count)
         style_axes(axes, vertical=False)
-        axes.set_xticks(distances, [f"{distance:,}" for distance in distances])
+        # A label that the next one would touch is left out.
+        nexts = [*distances[1:], math.inf]
+        labels = [
+            f"{at:,}" if after > 1.4 * at else ""
+            for at, after in zip(distances, nexts, strict=True)
+        ]
+        axes.set_xticks(distances, labels)
         axes.minorticks_off()
         legend: dict[str, Any] = {"frameon": False, "fontsize": LETTERS, "ncols": columns}
         figure.legend(loc="outside lower center", **legend)
