@@ -538,7 +538,7 @@ def test_a_batch_is_not_generated_from_and_says_what_to_do_instead(llama, ids):
     stream.feed(ids(2, 10))
     with pytest.raises(WeirError, match=r"batch of 2\. For batches, use model"):
         stream.generate(3)
-    with pytest.raises(WeirError, match="this stream has 2 rows, 1 were fed"):
+    with pytest.raises(WeirError, match="this stream has 2 rows, but 1 were fed"):
         stream.feed(ids(1, 10))
     assert stream.seen == 10
 

@@ -39,7 +39,7 @@ from weir.evals.report import (
     with_peak,
 )
 from weir.evals.task import Progress, Subject
-from weir.evals.tasks.natural_facts import Facts
+from weir.evals.tasks import Facts
 from weir.models import window_of
 from weir.stream import BOOK, Stream, encode, held_shares, read_text
 from weir.train import DIGITS, Words

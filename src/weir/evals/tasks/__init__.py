@@ -23,3 +23,4 @@ from weir.evals.tasks import (
     streameval,
     summary,
 )
+from weir.evals.tasks.natural_facts import Facts
