@@ -172,8 +172,7 @@ def chat(
             ("top_k", "top_p", "min_p"),
             "at temperature 0 the likeliest token is always taken",
         )
-    named = argument is not None or model_name is not None
-    asked = options.one_model(argument, model_name) if named else None
+    asked = options.model_or_none(argument, model_name)
     system = system or None  # an empty message needs no slots
     # Refuse a wrong policy before anything is loaded.
     if budget is not None:
@@ -197,7 +196,9 @@ def chat(
         kept = find_newest(asked)
         system = kept.facts["system"]
         loading = kept.facts["loading"] | loading
-    name = str(kept.facts["model"]) if kept is not None else asked or "nano"
+    name = "nano" if asked is None else asked
+    if kept is not None:
+        name = str(kept.facts["model"])
     model, tokenizer = load_model(name, loading)
     check_template(tokenizer)
     prepare_model(model, compiled=compiled)

@@ -86,11 +86,16 @@ def with_given_budget(policy: str, budget: int | None) -> str:
     return with_budget(policy, budget)
 
 
-def one_model(argument: str | None, option: str | None) -> str:
-    """Return the model of a command that takes it as an argument or as `--model`, but not both."""
+def model_or_none(argument: str | None, option: str | None) -> str | None:
+    """Return the model as `one_model` does; None if none is named."""
     if argument is not None and option is not None:
         raise BadParameter(f"two models are named: {argument} and --model {option}. Name only one.")
-    if (found := argument or option) is None:
+    return option if argument is None else argument
+
+
+def one_model(argument: str | None, option: str | None) -> str:
+    """Return the model of a command that takes it as an argument or as `--model`, but not both."""
+    if not (found := model_or_none(argument, option)):
         raise BadParameter(
             "Missing argument 'MODEL': name nano, a folder, a .gguf file or a Hub id"
         )

@@ -18,9 +18,10 @@ from weir.models import sight_of
 from weir.policies import Policy, Recompute, parse_policy
 
 Counted = Literal["bytes", "kv"]
-"""What is counted of a stream: `bytes` is everything that weir allocates for it; `kv` is the keys
-and values of its slots alone, as papers count, without second copies of keys, waiting queries,
-positions and scores."""
+"""The bytes that count for a stream. `bytes` is everything that weir allocates for it. `kv` is the
+keys and values of its slots alone, as papers count, without second copies of keys, waiting queries,
+positions and scores.
+"""
 MOST = 2**24
 """The largest budget in slots, whatever the memory."""
 FEW = 32

@@ -27,9 +27,11 @@ Int8Kernel = Callable[[Tensor, Tensor, Tensor], Tensor]
 BlockKernel = Callable[[Tensor, Tensor, Tensor, int, str], Tensor]
 """(x, codes, scales, outputs, type of the blocks) -> products."""
 GatedKernel = Callable[[Tensor, BlockWeight, BlockWeight, BlockWeight, str], Tensor | None]
-"""(x, gate, up, down, activation) -> answers; None where it cannot multiply these."""
+"""(x, gate, up, down, activation) -> answers. None if it cannot multiply these weights."""
 RowsKernel = Callable[[Tensor, Tensor, Tensor, int, str], Tensor | None]
-"""(numbers of the rows, codes, scales, outputs, type of the blocks) -> rows; None for none."""
+"""(numbers of the rows, codes, scales, outputs, type of the blocks) -> rows. None if it cannot read
+these blocks.
+"""
 ReaderKernel = Callable[[np.ndarray, Any, Tensor], tuple[int, np.ndarray, list[object]]]
 """(numbers of the rows, weight in blocks, output) -> a look-up for a step table."""
 PackKernel = Callable[[str, np.ndarray, Tensor, Tensor, int], bool]
@@ -74,7 +76,7 @@ def linear_blocks(x: Tensor) -> BlockKernel | None:
 
 
 def mlp_blocks(x: Tensor) -> GatedKernel | None:
-    """The kernel for a whole MLP with such weights; None where each product is made by itself."""
+    """Return the kernel for a whole MLP with such weights; None if each product runs separately."""
     if linear_blocks(x) is None:
         return None
     return _TABLE.find("mlp_blocks", x.device)
@@ -90,8 +92,8 @@ def block_function(kind: str, device: torch.device) -> int:
 
 
 def block_rows(which: Tensor, codes: Tensor) -> RowsKernel | None:
-    """The kernel that writes out rows of a weight in blocks (see `weir.native.kernels.block_rows`);
-    None for PyTorch.
+    """Return the kernel that dequantizes rows of a weight in blocks, which
+    `weir.native.kernels.block_rows` describes. None if PyTorch should do it.
 
     Args:
         which: the numbers of the rows.

@@ -58,7 +58,7 @@ class LayerFacts(_NotesToo):
 
 
 class PolicyFacts(_NotesToo):
-    """What a policy file states; see `PolicyFile`."""
+    """The fields of a policy file, as `PolicyFile` describes them."""
 
     layers: ListOf[LayerFacts]
     model: MeasuredModel

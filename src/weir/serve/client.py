@@ -311,8 +311,7 @@ class EngineClient:
         if (archive := engine.store.archive) is not None:
             plans = engine.cache.plans
             archive.find_held = lambda state: held_ranges(holding_in(plans, state))
-            encoder = PromptEncoder(tokenizer)
-            archive.encode = lambda text: encoder.encode(encoder.mark(text))
+            archive.encode = PromptEncoder(tokenizer).encode_message
         self.defaults, self.unused_defaults = read_defaults(engine.model.generation_config)
         self.engine = engine
         self.store = engine.store

@@ -170,6 +170,10 @@ class PromptEncoder:
             ids = [*before, *ids, *after]
         return self._checked(ids)
 
+    def encode_message(self, text: str) -> list[int]:
+        """Tokenize the text of a message, in which control tokens are plain text."""
+        return self.encode(self.mark(text))
+
     def find_places(
         self, text: str, places: Sequence[TextPlace], ids: Sequence[int]
     ) -> list[TextPlace]:

@@ -159,7 +159,7 @@ class Conversation:
             return ""
         encoder = PromptEncoder(self.tokenizer)
         quoted, self.recalled = write_quotes(
-            found, most - JOINT, lambda quotes: len(encoder.encode(encoder.mark(quotes)))
+            found, most - JOINT, lambda quotes: len(encoder.encode_message(quotes))
         )
         return quoted
 
@@ -181,8 +181,7 @@ class Conversation:
         """
         if self.archive is None:
             return
-        encoder = PromptEncoder(self.tokenizer)
-        ((first, last),) = find_texts(ids, [text], lambda text: encoder.encode(encoder.mark(text)))
+        ((first, last),) = find_texts(ids, [text], PromptEncoder(self.tokenizer).encode_message)
         start = self.stream.seen - len(ids)
         try:
             self._add(self.archive, role, text, start + first, start + last)

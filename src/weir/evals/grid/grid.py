@@ -88,7 +88,7 @@ def protocol(name: str) -> PaperProtocol:
 
 
 Equal = Literal["slots", "bytes", "kv"]
-"""What is equal for all policies of a grid: slots, bytes of the whole cache, or bytes of keys and
+"""All policies of a grid get equally many slots, bytes of the whole cache, or bytes of keys and
 values.
 """
 YARDSTICK = "streaming_llm"

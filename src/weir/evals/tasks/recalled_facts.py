@@ -74,7 +74,7 @@ THINGS = (
     "treasure",
     "boat",
 )
-"""What each of `KINDS` tells about a person."""
+"""Nouns for `KINDS`, in the same order: each question of a kind asks for this of a person."""
 TOGETHER = 3
 FILLER = 700
 """Number of characters of the book that a turn reads out."""

@@ -45,9 +45,7 @@ ANGLES, PRODUCTS, ATTENTION, NORMS, LOOK_UP = range(5)
 PLAIN, NORM, MERGE = range(3)
 """Inputs of a product: numbers in memory, normalized ones, or merged answers."""
 STORE, ADD, GATE = range(3)
-"""What is done with products: they are stored, added to numbers, or one is the gate of the
-other.
-"""
+"""Uses of products: they are stored, added to numbers, or one is the gate of the other."""
 PRODUCT = np.dtype(
     [
         (name, np.int64)
