@@ -191,7 +191,9 @@ def test_weir_gives_them_what_the_others_leave():
     far = min(448, 8 * 320 - 7 * 256)
     assert slots == [[near := (8 * 320 - far) // 7] * 2, [near] * 2, [far, near], [near] * 2]
     assert str(weir.Stream(model, "weir(320)").policy) == str(fitted)
+    assert fitted.brief == "weir(320)"
     pinned = fit_to_model(weir.policy("pinned(weir(320), 8, 4)"), model)
+    assert pinned.brief == "pinned(weir(320), n=8, header=4)"
     # No more than the window holds.
     assert pinned.for_heads(2, 4, 2)[0].slots == 448
     whole = weir.policy("pinned(weir(436), 8, 4)")  # with 64 new tokens all that the window holds

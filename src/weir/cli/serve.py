@@ -245,7 +245,7 @@ def serve(
                 f"--disk {size(most)} is too small: the state of one turn takes "
                 f"{size(memory.row)}. Use a larger --disk."
             )
-        say(f"{model_name} under {plain.brief}")
+        say(f"{model_name} under {memory.policy}")
         say_pinned(wanted)
         ends = f"states of {in_words(memory.kept, 'turn')} {size(memory.kept * memory.row)}, "
         say(

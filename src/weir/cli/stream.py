@@ -60,7 +60,7 @@ def stream(
     perplexity that is not a finite number also stops the reading, with exit code 1.
     """
     from weir.evals.perplexity import read
-    from weir.policies import Layered, Recompute, parse_policy, resolve_chunk, with_slots
+    from weir.policies import Recompute, parse_policy, resolve_chunk, with_slots
     from weir.stream import STANDARD_INPUT, Stream, encode, read_text
 
     wanted = with_slots(parse_policy(options.with_given_budget(policy, budget)), slots)
@@ -106,10 +106,7 @@ def stream(
         )
         reading.check()
         return interrupt.code
-    taken = reader.policy.brief
-    if isinstance(reader.policy, Layered) and not isinstance(wanted, Layered):
-        taken = f"{wanted.brief} ({taken})"
-    _print(model_name, taken, reading, ended)
+    _print(model_name, reader.policy.brief, reading, ended)
     reading.check()
     return interrupt.code
 

@@ -18,11 +18,14 @@ class Layered(Policy):
         policies: the policy of each layer, from the bottom up.
         origin: where they were measured; None for policies that were written by hand. It is not
             part of the policy: the text works for any model with this many layers.
+        name: the call whose budget was divided among the layers, as in `weir(budget=1024)`, by
+            which people know the policy; empty for a list that was written or measured.
     """
 
     policies: tuple[Policy, ...]
     text: str = field(default="", compare=False)
     origin: Origin | None = field(default=None, compare=False)
+    name: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         if not self.policies or not all(isinstance(policy, Policy) for policy in self.policies):
@@ -41,7 +44,9 @@ class Layered(Policy):
 
     @property
     def brief(self) -> str:
-        """The text, or for a long list the number of layers and their slots."""
+        """The name or the text, or for a long list the number of layers and their slots."""
+        if self.name:
+            return self.name
         if len(self.text) <= LONGEST or len(self.policies) == 1:
             return self.text
         sizes = sorted({pipe.slots for pipe in self.pipes if pipe.slots is not None})

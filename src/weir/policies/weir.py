@@ -131,7 +131,7 @@ def fit_budgets(
     for layer in lookup:
         each = [long if s >= LOOKS_UP else short for s in layer]
         layers.append(each[0] if len(set(each)) == 1 else ByHead(tuple(each)))
-    return Layered(tuple(layers))
+    return Layered(tuple(layers), name=policy.text)
 
 
 @named("weir's own: StreamingLLM, SubGen's k centers (Zandieh et al. 2024), slots of 8 bits")

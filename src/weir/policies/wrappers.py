@@ -26,9 +26,9 @@ from weir.policies.registry import NAMED, PolicyCall, named
 from weir.pools import Beginning, Frame, Header, Kept, Pool, Snap
 
 EXACT = "exact"
+"""The name of unquantized slots."""
 SAME = "same"
 """Value that gives a beginning the format of a policy's other slots."""
-"""The name of unquantized slots."""
 SHARE = 4
 """By default, the beginning gets one slot for this many of the policy's."""
 
@@ -70,10 +70,13 @@ class PolicyWrapper(Policy):
 
     @property
     def brief(self) -> str:
-        """The text, with the summary of the other policy if it has one."""
-        if self.policy.brief == self.policy.text:
+        """The text, with the name or the summary of the other policy if it has one."""
+        brief = self.policy.brief
+        if brief == self.policy.text:
             return self.text
-        return f"{self.policy.brief}, {self.verb} with {self.options}"
+        if brief.endswith(")"):  # a call
+            return f"{self.verb}({brief}, {self.options})"
+        return f"{brief}, {self.verb} with {self.options}"
 
     @property
     def pipes(self) -> tuple[Pipe, ...]:

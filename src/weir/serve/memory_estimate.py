@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from weir.cache import size_of
+from weir.cache import fit_to_model, size_of
 from weir.errors import WeirError, in_words
 from weir.loading import default_device, skeleton
 from weir.models import free_memory
-from weir.policies import SAME, Pinned, Policy, with_pin
+from weir.policies import SAME, Pinned, Policy, parse_policy, with_pin
 from weir.serve.engine.engine import PREFIXES
 from weir.serve.sessions.store import DEFAULT_KEPT
 
@@ -30,11 +30,13 @@ class MemoryEstimate:
     """The memory of a server.
 
     Attributes:
+        policy: the policy for this model, in short: `weir(budget=1024)` where `weir` was asked for.
         row: bytes of one row, and of one checkpoint.
         prefixes: number of prompt states that are kept so that nothing is read twice.
         free: bytes that are free before anything is loaded; None if unknown.
     """
 
+    policy: str
     weights: int
     row: int
     rows: int
@@ -64,12 +66,14 @@ def estimate_memory(
             remaining memory.
         loading: arguments of `load`. With a device map, the free memory is unknown.
     """
-    size = size_of(skeleton(model_name, **loading), policy, chunk=chunk)
+    model = skeleton(model_name, **loading)
+    fitted = fit_to_model(parse_policy(policy), model, chunk)
+    size = size_of(model, fitted, chunk=chunk)
     device, free = _find_free(loading)
     left = 0 if free is None else free - size.weights - (rows + PREFIXES) * size.stream
     if kept is None:
         kept = DEFAULT_KEPT if free is None else max(1, min(DEFAULT_KEPT, left // 2 // size.stream))
-    estimate = MemoryEstimate(size.weights, size.stream, rows, kept, free)
+    estimate = MemoryEstimate(fitted.brief, size.weights, size.stream, rows, kept, free)
     if free is not None and estimate.total > free:
         raise WeirError(
             f"not enough memory on {device}: {free:,} bytes are free. {model_name} takes "

@@ -69,7 +69,7 @@ def card(client: EngineClient, name: str) -> dict[str, Any]:
         "meta": {"n_ctx": WINDOW, "n_ctx_train": WINDOW},
         "top_provider": {"context_length": WINDOW, "max_completion_tokens": limits.answer},
         "weir": {
-            "policy": client.engine.policy_name,
+            "policy": client.engine.cache.policy.brief,
             "pools": client.engine.cache.policy.stands_for,
             "chunk": client.engine.cache.chunk,
             "continues": client.renderer.is_line_based,

@@ -24,7 +24,7 @@ from weir.cache import Holding, StreamingCache
 from weir.errors import WeirError
 from weir.models import CACHE, input_device, transformers_model
 from weir.native import compile_steps
-from weir.policies import Policy, parse_policy
+from weir.policies import Policy
 from weir.pools import Marks
 from weir.serve.engine.prefixes import PrefixKey, PrefixPlace, PrefixState, PrefixStates
 from weir.serve.engine.sampler import SampledToken, sample
@@ -194,10 +194,7 @@ class Engine:
         prefix_place: PrefixPlace | None = None,
     ) -> None:
         self.model = model
-        named = policy if isinstance(policy, Policy) else parse_policy(policy)
-        # The cache's policy is the one that was made for this model, without the name it was given.
-        self.policy_name = named.brief
-        self.cache = StreamingCache(model, named, chunk=chunk, batch=rows, failures="keep")
+        self.cache = StreamingCache(model, policy, chunk=chunk, batch=rows, failures="keep")
         self.store = store
         self.deterministic = deterministic
         self.runner = ModelRunner(model, self.cache)
