@@ -543,8 +543,11 @@ def test_what_cannot_be_called_does_not_listen(ids, listener):
 def test_a_cache_of_so_many_rows_does_not_say_that_a_reset_would_change_that(ids):
     fixed, free = other(batch=3), other()
     fed(free, ids(3, 20))
-    for cache, instead in ((fixed, "or make a cache with batch=2"), (free, "or reset() it")):
-        with pytest.raises(WeirError, match="holds 3 rows, but a batch of 2 was fed;") as error:
+    for cache, instead in (
+        (fixed, "or make a cache with batch=2"),
+        (free, "or call cache.reset() first"),
+    ):
+        with pytest.raises(WeirError, match=r"holds 3 rows, but a batch of 2 was fed\.") as error:
             fed(cache, ids(2, 5))
         assert instead in str(error.value)
     fixed.reset()

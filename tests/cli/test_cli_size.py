@@ -57,6 +57,7 @@ def test_json_is_one_object_with_every_figure_and_nothing_else(capsys, model):
         "policy": SMALL,
         "chunk": 8,
         "dtype": "float32",
+        "weights_format": "float32",
         "layers": 1,
         "slots": [24],
         "sink": {"kind": "none", "tokens": [], "slots": None},

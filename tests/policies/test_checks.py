@@ -212,6 +212,10 @@ def test_a_fold_that_keeps_its_word_is_taken():
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
+        (
+            lambda state: state["gone"],
+            r"the pool odd reads the state 'gone', but its state\(\) declares 'came'\.",
+        ),
         (lambda state: state.clear(), "the state of the pool odd has nothing instead of came"),
         (
             lambda state: state.update(more=torch.zeros(1)),

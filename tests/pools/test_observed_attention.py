@@ -316,6 +316,21 @@ def test_nothing_is_worked_out_unless_a_pool_asks():
         asked[-1].lse  # noqa: B018
 
 
+def test_a_window_of_more_queries_than_pools_declared_is_refused():
+    def look(slots: Slots, fold: Fold) -> None:
+        fold.read.received(slots, 8)
+        for ask in (fold.read.received, fold.read.attention):
+            with pytest.raises(
+                WeirError, match=r"last 9 queries.*more than 8\. Set needs_queries = 9"
+            ):
+                ask(slots, 9)
+        asked.append(slots)
+
+    asked: list[Slots] = []
+    fed(PIPES["behind"](Probe(7, 8, look)), EVERY["rotary"])
+    assert asked
+
+
 def test_the_output_projection_is_not_kept_alive_by_a_cache():
     model = make("llama")
     cache = weir.StreamingCache(model, "window(8)")

@@ -13,6 +13,7 @@ from weir.serve.api.errors import APIError, invalid_query
 from weir.serve.api.requests import parse_body
 from weir.serve.api.schemas.chat import ChatBody
 from weir.serve.api.schemas.responses import ConversationBody, ResponseBody
+from weir.serve.api.sessions import ForkBody
 
 
 def said(body: Any, kind: type[BaseModel] = ResponseBody) -> str:
@@ -64,6 +65,16 @@ def test_all_that_may_stand_in_a_place_is_named():
     chat = response(messages=[{"role": "user", "content": "x"}], tool_choice=5)
     assert choices in said(chat, ChatBody)
     assert "'auto'" in said(response(tool_choice="any"))
+    kinds = "'function' or 'allowed_tools'"
+    assert kinds in said(response(tool_choice={"type": "x"}))
+    assert kinds in said({**chat, "tool_choice": {"type": "x"}}, ChatBody)
+
+
+@pytest.mark.parametrize("body", [{"turn": "x"}, {"id": "not a name"}])
+def test_a_text_of_the_wrong_form_is_refused_without_a_pattern(body):
+    refused = said(body, ForkBody)
+    assert "must be the id of a turn" in refused or "must have 1 to 128 letters" in refused
+    assert "^" not in refused
 
 
 def test_of_a_schema_what_is_missing_is_named():

@@ -71,6 +71,10 @@ def test_what_a_template_refuses_is_an_error_with_its_words():
             "{% for i in range(99999) %}{{ range(99999) | map('int') | sum }}{% endfor %}",
             "does not finish",
         ),
+        (
+            "{% for i in range(10 ** 9) %}{% endfor %}",
+            r"has a range of more than 100,000 numbers\. Give the model another template\.$",
+        ),
         ("{{ 1/0 }}", "fails with ZeroDivisionError"),
         ("{{ messages + 5 }}", "fails with TypeError"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "fails with RecursionError"),

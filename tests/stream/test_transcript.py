@@ -28,6 +28,15 @@ class Letters:
         return "".join(chr(97 + token % 26) for token in ids)
 
 
+def test_a_full_disk_is_an_error_with_the_name_of_the_file(tmp_path):
+    talk = Transcript(tmp_path / "talk.jsonl", {})
+    talk._file.close()
+    talk._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115 (closed by the transcript)
+    with pytest.raises(WeirError, match=r"conversation .*talk\.jsonl: No space left on device"):
+        talk.add(turn(True, 0, range(2)))
+    talk.close()
+
+
 def test_a_file_has_what_was_said_and_an_interrupted_turn_ends_where_the_next_begins(tmp_path):
     path = tmp_path / "talk.jsonl"
     told = Transcript(path, {"model": "nano"})

@@ -23,14 +23,14 @@ from weir.pools import Marks
 from weir.slab import slot_lines
 
 GO_ON = (
-    "pass the whole conversation again, or only the new tokens with an attention_mask that covers "
-    "everything so far"
+    "To continue, pass the whole conversation again, or only the new tokens with an attention_mask "
+    "that covers everything so far. To begin a new text, call cache.reset() first."
 )
 KEEP_COLUMNS = (
-    "do not pad a row again: keep the columns of the earlier turns as generate returned them, "
-    "append the new tokens to every row, and pass an attention_mask of all columns that is 0 "
-    "where a row was padded (it may also be 0 in the padding after an answer that ended before "
-    "the others)"
+    "To continue, do not pad a row again: keep the columns of the earlier turns as generate "
+    "returned them, append the new tokens to every row, and pass an attention_mask of all columns "
+    "that is 0 where a row was padded. It may also be 0 in the padding after an answer that ended "
+    "before the others. To begin new texts, call cache.reset() first."
 )
 """Advice for batches. If rows were padded again, tokens that the stream has seen would move."""
 
@@ -585,26 +585,26 @@ class Rows:
     def _check_shape(self, batch: int, length: int, fixed: bool) -> None:
         if length == 0 and self.columns:
             raise WeirError(
-                f"nothing new was fed after {in_words(self.columns, 'token')}; {_go_on(batch)}"
+                f"nothing new was fed after {in_words(self.columns, 'token')}. {_go_on(batch)}"
             )
         if length == 0:
             raise WeirError("a prompt must have at least one token, got none")
         if self.seen and batch != self.batch:
-            instead = "use one cache per batch, or reset() it"
+            instead = "Use one cache per batch, or call cache.reset() first"
             if self.batch is not None and batch % self.batch == 0:
                 repeats = batch // self.batch
                 instead = (
-                    f"cache.batch_repeat_interleave({repeats}) makes {in_words(repeats, 'row')} of "
-                    "each, as "
-                    f"num_return_sequences={repeats} and num_beams={repeats} need, or " + instead
+                    f"For num_return_sequences={repeats} or num_beams={repeats}, make "
+                    f"{in_words(repeats, 'row')} of each with "
+                    f"cache.batch_repeat_interleave({repeats}). Otherwise, u{instead[1:]}"
                 )
             if fixed:
                 instead = (
-                    "feed all of them, those that get no token with attention_mask 0, or make a "
+                    "Feed all rows, with attention_mask 0 for those that get no token, or make a "
                     f"cache with batch={batch}"
                 )
             held = in_words(self.batch or 0, "row")
-            raise WeirError(f"this cache holds {held}, but a batch of {batch} was fed; {instead}")
+            raise WeirError(f"this cache holds {held}, but a batch of {batch} was fed. {instead}.")
 
     def _claim(
         self, mask: Tensor | None, batch: int, length: int, counted: list[int]
@@ -616,13 +616,15 @@ class Rows:
         if mask is None:
             return None
         if not isinstance(mask, Tensor) or mask.ndim != 2:
-            raise WeirError("attention_mask must be [batch, tokens]; weir makes its own 4D masks")
+            raise WeirError(
+                "attention_mask must be [batch, tokens], because weir makes its own 4D masks"
+            )
         if mask.shape[0] != batch or mask.shape[1] not in (length, self.columns + length):
             raise WeirError(
                 f"attention_mask has the shape {list(mask.shape)}, but {in_words(batch, 'row')} of "
                 f"{in_words(length, 'new token')} after {self.columns} need "
                 f"[{batch}, {self.columns + length}]"
-                + (f"; {_go_on(batch)}" if self.columns else "")
+                + (f". {_go_on(batch)}" if self.columns else "")
             )
         if self.columns and length > 1 and mask.shape[1] > length:
             for row, count in enumerate((mask[:, :-length] != 0).sum(dim=1).tolist()):
@@ -690,7 +692,7 @@ class Rows:
         if place not in (self.seen[row], self.claimed[row], self.columns):
             raise WeirError(
                 f"row {row} should continue after {in_words(place, 'token')}, but its stream has "
-                f"seen {self.seen[row]}; {_go_on(len(self.seen))}"
+                f"seen {self.seen[row]}. {_go_on(len(self.seen))}"
             )
 
 

@@ -71,7 +71,7 @@ def begin(facts: dict[str, Any]) -> Transcript:
         folder().mkdir(mode=0o700, parents=True, exist_ok=True)
         name = f"{datetime.now():%Y-%m-%d-%H%M%S-%f}-{os.getpid()}.jsonl"
         return Transcript(folder() / name, facts)
-    except (OSError, RuntimeError) as error:
+    except (WeirError, OSError, RuntimeError) as error:
         say(f"this conversation is not saved: {error}")
     return Transcript(None, facts)
 

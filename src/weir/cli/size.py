@@ -85,6 +85,7 @@ def size(
     from weir.errors import WeirError
     from weir.loading import skeleton
     from weir.models import sink_of
+    from weir.native import BITS, describe_weights
     from weir.policies import Pipe, parse_policy, resolve_chunk, with_pin, with_slots
 
     model_name = options.one_model(argument, model_name)
@@ -141,11 +142,13 @@ def size(
     found = size_of(model, wanted, chunk=chunk, positions=positions.value, tokens=length)
     sink = sink_of(model.config)
     streams = None if room is None else found.streams_in(room)
+    asked = loading.get("weights")
     facts: dict[str, Any] = {
         "model": model_name,
         "policy": found.policy,
         "chunk": chunk,
         "dtype": found.dtype,
+        "weights_format": asked if asked in BITS else describe_weights(model)[1],
         "layers": len(found.slots),
         "slots": list(found.slots),
         "sink": {"kind": sink.kind, "tokens": list(sink.tokens), "slots": sink.slots},
@@ -239,8 +242,11 @@ def _show(facts: dict[str, Any]) -> None:
     if not facts["dense"]:
         policy += f" and {in_words(facts['chunk'], 'new token')}"
     both = for_people(step["weights"] + step["each_stream"])
+    dtype = facts["dtype"]
+    if facts["weights_format"] != dtype:
+        dtype = f"weights in {facts['weights_format']}, keys and values in {dtype}"
     lines = [
-        ("model", f"{facts['model']}, {in_words(facts['layers'], 'layer')}, {facts['dtype']}"),
+        ("model", f"{facts['model']}, {in_words(facts['layers'], 'layer')}, {dtype}"),
         ("policy", policy),
         ("weights", for_people(facts["weights_bytes"])),
         ("a stream", stream),

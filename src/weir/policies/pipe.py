@@ -258,16 +258,32 @@ class Pipe(Policy):
                 draws=replace(fold.draws, pool=place),
                 unbroken=self.unbroken[place],
                 last=place == len(self.pools) - 1,
-                state=states[place],
+                state=_PoolState(pool, states[place]),
             )
             arrived, before = new, dict(states[place])
             folded = pool.fold(held[place], new, own)
             stays, new = _check_fold(pool, folded, held[place], arrived, like)
             _check_state(pool, before, own.state)
+            states[place].update(own.state)
             kept.append(stays)
             if place == last_run:
                 new = _without_dropped(new)
         return kept
+
+
+class _PoolState(dict[str, Tensor]):
+    """The state of a pool in a fold. A name that the pool did not declare is an error."""
+
+    def __init__(self, pool: Pool, state: Mapping[str, Tensor]) -> None:
+        super().__init__(state)
+        self._pool = pool
+
+    def __missing__(self, name: str) -> Tensor:
+        declared = ", ".join(map(quote, sorted(self))) or "nothing"
+        raise WeirError(
+            f"the pool {self._pool.name} reads the state {quote(name)}, but its state() declares "
+            f"{declared}. Return a tensor for {quote(name)} from state()."
+        )
 
 
 def _without_dropped(slots: Slots) -> Slots:

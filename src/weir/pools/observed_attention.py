@@ -74,6 +74,8 @@ class ObservedAttention:
         watched: the attention of these queries as far as the forward has kept it; without it, the
             attention is computed again.
         gate: the layer's gate; None if none was trained.
+        asked: the number of queries that the pools declared (`Pool.needs_queries`), which no window
+            may exceed; None for no such check.
     """
 
     slots: Callable[[], Slots]
@@ -86,6 +88,7 @@ class ObservedAttention:
     arrived: int = 0
     watched: AttentionResult | None = None
     gate: Gating | None = None
+    asked: int | None = None
 
     @cached_property
     def whole(self) -> Slots:
@@ -182,6 +185,7 @@ class ObservedAttention:
         `slots` are tokens of this layer as a pool gets them, in any selection and order. With a
         `window`, only its last queries count.
         """
+        self._check_window(window)
         there = self._find_in_whole(slots)
         if there is not None:
             return self._shares[:, :, :, -window:, there]
@@ -199,6 +203,7 @@ class ObservedAttention:
         """Sum `attention` over the last `window` queries and the heads of the group [batch,
         kv_heads, slots], float32.
         """
+        self._check_window(window)
         known = None if self.watched is None else self.watched.of_last(window)
         there = None if known is None else self._find_in_whole(slots)
         if known is not None and there is not None:
@@ -272,6 +277,15 @@ class ObservedAttention:
                 "needs_queries to their number."
             )
         return self.queries
+
+    def _check_window(self, window: int) -> None:
+        """Refuse a window of more queries than the pools declared, which would lack some."""
+        if self.asked is not None and window > self.asked:
+            raise WeirError(
+                f"a pool reads the attention of the last {window} queries, but no pool of its pipe "
+                f"has a needs_queries of more than {self.asked}. Set needs_queries = {window} in "
+                "the pool, or use a smaller window."
+            )
 
     @cached_property
     def _logits(self) -> Tensor:

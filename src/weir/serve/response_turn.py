@@ -43,7 +43,8 @@ class ResponseTurn:
         drops: ids of calls whose outputs are dropped.
         pins: ids of calls whose outputs stay in the cache permanently.
         tells_forgotten: whether the model reads a note about what has left its cache.
-        compacted: whether the previous response is that of a compaction, which may be one that is
+        compacted: number of items of the input up to and including its last compaction, 0 if it
+            has none. The previous response is then that of the compaction, which may be one that is
             not stored.
     """
 
@@ -57,7 +58,7 @@ class ResponseTurn:
     is_stored: bool = True
     tools: Sequence[Tool] = ()
     variables: Mapping[str, Any] = field(default_factory=dict)
-    compacted: bool = False
+    compacted: int = 0
     drops: Sequence[str] = ()
     tells_forgotten: bool = False
     recall: int = 0

@@ -25,6 +25,7 @@ from typing import Any
 
 from jinja2 import Environment
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
+from jinja2.sandbox import MAX_RANGE
 from transformers import PreTrainedTokenizerBase
 
 from weir.errors import WeirError, shorten
@@ -580,6 +581,11 @@ def render_chat(
     except OutOfBounds as error:
         raise BrokenTemplate(f"the chat template of {name} {error}") from None
     except Exception as error:
+        if isinstance(error, OverflowError) and str(error).startswith("Range too big"):
+            raise BrokenTemplate(
+                f"the chat template of {name} has a range of more than {MAX_RANGE:,} numbers. "
+                "Give the model another template."
+            ) from None
         why = shorten(f"{type(error).__name__}: {error}")
         raise BrokenTemplate(f"the chat template of {name} fails with {why}") from None
     return str(text)

@@ -215,7 +215,13 @@ class Transcript:
 
     def _append(self, facts: dict[str, Any]) -> None:
         if self._file is not None:
-            self._file.write(json.dumps(facts, ensure_ascii=False).encode() + b"\n")
+            try:
+                self._file.write(json.dumps(facts, ensure_ascii=False).encode() + b"\n")
+            except OSError as error:
+                raise WeirError(
+                    f"cannot write the conversation {self.path}: {error.strerror}. Make room on "
+                    "the disk, or start weir chat with --no-keep."
+                ) from None
 
 
 def held_shares(holding: Holding) -> Shares:

@@ -229,6 +229,7 @@ def _reading(
         len(new),
         observed,
         spec.gate,
+        spec.pipe.needs_queries or None,
     )
 
 

@@ -116,9 +116,9 @@ async def compact(request: Request, client: Client, owner: Owner) -> JSONRespons
     try:
         found, rest = await run_in_thread(turn.find_saved, param="input")
     except PreviousNotFound as error:
-        raise APIError(404, str(error), param="previous_response_id") from None
+        raise _previous_not_found(turn, error, "previous_response_id") from None
     except StrayResult as error:
-        param = result_param("input", turn.items, error)
+        param = result_param("input", turn.items, error, turn.compacted)
         raise APIError(400, str(error), param=param) from None
     first: list[Item] = []
     if found is not None:
@@ -198,6 +198,7 @@ async def _make_turn(
                 raise APIError(404, message, param=f"input[{n}].id", code="item_not_found")
         given = [found.get(item["id"], item) for item in given]
         given = [item for item in given if item["type"] not in SKIPPED_KINDS]
+    whole = len(given)
     compacted, given = split_at_compaction(given)
     if compacted is not None and (body.previous_response_id or body.named):
         raise APIError(
@@ -218,7 +219,7 @@ async def _make_turn(
         body.is_stored,
         offer.tools,
         find_variables(client, body),
-        compacted is not None,
+        whole - len(given),
         check_drops(client, body),
         body.tells_forgotten,
         recall=check_recall(client, body),
@@ -262,16 +263,31 @@ def _match(turn: ResponseTurn) -> Prompt:
         return turn.match()
     except PreviousNotFound as error:
         code = named.replace("_id", "") + "_not_found"
-        raise APIError(404, str(error), param=named, code=code) from None
+        raise _previous_not_found(turn, error, named, code) from None
     except UnknownOutput as error:
         raise unknown_output(error) from None
     except CannotPin as error:
         raise cannot_pin(error) from None
     except StrayResult as error:
-        param = result_param("input", turn.items, error) or named
+        named = "input" if turn.compacted else named
+        param = result_param("input", turn.items, error, turn.compacted) or named
         raise APIError(400, str(error), param=param) from None
     except HistoryNotKept as error:
         raise APIError(400, str(error), param="input", code="history_not_kept") from None
+
+
+def _previous_not_found(
+    turn: ResponseTurn, error: PreviousNotFound, param: str, code: str | None = None
+) -> APIError:
+    """The error for a previous response that is gone, which a field or a compaction names."""
+    if not turn.compacted:
+        return APIError(404, str(error), param=param, code=code)
+    return APIError(
+        404,
+        "the response that this compaction stands for is no longer kept. Send the history instead.",
+        param=f"input[{turn.compacted - 1}].encrypted_content",
+        code=code,
+    )
 
 
 def lock(request: Request, client: EngineClient, owner: str, conversation: str) -> None:

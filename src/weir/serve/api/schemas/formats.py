@@ -164,13 +164,17 @@ def _kind(value: Any) -> str | None:
     if not isinstance(value, dict | BaseModel):
         return None
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    if isinstance(kind, str) and kind not in ("function", "allowed_tools"):
+        return None
     return "some tools" if kind == "allowed_tools" else "a function"
 
 
 _CHOICE = Discriminator(
     _kind,
     custom_error_type="unsupported",
-    custom_error_message="must be 'none', 'auto', 'required' or an object",
+    custom_error_message=(
+        "must be 'none', 'auto', 'required' or an object of the type 'function' or 'allowed_tools'"
+    ),
 )
 # Tags that are not identifiers are left out of error paths.
 Word = Annotated[Literal["none", "auto", "required"], Tag("a word")]

@@ -554,10 +554,14 @@ class ResponseBody(GenerationBody):
         return items_of(item for item in self.input or () if not isinstance(item, SkippedItem))
 
 
-def result_param(field: str, items: Sequence[Item], error: StrayResult) -> str | None:
+def result_param(
+    field: str, items: Sequence[Item], error: StrayResult, before: int = 0
+) -> str | None:
     """Return the path of a stray result in a field of the request, or None if it is before its
     items.
+
+    The field has `before` further items before these.
     """
     results = [n for n, item in enumerate(items) if item["type"] == "function_call_output"]
     at = len(results) - 1 - error.behind
-    return None if at < 0 else f"{field}[{results[at]}].call_id"
+    return None if at < 0 else f"{field}[{before + results[at]}].call_id"
