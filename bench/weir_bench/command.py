@@ -47,7 +47,7 @@ def bench(
         int | None, Option(min=1, help="Threads of PyTorch; all cores by default.")
     ] = None,
     quick: Annotated[
-        bool, Option("--quick", help="A tiny model: only whether everything runs.")
+        bool, Option("--quick", help="Use a tiny model, only to check that everything runs.")
     ] = False,
     layers: Annotated[
         int | None, Option(min=1, help="Layers of the model; fewer take less time [default: 30]")
@@ -55,17 +55,21 @@ def bench(
     flat: Annotated[
         bool, Option("--flat", help="A long stream through nano, instead of the others.")
     ] = False,
-    tokens: Annotated[int, Option(min=20_000, help="Of the long stream.")] = 1_000_000,
+    tokens: Annotated[int, Option(min=20_000, help="Tokens of the long stream.")] = 1_000_000,
     policies: Annotated[
         str | None,
-        Option(help="Of the figures policies, folds and prompts, only these, with commas between."),
+        Option(
+            help="Comma-separated policies to time in the figures policies, folds and prompts. "
+            "By default all."
+        ),
     ] = None,
     out: Annotated[Path | None, Option(help="Folder for bench.json and bench.md.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Time weir and other libraries alternately, and print ratios next to their targets.
 
-    With --out, what there is is written after every row. `weir bench serve` measures a server.
+    With --out, the results so far are written after every row. `weir bench serve` measures a
+    server.
     """
     if context.invoked_subcommand is not None:
         for name in filter(partial(was_given, context), context.params):

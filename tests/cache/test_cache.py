@@ -411,7 +411,7 @@ def test_cropping_and_rolling_back_are_refused(half_way):
 
 
 def test_layers_that_do_not_exist_hold_nothing(llama, half_way):
-    with pytest.raises(WeirError, match="layer 2 does not exist; the model's layers are 0 to 1"):
+    with pytest.raises(WeirError, match=r"layer 2 does not exist\. The model's layers are 0 to 1"):
         half_way.slots(2)
     with pytest.raises(WeirError, match="nothing was fed"):
         weir.StreamingCache(llama, "recent(8)").slots()

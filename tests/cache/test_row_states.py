@@ -468,7 +468,7 @@ def test_a_row_that_is_not_there_is_refused(ids, row):
     cache = other(batch=2)
     state = cache.take_row(0)
     for call in (cache.take_row, cache.reset_row, lambda n: cache.put_row(n, state)):
-        with pytest.raises(WeirError, match="does not exist; the rows are 0 to 1"):
+        with pytest.raises(WeirError, match=r"does not exist\. The rows are 0 to 1"):
             call(row)
 
 

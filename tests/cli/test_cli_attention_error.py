@@ -58,7 +58,7 @@ def test_blocks_stand_beside_the_others():
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["--layers", "9"], "layer 9 does not exist; the layers are 0 to 3"),
+        (["--layers", "9"], "layer 9 does not exist. The layers are 0 to 3"),
         (["--tokens", "90", "--queries", "90"], "90 tokens are too few for 90 queries"),
         (["--policy", "unifrom"], "did you mean 'uniform'"),
         (

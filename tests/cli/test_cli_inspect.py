@@ -109,8 +109,8 @@ def test_a_model_without_attention_is_refused_in_one_line(capsys, model, text, t
 @pytest.mark.parametrize(
     ("given", "code", "said"),
     [
-        (["--layers", "1"], 1, "layer 1 does not exist; the model's layers are 0 to 0"),
-        (["--heads", "0,2"], 1, "head 2 does not exist; the model's heads are 0 to 1"),
+        (["--layers", "1"], 1, "layer 1 does not exist. The model's layers are 0 to 0"),
+        (["--heads", "0,2"], 1, "head 2 does not exist. The model's heads are 0 to 1"),
         (
             ["--layers", "all"],
             2,

@@ -347,7 +347,7 @@ def test_every_token_has_one_number(
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: byte_level(ggml__pre="mystery"), r"by the rule 'mystery'.*it knows a\.x-4\.0"),
+        (lambda: byte_level(ggml__pre="mystery"), r"by the rule 'mystery'.*It knows a\.x-4\.0"),
         (lambda: byte_level(ggml__model="bert"), r"of the kind 'bert'.*'gpt2' and 'llama'"),
         (lambda: byte_level(ggml__model="t5"), r"of the kind 't5'"),
         (lambda: byte_level(ggml__model=None), r"of the kind None"),

@@ -63,7 +63,7 @@ def test_stop_tokens_that_do_not_exist_are_refused_by_name(server, path):
     error = found.json()["error"]
     assert error["param"] == "stop_token_ids[1]"
     assert (
-        f"there is no token {size}; this model has the tokens 0 to {size - 1}" in error["message"]
+        f"there is no token {size}. This model has the tokens 0 to {size - 1}" in error["message"]
     )
 
 

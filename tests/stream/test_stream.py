@@ -397,7 +397,7 @@ NOT_IDS = {
     "zero tokens": ([], "no tokens"),
     "rows of zero tokens": ([[], []], "no tokens"),
     "an empty tensor": (torch.empty(1, 0, dtype=torch.int64), "no tokens"),
-    "a negative id": ([3, -1, 5], "token id -1 is out of range; the model's ids are 0 to 60"),
+    "a negative id": ([3, -1, 5], "token id -1 is out of range. The model's ids are 0 to 60"),
     "an id too high": ([3, 61], "token id 61 is out of range"),
     "an id too high for 64 bits": ([2**70], "whole numbers"),
     "floats": ([1.0, 2.0], "whole numbers"),
@@ -497,7 +497,7 @@ def test_recompute_refuses_ids_out_of_range_as_every_stream_does(llama, ids, wro
     stream, undisturbed = (weir.Stream(llama, "recompute(24)") for _ in range(2))
     for it in (stream, undisturbed):
         it.feed(ids(1, 40))
-    with pytest.raises(WeirError, match="out of range; the model's ids are 0 to 60"):
+    with pytest.raises(WeirError, match=r"out of range\. The model's ids are 0 to 60"):
         stream.feed(wrong)
     assert torch.equal(stream.feed([5]), undisturbed.feed([5]))
 
@@ -611,7 +611,7 @@ def test_recompute_has_nothing_to_show_or_to_save(llama, ids, tmp_path):
 
 @pytest.mark.parametrize("layer", ["x", None, 1.0, -1, 2, True])
 def test_layers_that_are_not_there_are_not_shown(fed, layer):
-    with pytest.raises(WeirError, match=r"layer .* does not exist; .* are 0 to 1"):
+    with pytest.raises(WeirError, match=r"layer .* does not exist. .* are 0 to 1"):
         fed.slots(layer)
 
 

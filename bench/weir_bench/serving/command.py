@@ -35,14 +35,14 @@ def bench_serve(
     far: Annotated[int, Option(min=100, help="Tokens of the long session.")] = 100_000,
     minutes: Annotated[float, Option(min=0.01, help="Of the soak, --only soak.")] = 30.0,
     quick: Annotated[
-        bool, Option("--quick", help="A tiny model: only whether everything runs.")
+        bool, Option("--quick", help="Use a tiny model, only to check that everything runs.")
     ] = False,
     out: Annotated[
         Path | None, Option(help="A file for all of it as JSON, written as it comes.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Talk to `weir serve` as many clients do, through HTTP, and print what they saw.
+    """Talk to `weir serve` as many clients do, through HTTP, and print what they measured.
 
     Parts: pace, far, disk, compaction, transformers; soak, attack and refused if asked for.
     """

@@ -116,7 +116,7 @@ def test_backends_are_refused_by_name():
         kv_sharing_target_layer_name=None,
         layer_name="model.layers.0.self_attn.attn",
     )
-    with pytest.raises(StreamError, match="FLASHINFER; it serves CPU_ATTN, FLASH_ATTN"):
+    with pytest.raises(StreamError, match=r"FLASHINFER\. It serves CPU_ATTN, FLASH_ATTN"):
         streams.check_attention(layer)
     backend.get_name = lambda: "FLASH_ATTN"
     streams.check_attention(layer)

@@ -424,7 +424,7 @@ class StreamingCache(Cache):
         if not fits(layer, int) or not 0 <= layer < len(self):
             last = len(self) - 1
             raise WeirError(
-                f"layer {quote(layer)} does not exist; the model's layers are 0 to {last}"
+                f"layer {quote(layer)} does not exist. The model's layers are 0 to {last}"
             )
         return contents_of(self.stack.by_index[layer].parts, self.rows.waiting)
 
@@ -843,7 +843,7 @@ class StreamingCache(Cache):
                 "this cache has no rows yet: feed it, or make it with batch=n for n empty rows"
             )
         if not fits(row, int) or not 0 <= row < batch:
-            raise WeirError(f"row {quote(row)} does not exist; the rows are 0 to {batch - 1}")
+            raise WeirError(f"row {quote(row)} does not exist. The rows are 0 to {batch - 1}")
 
     def _check_wide(self) -> None:
         """Refuse to change the set of rows while the cache is narrowed (WeirError)."""

@@ -364,7 +364,7 @@ def _check_positions(position: Tensor, lies: Layout, ahead: int, chunk: int, ori
     for kept in (position[:, :, : lies.quantized_front], position[:, :, lies.first : lies.front]):
         if not bool(((kept == EMPTY) | ((kept >= origin) & (kept < ahead))).all()):
             raise WeirError(
-                f"position has places outside the stream, which are {origin} to {ahead}"
+                f"position has places outside the stream, whose places are {origin} to {ahead}"
             )
     rising = torch.arange(ahead - lies.run, ahead + chunk, device=position.device)
     parts = [slice(lies.quantized_front, lies.quantized), slice(lies.front, lies.used + chunk)]

@@ -66,7 +66,7 @@ class TensorBytes:
             raise ValueError("it does not begin with a header")
         header = json.loads(data[8 : 8 + length].numpy().tobytes())
         if not isinstance(header, dict):
-            raise ValueError("its header is not an object of JSON")
+            raise ValueError("its header is not a JSON object")
         metadata = header.pop("__metadata__", {})
         texts = isinstance(metadata, dict) and all(isinstance(t, str) for t in metadata.values())
         if not texts:
@@ -102,7 +102,9 @@ def _read_entry(entry: Any) -> tuple[TensorSize, int, int]:
     except (KeyError, TypeError, ValueError):
         raise ValueError("its header describes a tensor in an unknown way") from None
     if any(type(n) is not int or not 0 <= n < 2**62 for n in numbers):
-        raise ValueError("its header has a size or a place that is not a whole number from 0 on")
+        raise ValueError(
+            "its header has a size or a place that is not a whole number of at least 0"
+        )
     if stop - start != prod(shape) * dtype.itemsize:
         raise ValueError(
             "its header gives a tensor a different number of bytes than its shape needs"

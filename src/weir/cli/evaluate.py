@@ -78,7 +78,7 @@ def evaluate(
     equal: Annotated[
         Equal | None,
         Option(
-            help="What all policies have the same of: slots, bytes of the whole cache, or bytes of "
+            help="What is equal for all policies: slots, bytes of the whole cache, or bytes of "
             "keys and values (kv). Without --memory, bytes are those of streaming_llm at each "
             "budget. [default: bytes with --memory, else slots]"
         ),

@@ -125,7 +125,7 @@ class Keeper:
         except (WeirError, OSError, KeyboardInterrupt) as error:
             why = str(error) or "interrupted"
             say(
-                f"weir: {why}; the transcript {path} is complete, and --continue recomputes the "
+                f"weir: {why}. The transcript {path} is complete, and --continue recomputes the "
                 "conversation from it"
             )
         self._saved_at, self._last = stream.seen, time.monotonic()

@@ -26,7 +26,11 @@ def train(
         Option(help="The books: UTF-8, plain or .xz. Separate books by a line with a NUL byte."),
     ],
     preset: Annotated[
-        str, Option(help="nano, small (two cores), medium or large (160 million; a GPU).")
+        str,
+        Option(
+            help="nano, small (for two CPU cores), medium, or large (160 million "
+            "parameters, for a GPU)."
+        ),
     ] = "nano",
     sink: Annotated[
         str | None, Option(help="none, zero, learnable, learnable:N, or taught (nano's).")

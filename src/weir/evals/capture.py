@@ -95,7 +95,7 @@ def capture_each(
         wanted = range(count) if layers is None else layers
         for layer in wanted:
             if not 0 <= layer < count:
-                raise WeirError(f"layer {layer} does not exist; the layers are 0 to {count - 1}")
+                raise WeirError(f"layer {layer} does not exist. The layers are 0 to {count - 1}")
         listener.read(ids)
         return dict(sorted(heard.items()))
     finally:

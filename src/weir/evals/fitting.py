@@ -104,8 +104,8 @@ def fit_to_memory(
     if budget < FEW:
         warnings.warn(
             f"weir: {memory:,} bytes leave {policy} {f'on {name} ' if name else ''}only "
-            f"{in_words(budget, 'slot')}, too few to judge it by; give at least {FEW} slots: more "
-            "memory or a smaller "
+            f"{in_words(budget, 'slot')}, too few to judge it by. To give it at least {FEW} slots, "
+            "use more memory or a smaller "
             f"chunk{_overhead(model, policy, budget, chunk, positions, counted)}",
             stacklevel=2,
         )

@@ -188,10 +188,10 @@ def transformers_model(model: object) -> PreTrainedModel:
     kind = type(model).__name__
     if isinstance(model, PreTrainedModel):
         if getattr(model, "_compiled_call_impl", None) is not None:
-            raise WeirError(f"this {kind} was compiled as a whole; {_INSTEAD_OF_COMPILING}")
+            raise WeirError(f"this {kind} was compiled as a whole. {_INSTEAD_OF_COMPILING}")
         return model
     if isinstance(model, nn.Module) and hasattr(model, "_orig_mod"):
-        raise WeirError(f"this model went through torch.compile; {_INSTEAD_OF_COMPILING}")
+        raise WeirError(f"this model went through torch.compile. {_INSTEAD_OF_COMPILING}")
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         raise WeirError(
             f"a {kind} distributes rows to copies of a model, but a stream belongs to one model. "
@@ -211,7 +211,7 @@ def transformers_model(model: object) -> PreTrainedModel:
 
 
 _INSTEAD_OF_COMPILING = (
-    "pass the original model, and call weir.compile_steps(model) to compile its steps"
+    "Pass the original model, and call weir.compile_steps(model) to compile its steps."
 )
 
 
@@ -467,5 +467,5 @@ def sight_of(model: PreTrainedModel) -> int | None:
 def out_of_range(token: int, vocabulary: int, where: str = "") -> WeirError:
     """Return the error for a token id without an embedding; it begins with `where`."""
     return WeirError(
-        f"{where}token id {token} is out of range; the model's ids are 0 to {vocabulary - 1}"
+        f"{where}token id {token} is out of range. The model's ids are 0 to {vocabulary - 1}"
     )

@@ -343,7 +343,10 @@ class EngineClient:
         try:
             self.worker.open(self.renderer)
         except Exception as error:  # code that came with a model may not be found in a new process
-            LOG.warning("large requests are processed in threads: %s", error)
+            LOG.warning(
+                "large requests are processed in threads, because no worker process starts: %s",
+                error,
+            )
             self.worker = Worker()
             self.worker.open(self.renderer)
         self._changes = ChangedPrefixes() if notes_changes else None
@@ -496,8 +499,8 @@ class EngineClient:
         try:
             if self.failure is not None:
                 raise WeirError(
-                    "the engine has failed, and the server answers no more requests. Restart the "
-                    "server; the reason is in its log."
+                    "the engine has failed, and the server answers no more requests. The reason "
+                    "is in its log. Restart the server."
                 )
             self.engine.submit(first)
         except WeirError:

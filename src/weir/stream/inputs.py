@@ -194,7 +194,7 @@ def read_inputs(
         return replace(inputs, offsets=_check_offsets(within, inputs, model, images))
     if within is not None:
         raise WeirError(
-            "offsets are only for embeddings; weir computes those of ids and images. Leave out "
+            "offsets are only for embeddings. For ids and images, weir computes them. Leave out "
             "offsets."
         )
     ids = read_ids(given, vocabulary)

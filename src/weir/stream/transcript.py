@@ -116,7 +116,9 @@ class Transcript:
         found.path, file = path, open(path, "rb+", buffering=0)  # noqa: SIM115
         if not _lock(file):
             file.close()
-            raise WeirError(f"the conversation in {path} is open in another weir chat")
+            raise WeirError(
+                f"the conversation in {path} is open in another weir chat. Close that one first."
+            )
         try:
             lines = file.read().split(b"\n")
             file.seek(-len(lines.pop()), os.SEEK_END)  # a line that was not completely written

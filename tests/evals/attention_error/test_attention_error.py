@@ -191,7 +191,7 @@ def test_layers_that_slide_are_left_out_and_not_to_be_had():
     with pytest.raises(WeirError, match=f"layer {slides} has its own sliding window"):
         capture(model, tokens(1, 20)[0], [slides])
     for layer in (-1, 99):
-        with pytest.raises(WeirError, match="does not exist; the layers are 0 to"):
+        with pytest.raises(WeirError, match=r"does not exist\. The layers are 0 to"):
             capture(model, tokens(1, 20)[0], [layer])
 
 
@@ -208,7 +208,7 @@ def test_layer_by_layer_every_layer_is_heard_sliding_or_not():
     assert all(t.shape[2] == len(text) for t in keys.values())
     for it in capture(model, text):
         assert torch.equal(keys[it.layer], it.keys)
-    with pytest.raises(WeirError, match="layer 99 does not exist; the layers are 0 to"):
+    with pytest.raises(WeirError, match=r"layer 99 does not exist\. The layers are 0 to"):
         capture_each(model, text, take, [99])
 
 

@@ -134,7 +134,7 @@ class Streams:
             return
         if type(layer) is not Attention:
             raise StreamError(
-                f"weir-vllm cannot serve {type(layer).__name__}, which this model uses; it serves "
+                f"weir-vllm cannot serve {type(layer).__name__}, which this model uses. It serves "
                 f"plain attention. Architectures that are tested: {', '.join(MODELS)}."
             )
         check_attention(layer)
@@ -162,7 +162,7 @@ class Streams:
         if not isinstance(rotary, Endless):
             raise StreamError(
                 f"weir-vllm cannot serve the rotary embedding {type(rotary).__name__}, which this "
-                f"model uses; it serves {', '.join(SERVED)}"
+                f"model uses. It serves {', '.join(SERVED)}."
             )
         rotary.make_endless()
 
@@ -225,7 +225,7 @@ def check_attention(layer: Any) -> None:
     name = layer.attn_backend.get_name()
     if name not in BACKENDS:
         raise StreamError(
-            f"weir-vllm cannot serve the attention backend {name}; it serves "
+            f"weir-vllm cannot serve the attention backend {name}. It serves "
             f"{', '.join(BACKENDS)}. Choose one with --attention-backend."
         )
     problems = {
@@ -274,7 +274,7 @@ def check_features(config: Any, settings: Settings) -> None:
     odd = [name for name in model.architectures if name not in MODELS]
     if odd and not settings.untested_models:
         raise StreamError(
-            f"weir-vllm has not been tested with {', '.join(odd)}; it has been compared with weir "
+            f"weir-vllm has not been tested with {', '.join(odd)}. It has been compared with weir "
             f"on {', '.join(MODELS)}. To try it nevertheless, set {UNTESTED_VARIABLE}=1."
         )
     if odd:
@@ -284,7 +284,7 @@ def check_features(config: Any, settings: Settings) -> None:
         )  # fmt: skip
     if not current_platform.is_cpu():
         logger.warning(
-            "weir-vllm is experimental and has never run on a GPU; compare its output with that of "
+            "weir-vllm is experimental and has never run on a GPU. Compare its output with that of "
             "weir."
         )
 

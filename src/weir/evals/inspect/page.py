@@ -78,7 +78,7 @@ def check_places(model: PreTrainedModel, layers: Sequence[int], heads: Sequence[
         for number in wanted:
             if not 0 <= number < count:
                 known = f"'s {name}s are 0 to {count - 1}" if count else f" has no {name}s"
-                raise WeirError(f"{name} {number} does not exist; the model{known}")
+                raise WeirError(f"{name} {number} does not exist. The model{known}")
 
 
 DPI = 160

@@ -260,7 +260,7 @@ def _byte_level(
     if name not in PRE_TOKENIZERS:
         raise WeirError(
             f"{header.path} cuts words by the rule {name!r} (tokenizer.ggml.pre), which weir does "
-            f"not know; it knows {', '.join(sorted(PRE_TOKENIZERS))}. Load the model's folder or "
+            f"not know. It knows {', '.join(sorted(PRE_TOKENIZERS))}. Load the model's folder or "
             "Hub id instead."
         )
     if not isinstance(header.fields.get("tokenizer.ggml.merges"), GGUFArray):

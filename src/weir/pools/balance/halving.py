@@ -175,7 +175,7 @@ class Halving:
         if self.flat and self.halves != "authors":
             raise WeirError(
                 "sets=flat needs halves=authors, whose halving gives tokens different weights; "
-                f"with halves={self.halves} the shared denominator already is the flat one. Use "
+                f"with halves={self.halves}, the shared denominator is already the flat one. Use "
                 "halves=authors or sets=shared."
             )
 

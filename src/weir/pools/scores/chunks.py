@@ -48,7 +48,7 @@ class Chunks(PoolWrapper):
         if type(self.pool).fold is not Ranked.fold:  # `chunks` folds by `fold_by`, and skips it
             raise WeirError(
                 f"chunks cannot use {self.pool.name}, because {type(self.pool).__name__} has a "
-                "fold() of its own, which chunks would not call. Override fold_by(), score() or "
+                "separate fold(), which chunks would not call. Override fold_by(), score() or "
                 "tally() instead."
             )
         if self.size > self.pool.slots():

@@ -130,7 +130,7 @@ def make_request(
         if stop >= client.vocabulary:
             raise APIError(
                 400,
-                f"Invalid 'stop_token_ids[{number}]': there is no token {stop}; this model has "
+                f"Invalid 'stop_token_ids[{number}]': there is no token {stop}. This model has "
                 f"the tokens 0 to {client.vocabulary - 1}.",
                 param=f"stop_token_ids[{number}]",
             )

@@ -198,8 +198,8 @@ def _refuse_thread(value: object) -> None:
     if value is not None:
         raise PydanticCustomError(
             "thread_unsupported_request",
-            "threads are not supported. Leave out thread and send the whole conversation; what the "
-            "server has already read of it is not read again",
+            "threads are not supported. Leave out thread and send the whole conversation. The "
+            "server does not read again what it has already read",
         )
 
 
