@@ -296,7 +296,7 @@ def _message(error: Mapping[str, Any]) -> str:
     if kind == "literal_error":
         return f"must be {facts['expected']}"
     if kind == "string_pattern_mismatch":
-        return PATTERNS.get(facts["pattern"], "has characters that are not allowed here")
+        return PATTERNS.get(str(facts["pattern"]), "has characters that are not allowed here")
     if kind == "too_long" and facts["actual_length"] is None:
         # pydantic does not count the entries of an object.
         facts["actual_length"] = len(error["input"])
