@@ -21,7 +21,8 @@ MESSAGES = [text for text in QUOTED if not hasattr(weir.errors, text)]
 
 @cache
 def said() -> list[str]:
-    """Every text in the source that is no docstring; what is put into it stands as a NUL."""
+    """Every text in the source that is no docstring; what is put into it stands as a NUL, and a
+    count as a NUL and the plural of its noun."""
     found = []
     for path in sorted((ROOT / "src" / "weir").rglob("*.py")):
         tree = ast.parse(path.read_text("utf-8"))
@@ -29,13 +30,22 @@ def said() -> list[str]:
             if isinstance(node, ast.Expr):  # a docstring
                 node.value = ast.Constant(None)
             elif isinstance(node, ast.JoinedStr):
-                parts = (
-                    part.value if isinstance(part, ast.Constant) else "\0" for part in node.values
-                )
-                found.append("".join(str(part) for part in parts))
+                found.append("".join(map(placed, node.values)))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.append(node.value)
     return found
+
+
+def placed(part: ast.expr) -> str:
+    """What stands in a text for a part of an f-string."""
+    match part:
+        case ast.Constant(value=text):
+            return str(text)
+        case ast.FormattedValue(
+            value=ast.Call(func=ast.Name(id="in_words"), args=[_, ast.Constant(value=noun)])
+        ):
+            return f"\0 {noun}s"
+    return "\0"
 
 
 def pattern(quoted: str) -> re.Pattern[str]:

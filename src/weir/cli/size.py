@@ -142,13 +142,13 @@ def size(
     found = size_of(model, wanted, chunk=chunk, positions=positions.value, tokens=length)
     sink = sink_of(model.config)
     streams = None if room is None else found.streams_in(room)
-    asked = loading.get("weights")
+    bits = loading.get("weights")
     facts: dict[str, Any] = {
         "model": model_name,
         "policy": found.policy,
         "chunk": chunk,
         "dtype": found.dtype,
-        "weights_format": asked if asked in BITS else describe_weights(model)[1],
+        "weights_format": bits if bits in BITS else describe_weights(model)[1],
         "layers": len(found.slots),
         "slots": list(found.slots),
         "sink": {"kind": sink.kind, "tokens": list(sink.tokens), "slots": sink.slots},
