@@ -191,7 +191,7 @@ def test_nothing_says_to_install_a_package_that_no_index_has() -> None:
 OPTIONAL = {
     *("lm_eval", "matplotlib", "numba", "ray", "rich", "rouge_score", "sacrebleu", "triton"),
     *("gguf", "llvmlite", "pillow", "torchao", "typer"),
-    *("fastapi", "h11", "llguidance", "prometheus_client", "starlette", "uvicorn"),
+    *("fastapi", "h11", "jiter", "llguidance", "prometheus_client", "starlette", "uvicorn"),
 }
 """What extras bring."""
 FOREIGN = {"kvpress_peer.py": {"kvpress"}}

@@ -15,6 +15,7 @@ EXTRAS = {
     "accelerate": "train",
     "fastapi": "serve",
     "gguf": "gguf",
+    "jiter": "serve",
     "llguidance": "serve",
     "lm_eval": "eval",
     "matplotlib": "plots",

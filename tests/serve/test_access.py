@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import socket
 
+import anthropic
 import httpx
 import pytest
 from servers import make_client, make_model, make_tokenizer, serving
@@ -132,6 +133,21 @@ def test_a_model_has_further_names(server, plain):
         assert answer.status_code == 404
         assert "--alias gpt-4" in message(answer)
         assert "'small'" in message(answer)
+
+
+def test_names_come_in_pages_for_anthropics_clients(server):
+    client = anthropic.Anthropic(base_url=server.url, api_key="none")
+    names = ["small", "claude-sonnet", "gpt-5"]
+    assert [one.id for one in client.models.list(limit=2)] == names
+    page = client.models.list(limit=2)
+    assert ([one.id for one in page.data], page.has_more) == (names[:2], True)
+    assert (page.first_id, page.last_id) == (names[0], names[1])
+    page = client.models.list(limit=1, before_id="gpt-5")
+    assert ([one.id for one in page.data], page.has_more) == (names[1:2], True)
+    page = client.models.list(after_id="gpt-5")
+    assert (page.data, page.has_more, page.first_id) == ([], False, None)
+    for wrong, status in (("after_id=nobody", 404), ("limit=0", 400), ("limit=many", 400)):
+        assert httpx.get(f"{server.url}/v1/models?{wrong}").status_code == status
 
 
 def test_any_name_may_be_allowed():

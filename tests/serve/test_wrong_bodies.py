@@ -12,6 +12,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from weir.serve.api.errors import APIError, invalid_query
 from weir.serve.api.requests import parse_body
 from weir.serve.api.schemas.chat import ChatBody
+from weir.serve.api.schemas.base import unknown_fields
 from weir.serve.api.schemas.responses import ConversationBody, ResponseBody
 from weir.serve.api.sessions import ForkBody
 
@@ -33,6 +34,20 @@ def response(**fields: Any) -> dict[str, Any]:
 def test_half_a_surrogate_pair_is_said_to_be_no_character(text):
     message = said(f'{{"model": "small", "input": "{text}"}}')
     assert "a lone surrogate" in message and "is not a character, at line 1 column " in message
+
+
+@pytest.mark.parametrize(
+    ("body", "key"),
+    [
+        ('{"model": "small", "input": "a", "input": "b"}', "input"),
+        ('{"input": [{"role": "user", "content": "a", "content": "b"}]}', "content"),
+        ('{"metadata": {"größe": "1", "größe": "2"}}', "größe"),
+    ],
+)
+def test_a_key_that_is_given_twice_is_refused_by_name(body, key):
+    """Most parsers take one of the two values, and not all of them the same one."""
+    for kind in (ResponseBody, ChatBody):
+        assert f'has the key "{key}" twice, at line 1 column ' in said(body, kind)
 
 
 def test_names_of_fields_are_repeated_only_as_far_as_they_are_short():
@@ -121,3 +136,13 @@ def test_a_byte_order_mark_in_front_of_a_body_is_passed_over():
         assert parse_body(given, ResponseBody).input == "x"
     with pytest.raises(APIError):
         parse_body(body[:3] + body, ResponseBody)
+
+
+def test_a_name_in_a_warning_is_escaped_as_in_json():
+    """A header is ASCII, and a client has to recognize its own field."""
+    messages = [{"role": "user", "content": "Hi", "größe": 1, 'a"\n\x7f': 1, "x" * 99: 1}]
+    body = parse_body(json.dumps(response(messages=messages)).encode(), ChatBody)
+    found = list(unknown_fields(body.messages, "messages"))
+    assert found[0] == r"messages[0].gr\u00f6\u00dfe"
+    assert found[1] == r"messages[0].a\"\n\u007f"
+    assert found[2] == f"messages[0].{'x' * 64}..."

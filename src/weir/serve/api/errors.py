@@ -225,6 +225,10 @@ def invalid_json(reason: str) -> APIError:
     if any(mark in reason for mark in _SURROGATES):
         where = reason.rpartition(" at ")[2]
         reason = f"a lone surrogate (\\ud800 to \\udfff) is not a character, at {where}"
+    if reason.startswith(_TWICE):
+        name, _, where = reason.removeprefix(_TWICE).rpartition(" at ")
+        message = f"an object in the body has the key {shorten(name)} twice, at {where}. "
+        return APIError(400, f"{message}Send it once.", code="invalid_json")
     message = f"the body is not valid JSON: {reason}"
     for limit, sentence in _LIMITS.items():
         if limit in reason:  # valid JSON, but too much for the parser
@@ -318,6 +322,8 @@ _LIMITS = {
     "number out of range": "has a number with too many digits",
 }
 """What the JSON parser's messages about its own limits mean."""
+_TWICE = "Detected duplicate key "
+"""The beginning of the JSON parser's message about an object with two values for a key."""
 _SURROGATES = ("unexpected end of hex escape", "surrogate in hex escape")
 """Parts of the JSON parser's messages about lone surrogates."""
 

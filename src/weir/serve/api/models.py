@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import shlex
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Depends, Query
 
 from weir.errors import shorten
 from weir.serve.api.dependencies import Client
-from weir.serve.api.errors import APIError
+from weir.serve.api.errors import APIError, not_found
 from weir.serve.client import EngineClient
 
 WINDOW = 1_000_000_000
@@ -23,17 +24,48 @@ There is no limit, but clients that are told none assume 128,000 and summarize t
 ANY_NAME = "*"
 """The alias that accepts every name."""
 
+ENDS = ("first_id", "last_id")
+
 router = APIRouter()
 STARTED = int(time.time())
 
 
+class ModelPage:
+    """The page of the list of models that one of Anthropic's clients asks for."""
+
+    def __init__(
+        self,
+        after_id: Annotated[str | None, Query()] = None,
+        before_id: Annotated[str | None, Query()] = None,
+        limit: Annotated[int | None, Query(ge=1, le=1000)] = None,
+    ) -> None:
+        self._after, self._before, self._limit = after_id, before_id, limit
+
+    def cut(self, names: Sequence[str]) -> tuple[list[str], bool]:
+        """Return the names on the page, and whether there are more in its direction."""
+        for name in (self._after, self._before):
+            if name is not None and name not in names:
+                raise not_found("model")
+        start = 0 if self._after is None else names.index(self._after) + 1
+        stop = len(names) if self._before is None else names.index(self._before)
+        found = list(names[start:stop])
+        if self._limit is None or len(found) <= self._limit:
+            return found, False
+        backwards = self._before is not None and self._after is None
+        return found[-self._limit :] if backwards else found[: self._limit], True
+
+
 @router.get("/v1/models")
-async def models(client: Client) -> dict[str, Any]:
+async def models(client: Client, page: Annotated[ModelPage, Depends()]) -> dict[str, Any]:
     """List the models: only one, which may have several names."""
-    names = names_of(client)
-    cards = [card(client, name) for name in names]
-    ends = {"first_id": names[0], "last_id": names[-1], "has_more": False}
-    return {"object": "list", "data": cards, **ends}
+    names, more = page.cut(names_of(client))
+    ends = {"first_id": names[0], "last_id": names[-1]} if names else dict.fromkeys(ENDS)
+    return {
+        "object": "list",
+        "data": [card(client, name) for name in names],
+        **ends,
+        "has_more": more,
+    }
 
 
 @router.get("/v1/models/{name:path}")

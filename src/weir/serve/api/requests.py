@@ -11,8 +11,8 @@ from contextlib import contextmanager, suppress
 from email.message import Message
 from typing import Any, TypeVar
 
+from jiter import from_json
 from pydantic import BaseModel, ValidationError
-from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
 from weir.serve.api.dependencies import run_in_thread
@@ -359,11 +359,11 @@ def parse_body(
     A bytearray is emptied, so that a large body is not in memory twice. Raises APIError if the body
     is wrong.
     """
-    text = bytes(data)  # `from_json` copies a bytearray, and would keep both
+    text = bytes(data)  # `from_json` reads only bytes
     if isinstance(data, bytearray):
         data.clear()
     try:
-        value = from_json(text.removeprefix(BOM_UTF8), cache_strings="keys")
+        value = from_json(text.removeprefix(BOM_UTF8), cache_mode="keys", catch_duplicate_keys=True)
     except ValueError as error:
         raise invalid_json(str(error)) from None
     del text

@@ -91,8 +91,8 @@ class Noted(BaseModel):
 
 
 def show_name(name: str) -> str:
-    """Format a client's name for something so that it can be in a header."""
-    shown = "".join(char if char.isascii() and char.isprintable() else "?" for char in name)
+    """Format a client's name for something so that it can be in a header: escaped as in JSON."""
+    shown = json.dumps(name)[1:-1].replace("\x7f", "\\u007f")
     return shown if len(shown) <= SHOWN else f"{shown[:SHOWN]}..."
 
 
