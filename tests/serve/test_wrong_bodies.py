@@ -11,8 +11,8 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from weir.serve.api.errors import APIError, invalid_query
 from weir.serve.api.requests import parse_body
-from weir.serve.api.schemas.chat import ChatBody
 from weir.serve.api.schemas.base import unknown_fields
+from weir.serve.api.schemas.chat import ChatBody
 from weir.serve.api.schemas.responses import ConversationBody, ResponseBody
 from weir.serve.api.sessions import ForkBody
 
