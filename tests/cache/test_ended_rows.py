@@ -291,7 +291,8 @@ def test_rows_that_are_padded_again_are_told_what_to_do_which_works(fresh_llama,
     again, again_mask = padded(whole)
     seen = cache.seen
     with pytest.raises(
-        weir.WeirError, match=(r"has seen \d+; do not pad a row again: keep the " r"columns")
+        weir.WeirError,
+        match=(r"has seen \d+\. To continue, do not pad a row again: keep the columns"),
     ):
         model.generate(again, attention_mask=again_mask, **more, **{CACHE: cache})
     assert cache.seen == seen

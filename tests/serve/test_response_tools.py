@@ -504,7 +504,7 @@ BAD = {
         },
         "tool_choice.tools",
     ),
-    "a choice of theirs": ({"tool_choice": {"type": "web_search"}}, "tool_choice.type"),
+    "a choice of theirs": ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
     "a call without an id": (
         {"input": [{"type": "function_call", "name": "x", "arguments": ""}]},
         "input[0].call_id",
