@@ -416,6 +416,7 @@ def test_what_a_server_holds_is_counted(capsys, model):
     server = facts["server"]
     pinned = weir.policy(f"pinned({SMALL}, n=40)")
     estimate = estimate_memory(model, pinned, chunk=8, rows=3, kept=None)
+    assert estimate.policy == pinned
     assert facts["stream_bytes"] == estimate.row
     assert server["prompt_states_bytes"] == estimate.prefixes * estimate.row > 0
     assert server["total_bytes"] == estimate.total

@@ -160,7 +160,7 @@ def serve(
     Clients of OpenAI's API need only the address. Without --keys, only this machine is served.
     """
     from weir.cache import find_model_policy, read_bytes
-    from weir.policies import parse_policy, resolve_chunk, with_pin, with_slots
+    from weir.policies import Pinned, parse_policy, resolve_chunk, with_pin, with_slots
     from weir.serve import (
         Engine,
         EngineClient,
@@ -245,7 +245,9 @@ def serve(
                 f"--disk {size(most)} is too small: the state of one turn takes "
                 f"{size(memory.row)}. Use a larger --disk."
             )
-        say(f"{model_name} under {memory.policy}")
+        pinned = memory.policy
+        named = pinned.policy if isinstance(pinned, Pinned) and wanted is not plain else pinned
+        say(f"{model_name} under {named.brief}")
         say_pinned(wanted)
         ends = f"states of {in_words(memory.kept, 'turn')} {size(memory.kept * memory.row)}, "
         say(

@@ -166,7 +166,7 @@ def size(
         if streams:
             facts["tokens_per_s"]["all"] = found.tokens_per_second(pace, streams)
     if rows is not None:
-        facts["server"] = _count_server(rows, wanted.brief, found.weights, found.stream)
+        facts["server"] = _count_server(rows, wanted, found.weights, found.stream)
     if as_json:
         print_json(facts)
     else:
@@ -196,7 +196,7 @@ def _load_if_here(name: str, loading: Loading) -> tuple[PreTrainedModel | None, 
         return None, "do not fit in the memory of this machine"
 
 
-def _count_server(rows: int, policy: str, weights: int, stream: int) -> dict[str, Any]:
+def _count_server(rows: int, policy: Policy, weights: int, stream: int) -> dict[str, Any]:
     """Count the memory of a server with this many rows."""
     from weir.serve import MemoryEstimate
     from weir.serve.sessions.store import DEFAULT_KEPT

@@ -30,13 +30,13 @@ class MemoryEstimate:
     """The memory of a server.
 
     Attributes:
-        policy: the policy for this model, in short: `weir(budget=1024)` where `weir` was asked for.
+        policy: the policy, with the budget and the heads that it has on this model.
         row: bytes of one row, and of one checkpoint.
         prefixes: number of prompt states that are kept so that nothing is read twice.
         free: bytes that are free before anything is loaded; None if unknown.
     """
 
-    policy: str
+    policy: Policy
     weights: int
     row: int
     rows: int
@@ -73,7 +73,7 @@ def estimate_memory(
     left = 0 if free is None else free - size.weights - (rows + PREFIXES) * size.stream
     if kept is None:
         kept = DEFAULT_KEPT if free is None else max(1, min(DEFAULT_KEPT, left // 2 // size.stream))
-    estimate = MemoryEstimate(fitted.brief, size.weights, size.stream, rows, kept, free)
+    estimate = MemoryEstimate(fitted, size.weights, size.stream, rows, kept, free)
     if free is not None and estimate.total > free:
         raise WeirError(
             f"not enough memory on {device}: {free:,} bytes are free. {model_name} takes "
