@@ -124,7 +124,7 @@ def test_the_session_of_a_killed_replica_goes_on_elsewhere(cluster):
         got = next(parts)
         process.terminate()
         got += b"".join(parts)
-    assert b'data: {"error":{"message":"the server is ending' in got
+    assert b'data: {"error":{"message":"the server is shutting down' in got
     assert process.wait(60) == 0
     until = time.monotonic() + 30
     while processes():
