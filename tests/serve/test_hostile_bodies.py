@@ -154,12 +154,40 @@ def test_who_asks_before_sending_hears_at_once_that_it_is_too_large(server):
 def test_a_head_that_does_not_come_ends_its_connection(server, monkeypatch):
     monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.2)
     with socket.create_connection(("127.0.0.1", server.port), 10) as slow:
+        silent = socket.create_connection(("127.0.0.1", server.port), 10)
         slow.sendall(b"POST / HTTP/1.1\r\nX-Slow:")
         slow_body = raw(server.port, CHAT, b"{", length=50)
-        assert slow.recv(100) == b""
+        told = b"".join(iter(lambda: slow.recv(1000), b""))
+        assert told.startswith(b"HTTP/1.1 408"), told
+        assert b"the head of the request did not arrive in time" in told
+        assert silent.recv(100) == b""  # an idle connection has asked for nothing
+        silent.close()
     assert httpx.get(f"{server.url}/health").status_code == 200
     assert server.engine_client.open_requests("127.0.0.1") == 1  # a body has its own time
     slow_body.close()
+    server.settled()
+
+
+@pytest.mark.parametrize(
+    ("line", "header", "status"),
+    [
+        ("GET /health HTTP/9.9", "X: y", 505),
+        ("PRI * HTTP/2.0", "X: y", 505),
+        ("GET /health HTTP/1.0", "X: y", 200),
+        ("GET /health HTTP/1.9", "X: y", 200),
+        ("GET /health HTTP/1.1", "Expect: foo", 417),
+        ("GET /health HTTP/1.1", "Expect: 100-Continue", 200),
+        ("GET /health HTTP/1.1", "Connection: Upgrade\r\nUpgrade: websocket", 200),
+    ],
+)
+def test_what_is_not_spoken_is_refused_by_name(server, caplog, line, header, status):
+    with socket.create_connection(("127.0.0.1", server.port), 10) as connection:
+        connection.sendall(f"{line}\r\nHost: localhost\r\n{header}\r\n\r\n".encode())
+        told = connection.recv(1000)
+    if status == 200 and "100" in header and told.startswith(b"HTTP/1.1 100"):
+        told = told.partition(b"\r\n\r\n")[2]
+    assert told.startswith(f"HTTP/1.1 {status} ".encode()), told
+    assert "WebSocket" not in caplog.text and "upgrade" not in caplog.text
     server.settled()
 
 

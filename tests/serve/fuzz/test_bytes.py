@@ -103,7 +103,7 @@ def test_no_bytes_harm_the_server_or_another_conversation(server: Server) -> Non
         for data, told in zip(asked, pool.map(send, asked), strict=True):
             status = told[9:12].decode()
             heard[status] += 1
-            assert not status.startswith("5"), (data, told)
+            assert not status.startswith("5") or status == "505", (data, told)  # HTTP/0.9
             assert b"Traceback" not in told, (data, told)
     assert heard["400"] > ROUNDS // 10, heard
     server.settled()

@@ -24,6 +24,8 @@ DEFAULT_CODES = {
     405: "method_not_allowed",
     408: "request_timeout",
     415: "unsupported_media_type",
+    417: "expectation_failed",
+    505: "http_version_not_supported",
 }
 """The code of an error that has no code yet, by status."""
 

@@ -118,7 +118,23 @@ class RequestMiddleware:
 
 
 def refuse_framing(scope: Scope) -> APIError | None:
-    """Return the error for a request in which two servers could find different ends, or None."""
+    """Return the error for a request that does not follow HTTP/1.0 or HTTP/1.1, or None.
+
+    Two servers could find different ends in such a request.
+    """
+    version = scope["http_version"]
+    if not version.startswith("1."):
+        return APIError(
+            505, f"this server speaks HTTP/1.1, not HTTP/{version}. Send the request in HTTP/1.1."
+        )
+    expected = [value.strip() for name, value in scope["headers"] if name == b"expect"]
+    if any(value.lower() != b"100-continue" for value in expected):
+        return APIError(
+            417,
+            "the only expectation that this server meets is 100-continue. Leave out the header "
+            "Expect, or send that.",
+            headers={"Connection": "close"},
+        )
     names = {name for name, _ in scope["headers"]}
     # HTTP/1.0 has no Transfer-Encoding.
     if b"transfer-encoding" in names and (

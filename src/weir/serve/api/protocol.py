@@ -112,6 +112,13 @@ class BoundedConnection(H11Protocol):
         else:
             self.loop.call_later(LATER_SECONDS, self._probe, 1)
 
+    def _should_upgrade(self) -> bool:
+        """Never change the protocol: answer the request as plain HTTP, which RFC 9110 allows.
+
+        uvicorn's method logs that a library for WebSockets is missing.
+        """
+        return False
+
     def _refuse(self, why: str) -> None:
         """End the request, with an error if there is no response yet, and close the connection."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
@@ -122,7 +129,10 @@ class BoundedConnection(H11Protocol):
         """Refuse a request that is not valid HTTP/1.1, in OpenAI's format, and close the
         connection.
         """
-        error = APIError(400, f"this is not a valid HTTP/1.1 request: {msg}")
+        self._send_error(APIError(400, f"this is not a valid HTTP/1.1 request: {msg}"))
+
+    def _send_error(self, error: APIError) -> None:
+        """Send an error before there is any response, and close the connection."""
         body = json.dumps(error.body).encode()
         headers = [
             (b"content-type", b"application/json"),
@@ -130,7 +140,7 @@ class BoundedConnection(H11Protocol):
             (b"connection", b"close"),
         ]
         for event in (
-            h11.Response(status_code=400, headers=headers),
+            h11.Response(status_code=error.status, headers=headers),
             h11.Data(data=body),
             h11.EndOfMessage(),
         ):
@@ -139,9 +149,13 @@ class BoundedConnection(H11Protocol):
 
     def _end_slow(self) -> None:
         """Close the connection if no request has arrived since the last check, and none is being
-        read.
+        read. A client that has sent a part of a request gets status 408.
         """
         if self.conn.their_state is h11.IDLE and self.scope is self._known:
+            if self.conn.trailing_data[0]:  # a part of a head
+                self._send_error(
+                    APIError(408, "the head of the request did not arrive in time. Send it faster.")
+                )
             self.transport.close()
             return
         self._known = self.scope
