@@ -162,6 +162,26 @@ def test_a_call_is_a_block_and_its_result_goes_on_from_it(server, streams):
     assert after["usage"]["cache_read_input_tokens"] == total - 1
 
 
+def test_a_call_that_is_cut_off_is_the_last_block_and_the_stream_has_its_beginning(server):
+    """As Anthropic documents: clients look at `stop_reason` and the last block."""
+    asked = {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "get_weather"}}
+
+    def pieces(limit: int) -> tuple[str, str]:
+        found = events(server.post(PATH, ask(USER, **asked, max_tokens=limit, stream=True)))
+        deltas = [one["delta"] for one in found if one["type"] == "content_block_delta"]
+        text = "".join(delta["partial_json"] for delta in deltas)
+        return text, found[-2]["delta"]["stop_reason"]
+
+    limit = len('<tool_call>{"name": "get_weather", "arguments": {"pla')
+    answer = server.post(PATH, ask(USER, **asked, max_tokens=limit)).json()
+    call = answer["content"][-1]
+    told = (call["type"], call["name"], call["input"], answer["stop_reason"])
+    assert told == ("tool_use", "get_weather", {}, "max_tokens")
+    whole, begun = pieces(200), pieces(limit)
+    assert begun[0] and whole[0].startswith(begun[0]) and whole[0] != begun[0]
+    assert (whole[1], begun[1]) == ("tool_use", "max_tokens")
+
+
 def test_a_body_of_claude_code_is_answered(server):
     system = [
         {"type": "text", "text": "x-anthropic-billing-header: cc_version=2; cch=1;"},
