@@ -80,11 +80,11 @@ def test_passages_and_places_say_what_the_stream_holds(llama):
     held = {it.token for it in holding.tokens()}
     assert np.flatnonzero(shares).tolist() == sorted(held)
     found = told.passages(holding)
-    assert [(one.turns, one.held) for one in found[:2]] == [((1, 1), 1.0), ((2, 3), 0.0)]
-    assert [one.text for one in found[:2]] == ["from 0", "from 4"]
+    assert [(one.turns, one.held) for one in found[:2]] == [((1, 1), 0.2), ((2, 2), 0.0)]
+    assert [one.text for one in found[:2]] == ["from 0", "from 20"]
     assert sum(one.tokens for one in found) == 60
     places = list(told.find("ABCD", holding, Letters()))  # type: ignore[arg-type]
-    assert [(one.turn, one.by_user) for one in places] == [(5, True), (3, True), (1, True)]
+    assert [(one.turn, one.by_user) for one in places] == [(4, True), (2, True), (1, True)]
     assert places[2].shares == (1.0,) * 4 and places[2].pools == ("sink",)
     assert places[1].shares == (0.0,) * 4 and places[1].pools == ()
 

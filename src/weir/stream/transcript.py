@@ -14,6 +14,7 @@ import os
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from typing import IO, Any
 
@@ -54,13 +55,14 @@ class Turn:
 
 @dataclass(frozen=True)
 class Passage:
-    """Consecutive turns of which the cache holds an equal share.
+    """Consecutive exchanges of which the cache holds an equal share.
 
     Attributes:
-        turns: numbers of its first and last turn, from 1.
+        turns: numbers of its first and last exchange, from 1. As on the server, a message and its
+            answer are one turn.
         tokens: the number of their tokens.
         held: the share of them that still has slots, over all layers and KV heads, 0 to 1.
-        text: the beginning of the first turn.
+        text: the beginning of its first message.
     """
 
     turns: tuple[int, int]
@@ -74,7 +76,7 @@ class Found:
     """A place where a text was said.
 
     Attributes:
-        turn: number of the turn, from 1.
+        turn: number of the exchange, from 1. A message and its answer have the same number.
         by_user: whether the user said it.
         shares: for each of its tokens, the share of layers and KV heads that hold it.
         pools: names of the pools that hold some of it.
@@ -166,13 +168,16 @@ class Transcript:
                 yield Turn(turn.by_user, turn.start + cut, turn.text, turn.ids[cut:])
 
     def passages(self, holding: Holding) -> list[Passage]:
-        """Return consecutive turns of which an equal share is held, oldest first."""
+        """Return consecutive exchanges of which an equal share is held, oldest first."""
         shares = held_shares(holding)
         found: list[Passage] = []
-        for number, turn in enumerate(self.turns, 1):
-            if not turn.ids:
+        for number, group in groupby(self._numbered(), key=lambda pair: pair[0]):
+            said = [turn for _, turn in group if turn.ids]
+            if not said:
                 continue
-            share, tokens = float(shares[turn.start : turn.end].mean()), len(turn.ids)
+            tokens = sum(len(turn.ids) for turn in said)
+            kept = sum(float(shares[turn.start : turn.end].sum()) for turn in said)
+            share = kept / tokens
             before = found[-1] if found else None
             # Turns that are held entirely, or not at all, are grouped. Others are listed
             # separately.
@@ -180,8 +185,15 @@ class Transcript:
                 numbers = before.turns[0], number
                 found[-1] = Passage(numbers, before.tokens + tokens, share, before.text)
             else:
-                found.append(Passage((number, number), tokens, share, turn.text))
+                found.append(Passage((number, number), tokens, share, said[0].text))
         return found
+
+    def _numbered(self) -> Iterator[tuple[int, Turn]]:
+        """Return all turns with the numbers of their exchanges; a message begins an exchange."""
+        number = 0
+        for turn in self.turns:
+            number += turn.by_user or not number
+            yield number, turn
 
     def find(
         self, text: str, holding: Holding, tokenizer: PreTrainedTokenizerBase
@@ -189,7 +201,7 @@ class Transcript:
         """Find where a text was said, newest first, ignoring case."""
         shares, wanted = held_shares(holding), text.casefold()
         pools = {it.token: it.pools for it in holding.tokens()}
-        for number, turn in reversed(list(enumerate(self.turns, 1))):
+        for number, turn in reversed(list(self._numbered())):
             words = Detokenizer(tokenizer)
             pieces = [words.add(token).casefold() for token in turn.ids]
             ends = np.cumsum([len(piece) for piece in pieces])
