@@ -377,7 +377,7 @@ def test_an_older_conversation_is_not_taken_for_the_newest(chat, chats):
     newest = Transcript.read(max(chats.glob("*.jsonl")))
     ended = chat("/remembers hello", words=("--continue",))
     newest.close()
-    assert "continuing an older one instead" in ended.err
+    assert "Continuing an older conversation instead." in ended.err
     assert "turn 1, you" in ended.err
 
 

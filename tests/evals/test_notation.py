@@ -68,7 +68,7 @@ def test_a_text_may_be_a_path_and_stands_in_quotes_where_it_must(written, path):
         ("any-1(n=)", "expected a value"),
         (
             f"any-1(n={'9' * 5000})",
-            ("this number is too large; numbers can be at most 2**53 (character 9: "),
+            ("this number is too large. Numbers can be at most 2**53 (character 9: "),
         ),
         ("any-1 any-1", "expected ',' or the end"),
         ("any-1,", "expected a task"),

@@ -311,4 +311,4 @@ def test_the_client_raises_what_openai_would(client):
     with pytest.raises(openai.BadRequestError) as error:
         ask(client, [USER], functions=[{"name": "f"}])
     assert error.value.param == "functions"
-    assert "not supported by this server; use tools" in str(error.value)
+    assert "not supported by this server. Use tools" in str(error.value)

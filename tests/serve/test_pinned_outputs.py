@@ -216,7 +216,7 @@ def test_without_room_it_is_refused_with_the_number_that_is_needed():
         for refused in (pin(server, "one"), ask(server, HISTORY, weir={"pin": ["call_a/b"]})):
             assert refused.status_code == 400
             error = refused.json()["error"]
-            assert "start the server with --pin 256" in error["message"]
+            assert "Start the server with --pin 256" in error["message"]
             assert error["code"] == "cannot_pin"
         assert items(server, "one")[0]["pinned"] is False
 

@@ -252,7 +252,7 @@ def test_a_bad_request_is_refused_where_it_is_wrong(server, name):
         ("tool_choice", "some", "must be 'none', 'auto' or 'required'"),
         ("stop", {}, "must be a text or a list"),
         ("model", 5, "must be a text"),
-        ("n_predict", 2, "is another name for max_tokens; send only one of them"),
+        ("n_predict", 2, "is another name for max_tokens. Send only one of them"),
         ("options", 5, "must be an object"),
         ("options", {f"o{n}": 1 for n in range(65)}, "has 65 entries, and at most 64 are allowed"),
     ],

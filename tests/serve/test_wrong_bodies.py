@@ -73,7 +73,7 @@ def test_a_body_that_is_no_object_is_called_the_body(body):
 def test_all_that_may_stand_in_a_place_is_named():
     refused = said(response(input=[{"type": "input_image"}]))
     assert "one of 'message', 'function_call', 'function_call_output'" in refused
-    assert "these are accepted and have no effect: 'reasoning'" in refused
+    assert "These are accepted and have no effect: 'reasoning'" in refused
     assert "'role'" in said(response(input=[{"content": "x"}])).replace("input[0].", "")
     choices = "'none', 'auto', 'required' or an object"
     assert choices in said(response(tool_choice=5))

@@ -263,7 +263,7 @@ def test_what_is_not_text_is_refused_and_nothing_is_fed(model, template):
     tell(talk, "ok")
     list(talk.say("So"))
     before = list(talk.stream.fed)
-    with pytest.raises(WeirError, match="character 3 of that is not UTF-8"):
+    with pytest.raises(WeirError, match="character 3 of the input is not UTF-8"):
         list(talk.say("a\n\udcff"))
     assert talk.stream.fed == before
 

@@ -203,7 +203,9 @@ class StreamingCache(Cache):
         """Copy the cache, for the same model: one prompt, many answers."""
         model = self._model()
         if model is None:
-            raise WeirError("the model that this cache was made for no longer exists")
+            raise WeirError(
+                "the model that this cache was made for no longer exists. Make a new cache."
+            )
         # If the model is copied in the same call, the new cache serves the copied model.
         made = StreamingCache(
             memo.get(id(model), model), self.policy, seed=self.seed, **self.made_with
@@ -788,7 +790,10 @@ class StreamingCache(Cache):
         self._check_row(stop - 1 if fits(stop, int) and stop > start else -1)
         stack = self.stack
         if any(layer.spec.pipe.slots is None for layer in stack):
-            raise WeirError("this policy has no limit, so its rows cannot be fed separately")
+            raise WeirError(
+                "this policy has no limit, so its rows cannot be fed separately. Use a policy "
+                "with a limit."
+            )
         if any(layer.state.narrowed for layer in stack):
             raise WeirError("this cache is already restricted to some of its rows")
         rows = stack.rows

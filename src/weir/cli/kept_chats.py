@@ -92,7 +92,7 @@ def find_newest(model: str | None) -> Transcript:
             continue
         if found.turns and model in (None, found.facts.get("model")):
             if refused:
-                say(f"{refused}; continuing an older one instead")
+                say(f"{refused.removesuffix('.')}. Continuing an older conversation instead.")
             return found
         found.close()
     of = "" if model is None else f" with {model}"

@@ -97,7 +97,7 @@ def policies(
             like = suggest(name.partition("(")[0].strip().lower(), known)
             raise BadParameter(
                 "there is no policy or pool called "
-                f"{name!r}{like or '; `weir policies` lists them all'}"
+                f"{name!r}{like or '. Run `weir policies` for the list'}"
             )
     if names or as_json:
         wanted = names or known

@@ -178,9 +178,9 @@ def _overhead(
     size = size_of(model, with_budget(policy, budget), chunk=chunk, positions=positions)
     more = size.stream - size.step_stream
     return (
-        f". {more:,} of its {size.stream:,} bytes are not keys and values of slots, but what the "
-        "policy keeps in addition: a second copy of keys, queries, positions and scores; "
-        "--equal kv does not count these"
+        f". {more:,} of its {size.stream:,} bytes are not keys and values of slots. The policy "
+        "also keeps a second copy of keys, queries, positions and scores. With --equal kv, these "
+        "are not counted"
     )
 
 

@@ -323,8 +323,8 @@ def _refuse_closed(kind: str, modules: list[nn.Module]) -> None:
     if not any(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in written_in):
         raise WeirError(
             f"the attention of this {kind} cannot be replaced, because its code does not use "
-            f"transformers' attention interface (transformers {transformers.__version__}; a newer "
-            "version may)"
+            f"the attention interface of transformers {transformers.__version__}. Try a newer "
+            "transformers."
         )
 
 

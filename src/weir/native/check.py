@@ -86,7 +86,7 @@ def check_program(
             program.run_mlp(index)
     hidden, out = program.hidden[step.busy].double(), program.run_norm()[step.busy]
     if not is_rounding(out, form.norm(hidden), form.norm.width):
-        raise NotNative("the native norm computes something else than the model's")
+        raise NotNative("the native norm does not match the model's")
     if program.whole is not None:
         assert program.logits is not None
         head = program.whole.form.head
@@ -104,7 +104,7 @@ def _check_embedding(program: StepProgram, form: ModelForm, factor: float) -> No
         wanted = _embeddings(form.embedding, some).double() * factor
         off = _EPS * wanted.abs()
         if not bool(((program.look_up(some).double() - wanted).abs() <= off).all()):
-            raise NotNative("the native look-up of embeddings is another than the model's")
+            raise NotNative("the native look-up of embeddings does not match the model's")
 
 
 def _embeddings(module: Any, ids: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ def _compare_product(
     bound = part(signs).norm() * off * x.norm(dim=1) * scale
     over = (got - wanted).norm(dim=1) > bound
     if bool(over[busy].any()) or not bool(got[busy].isfinite().all()):
-        raise NotNative(f"the native product of {part.name} is another than the model's")
+        raise NotNative(f"the native product of {part.name} does not match the model's")
 
 
 def _kind(form: LayerForm, layer: LayerOperations) -> Hashable:
@@ -192,7 +192,7 @@ class _Trial:
         self._compare(form.up, layer.up, form.up(y), y)
         gated = activate(form.activation, layer.gate.double()) * layer.up.double()
         if not is_rounding(layer.gated[busy], gated[busy], 1):
-            raise NotNative(f"{self._name}: the native activation is another than the model's")
+            raise NotNative(f"{self._name}: the native activation does not match the model's")
         self._compare(form.down, layer.down, form.down(layer.gated), layer.gated)
         x = middle.double() + form.factor * normalized(form.after_mlp, layer.down.double())
         self._compare_sums(program.hidden, x)
@@ -200,7 +200,7 @@ class _Trial:
     def _compare_sums(self, got: Tensor, wanted: Tensor) -> None:
         """Compare hidden states, to which a product was added."""
         if not is_rounding(got[self._step.busy], wanted[self._step.busy], wanted.shape[1]):
-            raise NotNative(f"{self._name}: the native sum is another than the model's")
+            raise NotNative(f"{self._name}: the native sum does not match the model's")
 
     def _normalize(self, program: StepProgram, norm: Norm | None, x: Tensor) -> Tensor:
         """Return the bit-identical input of the table's products, so that both are rounded to 8
@@ -209,7 +209,7 @@ class _Trial:
         found = program.normalize(norm, x)
         wanted = normalized(norm, x.double())
         if not is_rounding(found[self._step.busy], wanted[self._step.busy], x.shape[1]):
-            raise NotNative(f"{self._name}: a native norm computes something else than the model's")
+            raise NotNative(f"{self._name}: a native norm does not match the model's")
         return found
 
     def _compare(
@@ -248,7 +248,7 @@ class _Trial:
                 size = want.abs().flatten(1).amax(1)[:, None, None]
                 off = eps * want.abs() + _EPS * (32 + 4 * dim**0.5) * size
                 if not bool(((got - want).abs() <= off)[step.busy].all()):
-                    raise NotNative(f"{self._name}: native steps store other {what}")
+                    raise NotNative(f"{self._name}: native steps store different {what}")
             wide: dict[str, Any] = {"keys": slots.keys.float(), "values": slots.values.float()}
             if slots.quantized is not None:
                 quantized = slots.quantized
@@ -268,7 +268,7 @@ class _Trial:
         got = self._merged(heads)
         over = (got - found).flatten(1).norm(dim=1) > apart
         if bool(over[step.busy].any()) or not bool(got[step.busy].isfinite().all()):
-            raise NotNative(f"{self._name}: native attention answers something else")
+            raise NotNative(f"{self._name}: native attention does not match the model's")
         return got.flatten(1)
 
     def _merged(self, heads: int) -> Tensor:

@@ -253,7 +253,9 @@ def read_model(model: Any, decoder: Any, form: DecoderForm) -> ModelForm:
             raise NotNative(f"{name} is in training mode")
     kind = type(embedding)
     if kind not in _EMBEDDINGS or kind.forward is not _EMBEDDINGS[kind]:
-        raise NotNative(f"embed_tokens is {_what(embedding)}, of which steps look up no rows")
+        raise NotNative(
+            f"embed_tokens is {_what(embedding)}, from which native steps cannot look up rows"
+        )
     if getattr(embedding, "max_norm", None) or hasattr(embedding, "embed_scale"):
         raise NotNative("embed_tokens scales its rows")
     if kind is nn.Embedding and not is_plain(embedding.weight):

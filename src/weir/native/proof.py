@@ -139,9 +139,9 @@ def prove_model(model: Any, decoder: nn.Module, form: ModelForm, width: int) -> 
     given = [args[0] if args else kwargs.get("input_ids"), kwargs.get(CACHE)]
     others = kwargs.get("inputs_embeds"), kwargs.get("attention_mask"), kwargs.get("position_ids")
     if given[0] is not ids or given[1] is not cache or any(t is not None for t in others):
-        raise NotNative("it gives its decoder something else than it is given")
+        raise NotNative("it changes the input before it passes it to its decoder")
     if not is_rounding(output.logits[:, 0], head(hidden[:, 0].double()), width):
-        raise NotNative("its logits are something else than its head's product")
+        raise NotNative("its logits are not the product of its head")
     _try_linear(form.head)
 
 

@@ -275,7 +275,7 @@ class Parser:
                     raise self.wrong("a value without a name cannot follow a value with a name", at)
                 if place >= len(parameters):
                     takes = ", ".join(parameters) or "none"
-                    raise self.wrong(f"{call.name} got too many arguments; it takes {takes}", at)
+                    raise self.wrong(f"{call.name} got too many arguments. It takes {takes}", at)
                 name = list(parameters)[place]
             elif name not in parameters:
                 problem = f"{call.name} has no parameter {quote(name)}"
@@ -369,7 +369,7 @@ class Parser:
         """
         value = float(written)
         if abs(value) > 2**53:
-            raise self.wrong("this number is too large; numbers can be at most 2**53", at)
+            raise self.wrong("this number is too large. Numbers can be at most 2**53", at)
         return value if re.search(r"[.eE]", written) else int(value)
 
     def _parse_inner(self) -> ParsedPolicy:

@@ -361,7 +361,7 @@ def _check_formats(pools: tuple[Pool, ...], formats: tuple[str, ...], run: tuple
     for pool, name in zip(pools, formats, strict=True):
         if pool.shares_slots and name != formats[0]:
             raise WeirError(
-                f"{pool.name} has the slots of {pools[0].name}, so both have one format: write "
+                f"{pool.name} has the slots of {pools[0].name}, so both have one format. Write "
                 f":{name or formats[0]} after both, or after none"
             )
     if different and any(pool.slots() is None for pool in pools):

@@ -832,7 +832,7 @@ class EngineClient:
             raise CannotPin(
                 "this server's policy keeps every token, so no output has to be pinned"
                 if every
-                else "this server has no slots for outputs that are pinned: start it with --pin "
+                else "this server has no slots for outputs that are pinned. Start it with --pin "
                 "and a policy that does not name the pool beginning itself"
             )
 

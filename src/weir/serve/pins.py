@@ -54,9 +54,8 @@ class PinRoom:
         needed = pin_for(beginning + tokens)
         raise CannotPin(
             f"the pinned outputs would have {in_words(tokens, 'token')}, and there is room for "
-            f"{left} after "
-            f"the {beginning} of the system message and tools: start the server with --pin "
-            f"{needed}, or unpin another output"
+            f"{left} after the {beginning} of the system message and tools. Start the server with "
+            f"--pin {needed}, or unpin another output."
         )
 
 

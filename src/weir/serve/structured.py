@@ -218,7 +218,7 @@ def check_schema(schema: Any) -> None:
             )
         if multiple > MAX_MULTIPLE:
             raise BadSchema(
-                f"multipleOf with {multiple:,} as the common multiple is not supported; the limit "
+                f"multipleOf with {multiple:,} as the common multiple is not supported. The limit "
                 f"is {MAX_MULTIPLE:,}"
             )
         listed = node.get("enum")

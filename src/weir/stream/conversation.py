@@ -258,7 +258,7 @@ class Conversation:
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise WeirError(f"character {error.start + 1} of that is not UTF-8") from None
+            raise WeirError(f"character {error.start + 1} of the input is not UTF-8") from None
         text = quoted + text
         said = [{"role": "user", "content": text}]
         if self.stream.seen == 0:

@@ -164,5 +164,6 @@ def register_rotary() -> None:
         if there is not made:
             raise StreamError(
                 f"another plug-in has replaced {name} with "
-                f"{there.__module__}.{there.__qualname__}, and weir-vllm cannot be used with it"
+                f"{there.__module__}.{there.__qualname__}, and weir-vllm cannot be used with it. "
+                "Uninstall that plug-in."
             )

@@ -68,7 +68,7 @@ class StreamManager(SlidingWindowManager):
         if ids != list(range(first, first + count)):
             raise StreamError(
                 "vLLM's block pool does not hand out blocks in order, so the worker cannot know "
-                "which blocks are scratch; this version of vLLM is not supported"
+                "which blocks are scratch. Use another version of vLLM"
             )
         pool.num_gpu_blocks -= count
 

@@ -86,8 +86,8 @@ class Streams:
 
         if not isinstance(config.additional_config, dict):
             raise StreamError(
-                "additional_config must be a dictionary, for weir-vllm to note its policy there, "
-                f"got {type(config.additional_config).__name__}"
+                "additional_config must be a dictionary, in which weir-vllm writes its policy, got "
+                f"{type(config.additional_config).__name__}"
             )
         config.additional_config[KEY] = settings.as_config() | {"version": __version__}
         scheduler = config.scheduler_config
@@ -172,8 +172,8 @@ class Streams:
         found = [m for m in parent.children() if isinstance(m, RotaryEmbeddingBase)]
         if len(found) != 1:
             raise StreamError(
-                f"weir-vllm finds {len(found)} rotary embeddings next to {layer.layer_name} in "
-                f"{type(parent).__name__} and needs exactly one, to rotate sinks"
+                f"weir-vllm needs exactly one rotary embedding next to {layer.layer_name} in "
+                f"{type(parent).__name__} to rotate sinks, got {len(found)}. Use another model."
             )
         return found[0]
 
@@ -207,8 +207,9 @@ class Streams:
             shape = (layer.num_heads, layer.num_kv_heads, layer.head_size, layer.head_size_v)
             if alike.setdefault(ends, shape) != shape or layer.head_size_v != layer.head_size:
                 raise StreamError(
-                    f"{layer.layer_name} has other heads than the layers before it; weir-vllm "
-                    "needs the same heads, and keys as wide as values, in all layers of a policy"
+                    f"{layer.layer_name} does not have the same heads as the layers before it, "
+                    "or its keys are not as wide as its values. weir-vllm needs both in all layers "
+                    "of a policy."
                 )
         windows = {ends.recent + 1 for ends in alike if ends.recent is not None}
         for layer in config.compilation_config.static_forward_context.values():
@@ -293,4 +294,4 @@ def refuse(problems: dict[str, bool], start: str) -> None:
     """Raise an error that names all problems that are there."""
     there = [problem for problem, is_there in problems.items() if is_there]
     if there:
-        raise StreamError(f"{start}{'; '.join(there)}, which the plug-in does not support.")
+        raise StreamError(f"{start}{', '.join(there)}. The plug-in does not support this.")

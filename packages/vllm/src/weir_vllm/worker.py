@@ -253,8 +253,8 @@ def check_fields(common: Any) -> None:
         value = getattr(common, field.name)
         if value is not None and not (isinstance(value, dict) and not value):
             raise StreamError(
-                f"vLLM passes {field.name!r} to attention, which weir-vllm does not know; this "
-                "feature or this version of vLLM is not supported"
+                f"vLLM passes {field.name!r} to attention, which weir-vllm does not know. Turn "
+                "the feature off, or use another version of vLLM."
             )
     if common.causal is not True:
         raise StreamError("weir-vllm serves causal attention only")

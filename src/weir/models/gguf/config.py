@@ -97,7 +97,7 @@ def refuse_key(
     keys = ",".join([key, *also])
     this, matters = ("these keys", "they do") if also else ("this key", "the key does")
     raise WeirError(
-        f"{header.path} says {key} = {shown[:60]}, which {why}. Without {this} {without}: load "
+        f"{header.path} says {key} = {shown[:60]}, which {why}. Without {this}, {without}. Load "
         f"the model's folder or Hub id instead, or set {IGNORED}={keys} if {matters} not matter."
     )
 

@@ -174,8 +174,8 @@ class Halving:
     def __post_init__(self) -> None:
         if self.flat and self.halves != "authors":
             raise WeirError(
-                "sets=flat needs halves=authors, whose halving gives tokens different weights; "
-                f"with halves={self.halves}, the shared denominator is already the flat one. Use "
+                "sets=flat needs halves=authors, whose halving gives tokens different weights. "
+                f"With halves={self.halves}, the shared denominator is already the flat one. Use "
                 "halves=authors or sets=shared."
             )
 

@@ -152,7 +152,7 @@ class Only:
         instead: what to do instead of using the field.
     """
 
-    def __init__(self, *allowed: Any, instead: str = "leave it out") -> None:
+    def __init__(self, *allowed: Any, instead: str = "Leave it out") -> None:
         self.allowed = allowed
         self._instead = instead
 
@@ -166,7 +166,7 @@ class Only:
 
     def _check(self, value: Any) -> Any:
         if value not in self.allowed:
-            raise unsupported(f"not supported by this server; {self._instead}")
+            raise unsupported(f"not supported by this server. {self._instead}")
         return value
 
 

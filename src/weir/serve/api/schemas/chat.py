@@ -316,7 +316,7 @@ class GenerationBody(Strict):
             if name in value and is_free and target in cls.model_fields:
                 value[target] = value.pop(name)
             elif name in value and name not in cls.model_fields and not is_nothing(value[name]):
-                raise _wrong_at(name, f"is another name for {target}; send only one of them")
+                raise _wrong_at(name, f"is another name for {target}. Send only one of them")
         return value
 
     @model_validator(mode="wrap")
@@ -504,8 +504,8 @@ class CompletionBody(GenerationBody):
     audio: Annotated[Any, Only(None)] = None
     best_of: Annotated[Any, Only(None, 1)] = None
     echo: Annotated[Any, Only(None, False)] = None
-    function_call: Annotated[Any, Only(None, "none", "auto", instead="use tool_choice")] = None
-    functions: Annotated[Any, Only(None, [], instead="use tools")] = None
+    function_call: Annotated[Any, Only(None, "none", "auto", instead="Use tool_choice")] = None
+    functions: Annotated[Any, Only(None, [], instead="Use tools")] = None
     modalities: Annotated[Any, Only(None, ["text"])] = None
     suffix: Annotated[Any, Only(None, "")] = None
     web_search_options: Annotated[Any, Only(None)] = None
@@ -614,7 +614,7 @@ class TextBody(CompletionBody):
     def _check_prompt(cls, value: Any) -> Any:
         if isinstance(value, list) and len(value) != 1 and not _is_ids(value):
             raise unsupported(
-                "a request can have only one prompt; send one request for each prompt"
+                "a request can have only one prompt. Send one request for each prompt"
                 if value
                 else "the list is empty, and a request needs a prompt"
             )

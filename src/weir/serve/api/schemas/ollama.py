@@ -158,7 +158,7 @@ class OllamaGenerateBody(OllamaBody):
     suffix: Annotated[Any, Only(None, "")] = None
     images: Annotated[Any, Only(None, [])] = None
     template: Annotated[Any, Only(None, "")] = None
-    context: Annotated[Any, Only(None, [], instead="use /api/chat with the messages")] = None
+    context: Annotated[Any, Only(None, [], instead="Use /api/chat with the messages")] = None
 
     @model_validator(mode="after")
     def _check_raw(self) -> OllamaGenerateBody:

@@ -88,7 +88,7 @@ class MessageItem(Lenient):
             kinds = ", ".join(f"'{kind}'" for kind in ("message", *KINDS))
             skipped = ", ".join(f"'{kind}'" for kind in SKIPPED_KINDS)
             raise unsupported(
-                f"must be one of {kinds}; these are accepted and have no effect: {skipped}"
+                f"must be one of {kinds}. These are accepted and have no effect: {skipped}"
             )
         return value
 
@@ -403,7 +403,9 @@ class TextFormat(Strict):
         fields = {"name": self.name, "schema": self.schema_}
         missing = " and ".join(name for name, value in fields.items() if value is None)
         if self.type == "json_schema" and missing:
-            raise unsupported(f"type: json_schema needs a name and a schema; {missing} is missing")
+            raise unsupported(
+                f"type: json_schema needs a name and a schema, and {missing} is missing"
+            )
         if self.type != "json_schema" and missing != "name and schema":
             raise unsupported("name and schema are allowed only with type: json_schema")
         return self
