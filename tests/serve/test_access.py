@@ -150,6 +150,15 @@ def test_names_come_in_pages_for_anthropics_clients(server):
         assert httpx.get(f"{server.url}/v1/models?{wrong}").status_code == status
 
 
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/small", "/api/tags", "/api/ps"])
+def test_a_parameter_without_effect_is_named(server, path):
+    """Codex sends its version, so that it cannot be refused."""
+    answer = httpx.get(f"{server.url}{path}?client_version=1&%C3%BC=2")
+    assert answer.status_code == 200
+    assert answer.headers["x-weir-warning"] == r"no effect here: client_version, \u00fc"
+    assert "x-weir-warning" not in httpx.get(f"{server.url}{path}").headers
+
+
 def test_any_name_may_be_allowed():
     with serving(make_client(aliases=["*"])) as server:
         body = {"model": "o9", "input": "Hi", "max_output_tokens": 4}

@@ -84,7 +84,7 @@ def test_turns_are_told_page_by_page(alice):
 @pytest.mark.thinned(2)
 def test_a_parameter_that_nobody_knows_is_refused(alice):
     alice.talk("asked")
-    for path in ("", "/asked", "/asked/turns", "/asked/export"):
+    for path in ("", "/asked", "/asked/turns", "/asked/export", "/asked/memory"):
         answer = alice.ask("GET", f"/sessions{path}?bogus=1")
         error = answer.json()["error"]
         told = (answer.status_code, error["param"], error["code"])

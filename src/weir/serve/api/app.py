@@ -40,6 +40,7 @@ from weir.serve.api import (
 from weir.serve.api.access import Access
 from weir.serve.api.dependencies import Keys, authorize
 from weir.serve.api.errors import APIError, invalid_query, server_error
+from weir.serve.api.generation import warn_query
 from weir.serve.api.middleware import RequestMiddleware, watch_stalls
 from weir.serve.api.openapi import ANTHROPIC_ERRORS, ERRORS, OLLAMA_ERRORS
 from weir.serve.api.operations import Metrics
@@ -104,12 +105,13 @@ def make_app(
         app.add_exception_handler(kind, _respond_to_error)
     for part in (operations, page):
         app.include_router(part.public, responses=ERRORS)
+    all_routes = [Depends(authorize), Depends(warn_query)]
     of_others = ((anthropic, ANTHROPIC_ERRORS), (ollama, OLLAMA_ERRORS))
     for other, errors in of_others:
-        app.include_router(other.router, dependencies=[Depends(authorize)], responses=errors)
+        app.include_router(other.router, dependencies=all_routes, responses=errors)
     others = completions, responses, conversations, models, sessions, items, memory, operations
     for part in others:
-        app.include_router(part.router, dependencies=[Depends(authorize)], responses=ERRORS)
+        app.include_router(part.router, dependencies=all_routes, responses=ERRORS)
     parts = [operations.public, page.public, anthropic.router, ollama.router]
     parts += [part.router for part in others]
     app.state.ways = [route for part in parts for route in part.routes]

@@ -23,7 +23,8 @@ from weir.serve.api.errors import (
 )
 from weir.serve.api.middleware import LOG, add_log_fields
 from weir.serve.api.operations import Metrics
-from weir.serve.api.requests import SESSION_HEADER, while_connected
+from weir.serve.api.requests import SESSION_HEADER, unknown_query, while_connected
+from weir.serve.api.schemas.base import show_name
 from weir.serve.api.schemas.chat import GenerationBody
 from weir.serve.api.sse import EventStream, KeepAlive, encode_event
 from weir.serve.client import EngineClient, Generation, GenerationRequest, ServerClosing
@@ -257,6 +258,16 @@ def warn(http: Request, skipped: Sequence[str], other: str = "") -> dict[str, st
     add_log_fields(http.scope, skipped=shown)
     said = f"no effect here: {', '.join(shown)}"
     return {WARNING_HEADER: f"{said}; {other}" if other else said}
+
+
+def warn_query(request: Request, response: Response) -> None:
+    """Name the query parameters of a GET that have no effect; a dependency of all routes.
+
+    They are not refused, because clients send some on their own: Codex adds its version to
+    `/v1/models`.
+    """
+    if request.method == "GET":
+        response.headers.update(warn(request, [*map(show_name, unknown_query(request))]))
 
 
 async def _submit(http: Request, request: GenerationRequest, param: str) -> Generation:

@@ -6,20 +6,20 @@ import asyncio
 from typing import Annotated, Any
 from weakref import WeakKeyDictionary
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Depends, Query, Request
 
 from weir.cache import holding_in
 from weir.errors import WeirError
 from weir.serve.api.dependencies import Client, Owner
 from weir.serve.api.errors import not_found
+from weir.serve.api.requests import check_query
 from weir.serve.client import EngineClient
 from weir.serve.engine.engine import RowInspection
 from weir.serve.engine.sequence import Stage, TokenSequence
 from weir.serve.forgotten import describe_messages
 from weir.serve.session_memory import MemoryReporter, running_turns, without_tokens
-from weir.serve.sessions.records import is_hidden
 
-router = APIRouter()
+router = APIRouter(dependencies=[Depends(check_query)])
 Inspections = WeakKeyDictionary[TokenSequence, RowInspection]
 """The last inspection of each running sequence."""
 PATIENCE = 5.0
@@ -42,8 +42,6 @@ async def memory(
     `most` limits the number of held tokens in the list. `latest` is the number of tokens at the end
     of the stream that are listed whether they are held or not.
     """
-    if is_hidden(name):
-        raise not_found("session")
     reporter: MemoryReporter = request.app.state.memory_reporter
     sequence = client.running_sequence(owner, name)
     inspection = (

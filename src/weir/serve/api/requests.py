@@ -385,14 +385,18 @@ def _has_no_body(request: Request) -> bool:
 
 def check_query(request: Request) -> None:
     """Refuse unknown query parameters and hidden sessions; a dependency of routes."""
-    top = request.scope["route"].dependant
     if is_hidden(str(request.path_params.get("name", ""))):
         raise not_found("session")
+    for name in unknown_query(request):
+        message = f"Unrecognized request argument supplied: {name[:80]}"
+        raise APIError(400, message, param=name[:80], code="unknown_parameter")
+
+
+def unknown_query(request: Request) -> list[str]:
+    """Return the query parameters that a route does not have."""
+    top = request.scope["route"].dependant
     known = {param.alias for part in (top, *top.dependencies) for param in part.query_params}
-    for name in request.query_params:
-        if name not in known:
-            message = f"Unrecognized request argument supplied: {name[:80]}"
-            raise APIError(400, message, param=name[:80], code="unknown_parameter")
+    return [name for name in request.query_params if name not in known]
 
 
 def named_session(request: Request) -> str | None:
