@@ -39,21 +39,27 @@ benches = group("bench")
 @benches.callback(invoke_without_command=True)
 def bench(
     context: Context,
-    only: Annotated[list[str] | None, Option(help="Only this figure; can be repeated.")] = None,
+    only: Annotated[
+        list[str] | None, Option(help="Measure only this figure. Can be repeated.")
+    ] = None,
     dtype: Annotated[
-        Dtype | None, Option(help="Of models and caches [default: both, and with --quick float32]")
+        Dtype | None,
+        Option(help="Dtype of models and caches [default: both, and with --quick float32]"),
     ] = None,
     threads: Annotated[
-        int | None, Option(min=1, help="Threads of PyTorch; all cores by default.")
+        int | None, Option(min=1, help="Threads of PyTorch. By default all cores.")
     ] = None,
     quick: Annotated[
         bool, Option("--quick", help="Use a tiny model, only to check that everything runs.")
     ] = False,
     layers: Annotated[
-        int | None, Option(min=1, help="Layers of the model; fewer take less time [default: 30]")
+        int | None, Option(min=1, help="Layers of the model. Fewer take less time [default: 30]")
     ] = None,
     flat: Annotated[
-        bool, Option("--flat", help="A long stream through nano, instead of the others.")
+        bool,
+        Option(
+            "--flat", help="Measure only a long stream through nano, instead of the other figures."
+        ),
     ] = False,
     tokens: Annotated[int, Option(min=20_000, help="Tokens of the long stream.")] = 1_000_000,
     policies: Annotated[

@@ -312,7 +312,7 @@ def test_an_interrupted_command_changes_nothing_and_the_conversation_goes_on(
     monkeypatch.setattr(session, "save_file", pressed)
     ended = chat("Another", f"/save {path}", "And you?")
     assert ended.code == 0
-    assert "interrupted; nothing has changed" in ended.err
+    assert "interrupted. Nothing has changed." in ended.err
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
     assert ended.out == chat("Another", "And you?").out
@@ -488,7 +488,7 @@ def test_what_was_said_is_recalled_and_told(chat, chats):
     ended = chat(CODE, FILLER, ASK, words=ROOMY)
     (line,) = [one for one in ended.err.splitlines() if one.startswith("recalled")]
     assert re.fullmatch(rf"recalled from you, \d+ \w+ \d{{4}} \d\d:\d\d: {re.escape(CODE)}", line)
-    assert "questions recall old text" in ended.err
+    assert "weir finds it and shows it to the model" in ended.err
     assert len(list(chats.glob("*.archive"))) == 1
 
 

@@ -43,7 +43,7 @@ def chat(capsys, monkeypatch, measured):
 def test_a_conversation_says_where_its_policy_comes_from(chat, measured):
     told = chat().err.splitlines()
     by = f"from {measured}/weir.toml next to the model"
-    kept = "the first 1 and the newest 19 tokens, 8 bits"
+    kept = "the first 1 and the newest 19 tokens in 8 bits"
     assert told[0] == f"{measured} keeps {kept}, {by}. /help for help."
     assert any(line.startswith("[sink(1) | recent(8) | recent(11):int8]: ") for line in told)
     pinned = chat("--system", "Be brief.").err

@@ -25,20 +25,22 @@ if TYPE_CHECKING:
 
 @benches.command("peers", cls=Command)
 def bench_peers(
-    only: Annotated[list[str] | None, Option(help="Only this part; can be repeated.")] = None,
+    only: Annotated[
+        list[str] | None, Option(help="Measure only this part. Can be repeated.")
+    ] = None,
     peers: Annotated[
         list[str] | None,
-        Option("--peer", help="Only peers whose names begin with this; can be repeated."),
+        Option("--peer", help="Only peers whose names begin with this. Can be repeated."),
     ] = None,
     model: Annotated[
         str,
-        Option(help="smollm2, or tinyllama: random weights of 1.1 billion parameters."),
+        Option(help="smollm2, or tinyllama (1.1 billion random parameters)."),
     ] = "smollm2",
     threads: Annotated[
-        int | None, Option(min=1, help="Of each peer [default: one, then all cores].")
+        int | None, Option(min=1, help="Threads of each peer [default: one, then all cores].")
     ] = None,
     quick: Annotated[
-        bool, Option("--quick", help="Few peers and short texts: a few minutes.")
+        bool, Option("--quick", help="Measure few peers on short texts, in a few minutes.")
     ] = False,
     out: Annotated[
         Path | None,
@@ -50,7 +52,7 @@ def bench_peers(
         ),
     ] = None,
     page: Annotated[
-        Path | None, Option(help="Measure nothing; write the tables of --out into this page.")
+        Path | None, Option(help="Measure nothing, but write the tables of --out into this page.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

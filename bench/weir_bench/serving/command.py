@@ -24,27 +24,31 @@ def bench_serve(
     model_name: Annotated[
         str, Argument(metavar="[MODEL]", help="nano, 135m (random), a folder or a Hub id.")
     ] = "nano",
-    only: Annotated[list[str] | None, Option(help="Only this part; can be repeated.")] = None,
-    sessions: Annotated[int, Option(min=1, help="At once, beside one.")] = 16,
-    budget: Annotated[int, Option(min=8, help="Slots of streaming_llm.")] = 256,
-    seconds: Annotated[float, Option(min=0.1, help="Of each run.")] = 10.0,
+    only: Annotated[
+        list[str] | None, Option(help="Measure only this part. Can be repeated.")
+    ] = None,
+    sessions: Annotated[int, Option(min=1, help="Number of other sessions at the same time.")] = 16,
+    budget: Annotated[int, Option(min=8, help="Slots of the policy streaming_llm.")] = 256,
+    seconds: Annotated[float, Option(min=0.1, help="Seconds of each run.")] = 10.0,
     rounds: Annotated[
         int, Option(min=1, help="Number of rounds in which all servers take turns.")
     ] = 3,
-    tokens: Annotated[int, Option(min=1, help="Of each answer.")] = 128,
+    tokens: Annotated[int, Option(min=1, help="Tokens of each answer.")] = 128,
     far: Annotated[int, Option(min=100, help="Tokens of the long session.")] = 100_000,
-    minutes: Annotated[float, Option(min=0.01, help="Of the soak, --only soak.")] = 30.0,
+    minutes: Annotated[
+        float, Option(min=0.01, help="Minutes of the part soak, which runs with --only soak.")
+    ] = 30.0,
     quick: Annotated[
         bool, Option("--quick", help="Use a tiny model, only to check that everything runs.")
     ] = False,
     out: Annotated[
-        Path | None, Option(help="A file for all of it as JSON, written as it comes.")
+        Path | None, Option(help="JSON file for all results, written after each one.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Talk to `weir serve` as many clients do, through HTTP, and print what they measured.
 
-    Parts: pace, far, disk, compaction, transformers; soak, attack and refused if asked for.
+    Parts: pace, far, disk, compaction, transformers. With --only, also soak, attack and refused.
     """
     from weir_bench.serving.load import Manner
     from weir_bench.serving.part import QUICK, Plan

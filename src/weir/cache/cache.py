@@ -96,16 +96,17 @@ class StreamingCache(Cache):
             of the whole prompt in one layer at a time, and takes time that grows with the square of
             its length.
         origin: the place in the stream of the first token. Random draws of pools and the rounding
-            to 8 and 4 bits depend on the place, so such caches answer differently from another
-            origin.
+            to 8 and 4 bits depend on the place, so such caches answer differently if the origin
+            differs.
         batch: number of rows, empty at first, with their slots allocated at once; None for as many
             as the first call feeds.
-        slots: the format of the slots of the policy's middle: `"exact"` as the model computes,
-            `"int8"` or `"fp8"` in 8 bits, `"k8v4"` with values in 4, None as the policy says. The
-            first and the newest tokens stay exact. It is the same as the policy `"quantized(POLICY,
-            slots=int8)"`, which has more options. For a policy that has an option `slots`, such as
-            the default, it sets that option: `"weir(budget=256, slots=exact)"`. It cannot be
-            combined with a policy that already sets the format.
+        slots: the format of all slots except those of the first and the newest tokens, which stay
+            exact: `"exact"` as the model computes, `"int8"` or `"fp8"` in 8 bits, `"k8v4"` with
+            keys in 8 and values in 4 bits, `"int4"` in 4 bits, None as the policy says. It is the
+            same as the policy `"quantized(POLICY, slots=int8)"`, which has more options. For a
+            policy that has an option `slots`, such as the default, it sets that option:
+            `"weir(budget=256, slots=exact)"`. It cannot be combined with a policy that already
+            sets the format.
         failures: what to do if a row's tokens are refused while the others go on: `"raise"` an
             error at the end of the call, or `"keep"` it in `failed` and let the call return.
 
@@ -218,7 +219,7 @@ class StreamingCache(Cache):
         """Forget everything; the next call starts a new stream in each row.
 
         Raises:
-            WeirError: the cache is narrowed to some of its rows (`only`).
+            WeirError: the cache is restricted to some of its rows (`only`).
         """
         self._check_wide()
         self.stack.reset()
@@ -334,7 +335,7 @@ class StreamingCache(Cache):
         """Keep the rows `indices` [n], in that order; a row may come more than once.
 
         Raises:
-            WeirError: there is no such row, none is named, or the cache is narrowed (`only`).
+            WeirError: there is no such row, none is named, or the cache is restricted (`only`).
         """
         self._check_wide()
         batch = self.rows.batch
@@ -560,7 +561,7 @@ class StreamingCache(Cache):
         return RowState(kind, facts, tensors)
 
     def put_row(self, row: int, state: RowState, *, check: bool = True) -> None:
-        """Overwrite a row with a state, to continue exactly as where it was taken.
+        """Overwrite a row with a state, so that it continues exactly from where it was taken.
 
         Args:
             row: the row; in an empty cache, row 0 makes it a cache of one row.
@@ -782,7 +783,7 @@ class StreamingCache(Cache):
             stop: the row after the last.
 
         Raises:
-            WeirError: there are no such rows, the cache is already narrowed, or the policy has no
+            WeirError: there are no such rows, the cache is already restricted, or the policy has no
                 limit.
         """
         self._check_whole()
@@ -962,7 +963,7 @@ class StreamingCache(Cache):
             return (tokens == look_up(pad).to(tokens)).all(dim=-1)
 
     def end(self) -> None:
-        """End a forward: call `on_fold`, and raise for refused rows; the other rows went on."""
+        """End a forward: call `on_fold`, and raise for refused rows; the others went on."""
         outcome = self.stack.outcome
         folded, outcome.folded = outcome.folded, None
         if folded is not None and self.on_fold is not None:

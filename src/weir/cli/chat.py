@@ -40,13 +40,13 @@ if TYPE_CHECKING:
     from weir.stream import Conversation, Stream, Transcript
 
 HELP = """/forgotten       show which turns are gone from the cache
-/remembers TEXT  show whether what was said is still held
-/report          show what the cache holds, by layer; new tokens wait for a fold
-/save FILE       save the conversation to a file; weir keeps it for --continue anyway
+/remembers TEXT  show whether the cache still holds a text that was said
+/report          show what each layer of the cache holds ("new": not folded yet)
+/save FILE       save the conversation to a file (--continue works without this)
 /load FILE       continue a saved conversation
 /help            show this help
-/quit            leave; so does Ctrl-D. Ctrl-C stops an answer
-\"\"\"              begins and ends a message of several lines"""
+/quit            leave (also Ctrl-D). Ctrl-C stops an answer
+\"\"\"              begin and end a message of several lines"""
 
 PLAIN_NAMES = {
     "sink": "the first",
@@ -249,7 +249,7 @@ def chat(
 
 def _talk(conversation: Conversation, keeper: Keeper, interrupt: Interrupt, **how: Any) -> None:
     """Read messages and commands and answer them, until the user leaves."""
-    full, waits = _forgets(conversation), "reading; kernels are compiled for this machine, once"
+    full, waits = _forgets(conversation), "reading, after compiling kernels for this machine, once"
     while (words := _read_words(interrupt)) is not None:
         line, quoted = words
         ordered = line.startswith("/") and not quoted
@@ -266,17 +266,28 @@ def _talk(conversation: Conversation, keeper: Keeper, interrupt: Interrupt, **ho
                     raise Terminated
                 _tell_state(conversation)
                 if not full and (full := _forgets(conversation)):
-                    say(
-                        "from here on, parts of this conversation are forgotten. /forgotten "
-                        "shows which; /remembers TEXT shows whether a text is still in the "
-                        f"cache{'; questions recall old text' if _recalls(conversation) else ''}"
-                    )
+                    say(_tell_forgetting(conversation))
                 keeper.save()
         except WeirError as error:
             say(f"weir: {error}")
         except KeyboardInterrupt:
             # If the interrupt came during a fold, the stream reports that.
-            say(f"interrupted{'; nothing has changed' if ordered else ''}")
+            say(f"interrupted{'. Nothing has changed.' if ordered else ''}")
+
+
+def _tell_forgetting(conversation: Conversation) -> str:
+    """Say that the cache has begun to forget, and what the user can do about it."""
+    told = ["from here on, parts of this conversation are forgotten."]
+    if conversation.transcript is not None:
+        told.append(
+            "/forgotten shows which ones, and /remembers TEXT shows whether a text is still in "
+            "the cache."
+        )
+    if _recalls(conversation):
+        told.append(
+            "If a question is about forgotten text, weir finds it and shows it to the model."
+        )
+    return " ".join(told)
 
 
 def _restore(model: PreTrainedModel, kept: Transcript) -> Stream:
@@ -404,7 +415,7 @@ def describe(policy: Policy) -> str:
     ]
     listed = f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else parts[0]
     tokens = "" if "token" in listed else " tokens"
-    form = "" if pipe.format is None else f", {FORMAT_WORDS.get(pipe.format.name)}"
+    form = "" if pipe.format is None else f" in {FORMAT_WORDS.get(pipe.format.name)}"
     return f"keeps {listed}{tokens}{form}"
 
 

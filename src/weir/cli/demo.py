@@ -79,9 +79,9 @@ def demo(
             f"nano was trained on {window:,} tokens at a time. It now reads {len(ids):,} tokens "
             f"of {demonstration.TITLE}, once under each policy. Then it is told "
             f"{demonstration.NAMES} names with numbers, reads {len(story.between):,} more tokens, "
-            "and is asked for the numbers. The cache of dense, which is plain attention, grows; "
-            'every other cache has about 650 kB. "default" is the policy that weir uses for nano '
-            "if you name none."
+            "and is asked for the numbers. The cache of dense, which is plain attention, grows, "
+            'and every other cache has about 650 kB. "default" is the policy that weir uses for '
+            "nano if you name none."
         )
     else:
         tokens = tokens or demonstration.past_window(window)
@@ -95,8 +95,8 @@ def demo(
             f"tokens of {demonstration.TITLE}, once under each policy. Then it is told "
             f"{what['count']} facts in other passages, and asked for each of them "
             f"{', '.join(others)} and {farthest} tokens later. The cache of dense, which is plain "
-            f"attention, grows; every other cache has as many bytes as that of {policies[-1]}, the "
-            "default."
+            "attention, grows, and every other cache has as many bytes as that of "
+            f"{policies[-1]}, the default."
         )
     if len(ids) < tokens:
         say(

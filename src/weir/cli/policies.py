@@ -22,8 +22,8 @@ SHARED = {
 """Descriptions of parameters that mean the same in every policy, unless a policy has its own."""
 POLICIES: dict[str, dict[str, str]] = {
     "Plain": {
-        "dense": "everything, exactly; memory grows with the stream",
-        "window": "the newest tokens; most models fail without the first token",
+        "dense": "everything, exactly, in memory that grows with the stream",
+        "window": "the newest tokens, but most models fail without the first token",
         "recompute": "a slow reference: recomputes its window at every step",
     },
     "The five papers": {
@@ -38,16 +38,16 @@ POLICIES: dict[str, dict[str, str]] = {
     "The field": {
         "h2o": "tokens that were read the most so far",
         "snapkv": "a long prompt and one answer: what its end looks at",
-        "kvzip": "one long text read whole: what the model needs to repeat it",
-        "pyramidkv": "as snapkv, with more slots in the lower layers",
+        "kvzip": "one long text, read as a whole: what the model needs to repeat it",
+        "pyramidkv": "like snapkv, with more slots in the lower layers",
         "defensivekv": "tokens that any query needed, not only the average query",
         "reskv": "an average of the evicted tokens in every answer",
         "attention_matching": "slots reweighted to replace evicted tokens (experimental)",
         "certified": "a bound on the error that eviction causes",
-        "tova": "tokens that the last token attends to; little bookkeeping",
-        "keydiff": "tokens with unusual keys; needs no attention scores",
+        "tova": "tokens that the last token attends to, with little bookkeeping",
+        "keydiff": "tokens with unusual keys, without attention scores",
         "keyformer": "tokens that got much attention, with noise for variety",
-        "lacache": "a ladder: each layer keeps other old tokens",
+        "lacache": "a ladder: each layer keeps different old tokens",
     },
     "weir's own": {
         "weir": "the default: endless reading that also finds older facts",
@@ -85,7 +85,11 @@ class Entry:
 
 @command()
 def policies(
-    names: Annotated[list[str] | None, Argument(metavar="NAME")] = None, as_json: AsJson = False
+    names: Annotated[
+        list[str] | None,
+        Argument(metavar="NAME", help="Policies or pools to describe. By default, list all."),
+    ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """List the named policies and the pools that policies are made of, or describe the ones you
     name.
@@ -192,15 +196,14 @@ def _print_list(named: Sequence[Entry], pools: Sequence[Entry]) -> None:
     _print_grid(
         "Pools, the parts of a pipe", {pool.name: _shorten(pool.about) for pool in pools}, width
     )
-    output().print(", separately for each KV head", markup=False)
     output().print(
-        "For the parameters, pipe and paper of a policy: weir policies NAME", markup=False
+        "To see the parameters, pipe and paper of a policy, run weir policies NAME.", markup=False
     )
 
 
 def _shorten(about: str) -> str:
     """Remove words that would be in every line of the list."""
-    return about.removeprefix("Keep ").removesuffix(".").removesuffix(", each KV head its own")
+    return about.removeprefix("Keep ").removesuffix(".")
 
 
 def _print_grid(title: str, lines: Mapping[str, str], width: int) -> None:

@@ -333,7 +333,7 @@ def serve(
             deterministic=deterministic,
             prefix_place=prefixes,
         )
-        with waiting("reading a first text; kernels are compiled for this machine once"):
+        with waiting("reading a first text, after compiling kernels for this machine, once"):
             engine.warm_up()
         if compiled:
             compile_or_say(engine)

@@ -33,7 +33,7 @@ def train(
         ),
     ] = "nano",
     sink: Annotated[
-        str | None, Option(help="none, zero, learnable, learnable:N, or taught (nano's).")
+        str | None, Option(help="none, zero, learnable, learnable:N, or taught (as in nano).")
     ] = None,
     tokens: Annotated[
         int | None,

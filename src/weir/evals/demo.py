@@ -335,8 +335,8 @@ def best_of_a_size(result: dict[str, Any]) -> str | None:
     return (
         f"Of the caches of fixed size ({' to '.join(sizes)} {unit}), {' and '.join(reads)} "
         f"{'has' if len(reads) == 1 else 'have'} the lowest perplexity, {least:.1f}, and "
-        f"{' and '.join(knows)} {'knows' if len(knows) == 1 else 'know'} the most, {most} of "
-        f"{result['story']['asked']}{over}."
+        f"{' and '.join(knows)} {'has' if len(knows) == 1 else 'have'} the most right answers, "
+        f"{most} of {result['story']['asked']}{over}."
     )
 
 

@@ -61,11 +61,11 @@ def weir(
         budget: average number of slots of a KV head; none for 1,024, or for as many as the model's
             window holds.
         newest: how many of the newest tokens stay exact, as sinks do.
-        slots: the format of all other slots: int4, int8, k8v4 or fp8; exact for unquantized slots.
-            If none is given and the model does not tolerate 4 bits, it is int8.
-        heads: "measured" finds out at loading which KV heads look up earlier tokens, and gives them
-            the slots that the others leave when they get half of the budget; "alike" gives all
-            heads the same budget.
+        slots: the format of all other slots: one of int4, int8, k8v4 and fp8, or exact for
+            unquantized slots. If none is given and the model does not tolerate 4 bits, it is int8.
+        heads: "measured" finds out at loading which KV heads look up earlier tokens. The other
+            heads get half of the budget, and these heads share the slots that this frees. "alike"
+            gives all heads the same budget.
     """
     if heads not in get_args(Heads):
         raise WeirError(f"heads of weir must be {' or '.join(get_args(Heads))}, got {quote(heads)}")

@@ -38,7 +38,7 @@ LASTS = 0.9
 @pool("residue")
 @dataclass(frozen=True)
 class Residue(SizedPool):
-    """Merge all tokens that arrive into `r` means, separately for each KV head.
+    """Keep all tokens that arrive, merged into `r` means, separately for each KV head.
 
     Keys are merged without rotation, as if all tokens of a group were at the place of its newest,
     which is the place of the slot. Tokens that the last queries distinguish the least are merged.

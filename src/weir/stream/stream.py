@@ -34,13 +34,13 @@ MOST_LOGITS = 1 << 25
 
 
 class Stream:
-    """A stream of tokens through a model, or a batch of streams in step.
+    """A stream of tokens through a model, or a batch of streams that advance together.
 
     Args:
         model: a causal language model.
         policy: as for `StreamingCache`; `recompute` and `kvzip` also work here.
         chunk, positions, prefill, origin, slots: as for `StreamingCache`.
-        seed: of all random draws, the policy's and those of sampling.
+        seed: seed of all random draws, those of the policy and of sampling.
         archive: stores the text that the stream reads, for `recall`. It needs the `tokenizer`, and
             the stream must have one row. A copy of the stream has no archive.
         tokenizer: converts tokens to text for the archive, and makes the request of `kvzip`.

@@ -332,10 +332,10 @@ def test_the_best_of_a_size_is_read_off_the_figures(result):
     third |= {"ppl": 60.0, "knows": 1, "kv_bytes": 649_800}
     assert demo.best_of_a_size(told) == (
         "Of the caches of fixed size (650 kB), window(24) has the lowest perplexity, 40.0, and "
-        "streaming_llm(24) and streaming_llm(48) know the most, 1 of 2."
+        "streaming_llm(24) and streaming_llm(48) have the most right answers, 1 of 2."
     )
     first["knows"] = 2
-    assert "and window(24) knows the most, 2 of 2" in (demo.best_of_a_size(told) or "")
+    assert "and window(24) has the most right answers, 2 of 2" in (demo.best_of_a_size(told) or "")
     assert demo.best_of_a_size({**told, "story": None}) is None
 
 
