@@ -390,7 +390,10 @@ def test_of_older_conversations_the_transcript_stays_alone(chat, chats, monkeypa
 
 def test_what_is_forgotten_is_told_once_and_listed(chat):
     ended = chat("Remember 482.", "H", "/forgotten", "/remembers 482", "/remembers 483")
-    assert ended.err.count("parts of this conversation are forgotten") == 1
+    told = "parts of this conversation are forgotten"
+    assert ended.err.count(told) == 1 and "/forgotten shows which ones" in ended.err
+    unkept = chat("Remember 482.", "H", words=("--no-keep",)).err
+    assert told in unkept and "/forgotten shows" not in unkept  # it would be refused
     listed = re.findall(r"turns? (\d.*), (\d+) tokens, (.*): ", ended.err)
     assert listed[0][2] != "whole" and listed[-1][2] != "gone"
     assert (
@@ -494,7 +497,7 @@ def test_what_was_said_is_recalled_and_told(chat, chats):
 
 def test_without_recall_nothing_is_brought_back(chat):
     ended = chat(CODE, FILLER, ASK, words=(*ROOMY, "--recall", 0))
-    assert "recalled" not in ended.err and "recall old text" not in ended.err
+    assert "recalled" not in ended.err and "weir finds it" not in ended.err
     assert chat(words=("--recall", -1)).code == 2
 
 

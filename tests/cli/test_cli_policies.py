@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weir.cli.policies import POLICIES, SHARED, _describe, explain, list_entries
+from weir.cli.policies import POLICIES, SHARED, _describe, explain, list_entries, policies
 from weir.policies import NAMED, Pipe, Pyramid
 from weir.pools import POOLS
 
@@ -23,6 +23,18 @@ def test_all_that_registers_is_listed_and_what_is_imported_comes_last():
     assert set(ours) == {name for group in POLICIES.values() for name in group}
     for it in named[: len(ours)]:
         assert (it.paper, it.pipe) == (NAMED[it.name].paper, NAMED[it.name].pipe)
+
+
+def test_each_printed_line_is_a_title_an_entry_or_the_hint_at_the_end(capsys):
+    policies()
+    *lines, hint = [line.strip() for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert hint == "To see the parameters, pipe and paper of a policy, run weir policies NAME."
+    named, pools = list_entries()
+    begins = {*POLICIES, "Pools, the parts of a pipe", "Others"}
+    begins |= {it.name for it in (*named, *pools)}
+    # A line that is too long for the terminal goes on after the column of names.
+    wide = [line for line in lines if line in begins or line.split()[0] in begins]
+    assert len(wide) >= len(named) + len(pools) and not any(line.startswith(",") for line in lines)
 
 
 def test_every_parameter_is_explained():
