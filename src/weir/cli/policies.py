@@ -23,7 +23,7 @@ SHARED = {
 POLICIES: dict[str, dict[str, str]] = {
     "Plain": {
         "dense": "everything, exactly, in memory that grows with the stream",
-        "window": "the newest tokens, but most models fail without the first token",
+        "window": "the newest tokens. Most models also need the first token",
         "recompute": "a slow reference: recomputes its window at every step",
     },
     "The five papers": {
@@ -38,13 +38,13 @@ POLICIES: dict[str, dict[str, str]] = {
     "The field": {
         "h2o": "tokens that were read the most so far",
         "snapkv": "a long prompt and one answer: what its end looks at",
-        "kvzip": "one long text, read as a whole: what the model needs to repeat it",
+        "kvzip": "one text, read whole: what the model needs to repeat it",
         "pyramidkv": "like snapkv, with more slots in the lower layers",
         "defensivekv": "tokens that any query needed, not only the average query",
         "reskv": "an average of the evicted tokens in every answer",
         "attention_matching": "slots reweighted to replace evicted tokens (experimental)",
         "certified": "a bound on the error that eviction causes",
-        "tova": "tokens that the last token attends to, with little bookkeeping",
+        "tova": "what the last token attends to, with little bookkeeping",
         "keydiff": "tokens with unusual keys, without attention scores",
         "keyformer": "tokens that got much attention, with noise for variety",
         "lacache": "a ladder: each layer keeps different old tokens",
