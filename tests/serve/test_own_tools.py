@@ -171,7 +171,7 @@ def test_every_api_executes_calls(server):
 
 def test_responses_go_on_after_a_call(server):
     choice = {"type": "function", "name": "look_up"}
-    given = {"model": "small", "weir": OWN, "max_output_tokens": 80}
+    given = {"model": "small", "weir": OWN, "max_output_tokens": 80, "temperature": 0}
     first = server.post("/v1/responses", {**given, "input": "What?", "tool_choice": choice}).json()
     assert {item["type"] for item in first["output"]} == {"message"}
     assert first["weir"] == OWN
