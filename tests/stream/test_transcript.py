@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import resource
 from array import array
+from collections.abc import Iterator
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -28,13 +32,53 @@ class Letters:
         return "".join(chr(97 + token % 26) for token in ids)
 
 
-def test_a_full_disk_is_an_error_with_the_name_of_the_file(tmp_path):
-    talk = Transcript(tmp_path / "talk.jsonl", {})
-    talk._file.close()
-    talk._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115 (closed by the transcript)
-    with pytest.raises(WeirError, match=r"conversation .*talk\.jsonl: No space left on device"):
-        talk.add(turn(True, 0, range(2)))
+@contextlib.contextmanager
+def full_disk(path: Path, room: int) -> Iterator[None]:
+    """Let files grow at most `room` bytes beyond the size of `path`, as if the disk were full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + room, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("room", [0, 20])
+def test_a_full_disk_is_an_error_and_the_lines_are_written_when_there_is_room_again(tmp_path, room):
+    talk = Transcript(path := tmp_path / "talk.jsonl", {})
+    talk.add(turn(True, 0, range(2), "one"))
+    written = path.read_bytes()
+    with full_disk(path, room):
+        for start in (2, 4):
+            with pytest.raises(WeirError, match=r"conversation .*talk\.jsonl: File too large"):
+                talk.add(turn(False, start, range(2), "two"))
+            assert path.read_bytes() == written  # no half line
+        assert [said.text for said in talk.whole_turns()] == ["one", "two", "two"]
+    talk.add(turn(True, 6, range(2), "three"))
     talk.close()
+    again = Transcript.read(path)
+    assert [(said.start, said.text) for said in again.whole_turns()] == [
+        (0, "one"),
+        (2, "two"),
+        (4, "two"),
+        (6, "three"),
+    ]
+    again.close()
+
+
+def test_closing_writes_what_is_missing_or_says_that_it_cannot(tmp_path):
+    for full in (False, True):
+        talk = Transcript(path := tmp_path / f"talk-{full}.jsonl", {})
+        with full_disk(path, 0), pytest.raises(WeirError):
+            talk.add(turn(True, 0, range(2)))
+        if full:
+            with full_disk(path, 0), pytest.raises(WeirError, match="cannot write"):
+                talk.close()
+        else:
+            talk.close()
+        again = Transcript.read(path)
+        assert len(again.turns) == (not full)
+        again.close()
 
 
 def test_a_file_has_what_was_said_and_an_interrupted_turn_ends_where_the_next_begins(tmp_path):

@@ -241,10 +241,10 @@ def chat(
         finally:
             with waiting("saving the conversation"):
                 keeper.save(last=True)
-            if conversation.transcript is not None:
-                conversation.transcript.close()
             if conversation.archive is not None:
                 conversation.archive.close()
+            if conversation.transcript is not None:
+                conversation.transcript.close()
 
 
 def _talk(conversation: Conversation, keeper: Keeper, interrupt: Interrupt, **how: Any) -> None:

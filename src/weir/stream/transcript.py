@@ -13,6 +13,7 @@ import json
 import os
 from array import array
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
@@ -104,6 +105,7 @@ class Transcript:
         self.turns: list[Turn] = []
         self.path, self.facts = path, facts or {}
         self._file: IO[bytes] | None = None
+        self._unwritten = b""
         if path is not None:
             self._file = open(path, "xb", buffering=0)  # noqa: SIM115 (until `close`)
             _lock(self._file)
@@ -150,7 +152,7 @@ class Transcript:
         known = {turn.start: turn for turn in self.turns}
         with open(self.path, "rb") as file:
             next(file)
-            for line in file:
+            for line in (*file, *self._unwritten.splitlines()):
                 said = json.loads(line)
                 if (turn := known.get(said["at"])) is not None and turn.by_user == said["user"]:
                     yield replace(turn, text=said["text"])
@@ -214,8 +216,12 @@ class Transcript:
                 yield Found(number, turn.by_user, held, tuple(by))
 
     def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
+        """Close the file. Raises WeirError if turns are missing from it that cannot be written."""
+        if self._file is None:
+            return
+        try:
+            self._write()
+        finally:
             self._file.close()
             self._file = None
 
@@ -229,13 +235,29 @@ class Transcript:
 
     def _append(self, facts: dict[str, Any]) -> None:
         if self._file is not None:
-            try:
-                self._file.write(json.dumps(facts, ensure_ascii=False).encode() + b"\n")
-            except OSError as error:
-                raise WeirError(
-                    f"cannot write the conversation {self.path}: {error.strerror}. Make room on "
-                    "the disk, or start weir chat with --no-keep."
-                ) from None
+            self._unwritten += json.dumps(facts, ensure_ascii=False).encode() + b"\n"
+            self._write()
+
+    def _write(self) -> None:
+        """Write the lines that are not in the file yet.
+
+        If the disk is full, the file keeps its whole lines, and the others are written with the
+        next turn. So the file never lacks a turn between two others.
+        """
+        assert self._file is not None
+        end, rest = self._file.tell(), memoryview(self._unwritten)
+        try:
+            while rest:  # a full disk can take the first bytes of a line
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            with suppress(OSError):
+                self._file.truncate(end)
+            self._file.seek(end)
+            raise WeirError(
+                f"cannot write the conversation {self.path}: {error.strerror}. Make room on "
+                "the disk and send the message again, or start weir chat with --no-keep."
+            ) from None
+        self._unwritten = b""
 
 
 def held_shares(holding: Holding) -> Shares:
