@@ -1,7 +1,10 @@
 """The interface of pools. A pool is a rule that decides which tokens keep a slot.
 
-To add one, write a frozen dataclass of its parameters under `@pool("name")`
-(`weir.pools.registry`), with a method that returns its number of slots and a method that folds.
+Several pools in a row are a pipe. After every few tokens, the pipe folds: the new tokens enter the
+first pool, and each pool chooses the tokens that it keeps and passes the others on to the next.
+
+To add a pool, write a frozen dataclass of its parameters under `@pool("name")`
+(`weir.pools.registry`), with the methods `slots` and `fold`.
 """
 
 from __future__ import annotations
@@ -22,28 +25,28 @@ from weir.pools.parameters import fits
 from weir.slab import Alibi, AttentionParams, Slots
 
 MOST_WEIGHT = 1e4
-"""The largest log-weight that a state may have; e^700 already overflows float64."""
+"""The largest log-weight that is accepted. It is generous: e^710 already overflows float64."""
 MOST = 1e300
 FINITE, FROM_0, LOG_WEIGHT = (-MOST, MOST), (0.0, MOST), (-torch.inf, MOST_WEIGHT)
 """Bounds for tensors of a state, for `find_outside`."""
 
 
 MOST_RANGES = 1024
-"""Ranges of tokens that a row may be told to keep."""
+"""The most ranges of tokens that a row may be told to keep."""
 
 
 @dataclass(frozen=True)
 class Marks:
-    """Facts of a row's stream that its tokens do not show: where its system turn ends, where its
-    running turn begins, and which tokens must be kept.
+    """Facts about a row's stream that its tokens do not show: where its system turn ends, where its
+    current turn begins, and which tokens must be kept.
 
     Attributes:
         beginning: number of tokens at the start of the stream that belong together, such as its
             system turn; None if not known.
-        turn: the place in the stream where the running turn begins.
-        header: number of tokens that the chat template puts in front of the answer.
-        kept: places in the stream of tokens to keep, in order and apart: the first of a range, and
-            the one after its last.
+        turn: the place in the stream where the current turn begins.
+        header: number of tokens that the chat template puts in front of the answer, from `turn` on.
+        kept: ranges of places in the stream whose tokens must be kept, in order and without
+            overlap. Each range is its first place and the place after its last.
 
     Raises:
         WeirError: one of them is not a number of tokens, or the ranges are out of order.
@@ -66,7 +69,7 @@ class Marks:
 
 
 def wrong_ranges(kept: Any) -> str | None:
-    """Say what is wrong with ranges of tokens to keep (`Marks.kept`); None if they are right."""
+    """Return what is wrong with ranges of tokens to keep (`Marks.kept`); None if they are valid."""
     if not isinstance(kept, tuple | list) or len(kept) > MOST_RANGES:
         return f"must be at most {MOST_RANGES} ranges, as in ((100, 150), (200, 230))"
     last = 0
@@ -88,20 +91,22 @@ class Fold:
     Attributes:
         draws: this pool's random numbers, in this layer.
         seen: tokens of the stream so far [batch], int64.
-        form: how the layer attends: the factor of the logits, usually 1/sqrt(key_dim), and more.
+        form: the parameters of the layer's attention: the factor of the logits, usually
+            1/sqrt(key_dim), their cap, and the model's sink logits.
         queries: the last queries, each rotated to its place in the stream [batch, kv_heads, group,
             n, key_dim]; None unless a pool of the pipe asks for them.
-        read: the attention of these queries, with keys where attention reads them. None in a fold
-            of slots that are in no layer.
+        read: the attention of these queries, with keys rotated to the positions at which the layer
+            reads them. None if the slots do not belong to a layer.
         prompt: true when a whole prompt is folded at once (`prefill="full"`).
         origin: the place in the stream of the first token.
         alibi: the layer's linear biases; None if it has none.
         last: true for the last pool of a pipe, whose overflow is lost.
-        unbroken: true while nothing was lost upstream: arrivals come in order, without gaps.
+        unbroken: true if all pools before this one pass on tokens in order, so that the arrivals
+            are newer than everything that came before, and have no gaps.
         beginning: tokens of the stream's beginning, the same in all rows that fold together; None
             if not known (`Marks`).
         turn: the place where the current turn begins [batch], int64; None if not known.
-        header: tokens that begin the turn, the same in all rows.
+        header: number of tokens in the header of the turn, the same in all rows that fold together.
         kept: places of tokens to keep, the first and the one after the last of each range
             [batch, ranges, 2], int64; None if there are none.
         state: the pool's state in addition to its slots (`Pool.state`). A fold replaces its tensors
@@ -131,7 +136,7 @@ class Fold:
 
     @property
     def observed(self) -> ObservedAttention:
-        """`read`, if the slots are in a layer."""
+        """`read`, for pools that cannot fold without it."""
         assert self.read is not None
         return self.read
 
@@ -139,7 +144,8 @@ class Fold:
         """Join the slots of a pool, which are in order, and the arrivals, with the oldest token
         first.
 
-        Unbroken arrivals are newer than all held tokens, so only others need sorting.
+        Arrivals that are `unbroken` are newer than all held tokens, so only other arrivals have to
+        be sorted.
         """
         both = held.join(new)
         return both if self.unbroken else both.by_position()
@@ -169,7 +175,9 @@ class Pool(ABC):
 
     @property
     def needs_shares(self) -> bool:
-        """Whether it reads the attention of each query. Sums (`received`) take less memory."""
+        """Whether it reads the attention of each query separately (`ObservedAttention.attention`).
+        Sums over the queries (`ObservedAttention.received`) take less memory.
+        """
         return self.needs_queries > 0
 
     @property
@@ -184,8 +192,8 @@ class Pool(ABC):
 
     @property
     def shares_slots(self) -> bool:
-        """Whether its slots are those that the first pool of the pipe leaves free, so that they do
-        not count again.
+        """Whether it uses slots that the first pool of the pipe leaves free, so that its own slots
+        are not counted.
         """
         return False
 
@@ -201,7 +209,7 @@ class Pool(ABC):
 
     @property
     def log_n(self) -> bool:
-        """Whether logits are scaled by log_512 of the number of tokens a query sees."""
+        """Whether the layer's logits are scaled by log_512 of the number of tokens a query sees."""
         return False
 
     @property
@@ -260,7 +268,8 @@ class Pool(ABC):
         return {}
 
     def wrong_state(self, state: dict[str, Tensor], held: int, ahead: int) -> str | None:
-        """Return why a state from elsewhere is not valid for this pool. None if a fold can use it.
+        """Return why a state, such as one from a session file, is not valid for this pool. None if
+        a fold can use it.
 
         Numbers of slots or levels that do not exist, infinities and NaN are invalid.
 
@@ -280,8 +289,8 @@ class Pool(ABC):
         """Return the most slots per KV head that it may hold. None if there is no limit."""
 
     def fixed(self, before: tuple[Pool, ...]) -> int:
-        """Return how many of its slots are the same in every layer of a pyramid, given the pools
-        before it.
+        """Return how many of its slots are the same in every layer of a pyramid, a policy that
+        gives layers different numbers of slots. `before` are the pools before it in the pipe.
         """
         return 0
 
@@ -327,13 +336,15 @@ class SizedPool(Pool):
 
 
 def _of_inner(name: str) -> Any:
-    """Make an attribute or method of a `PoolWrapper` that returns that of the inner pool."""
+    """Make a property of a `PoolWrapper` that returns an attribute or method of the inner pool."""
     return property(lambda self: getattr(self.pool, name))
 
 
 @dataclass(frozen=True)
 class PoolWrapper(Pool):
-    """A pool that folds by the decisions of an inner pool, with its needs, state and report."""
+    """A pool around an inner pool, which decides how it folds. The needs, the state and the report
+    are those of the inner pool.
+    """
 
     pool: Pool
 
@@ -355,15 +366,15 @@ class PoolWrapper(Pool):
     fixed = _of_inner("fixed")
 
     def resized(self, slots: int) -> Pool:
-        """Return the same wrapper around the inner pool in another size."""
+        """Return the same wrapper, with its inner pool resized."""
         return replace(self, pool=self.pool.resized(slots))
 
 
 def split(slots: Slots, stays: Tensor, fold: Fold | None = None) -> tuple[Slots, Slots]:
     """Split slots into those that stay and those that overflow, each in their previous order.
 
-    `stays` is [batch, kv_heads, slots], bool; empty slots are in neither part. After the last pool
-    of a pipe, which `fold` tells, nothing overflows.
+    `stays` is [batch, kv_heads, slots], bool; empty slots are in neither part. If `fold` says that
+    this is the last pool of the pipe, the second part is empty, because nothing would read it.
     """
     kept = slots.only(stays)
     return kept, slots.part(0, 0) if fold is not None and fold.last else slots.only(~stays)

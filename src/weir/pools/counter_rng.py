@@ -57,7 +57,7 @@ class CounterRNG:
         layer: the number of the layer.
         pool: the place of the pool in its pipe, so that two pools draw different numbers.
         first: the layer's first KV head in this process, if tensor parallelism splits the heads.
-        heads: number of KV heads that draw, counted from there; None for all heads of the layer.
+        heads: the KV heads that draw, numbered from `first` on; None for all heads of the layer.
     """
 
     seed: int | tuple[int, ...]

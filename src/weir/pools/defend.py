@@ -40,8 +40,8 @@ class Defend(Asking, Tallied):
         half_life: tokens of the stream after which a peak counts half; none for never.
         kernel: number of neighboring places in the stream over which peaks are pooled, with the
             token's place in the middle: an odd number; 1 for no pooling.
-        wide: how many of the kept tokens are those with the widest values, from their smallest
-            number to their largest, whatever their score; at most half of them.
+        wide: how many tokens are kept because the numbers of their values have the widest range,
+            from the smallest to the largest, whatever their score; at most half of the slots.
         value: whether scores are multiplied by the lengths of values.
         average: whether a token gets the average of its neighbors' peaks, as in the authors' code;
             otherwise their largest.

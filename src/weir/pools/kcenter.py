@@ -7,7 +7,7 @@ paper's reference [8]): start somewhere, then pick the key that is the farthest 
 picked so far, k - 1 times.
 
 Five options are not in the paper: keeping neighbors of centers, distances weighted by use and by
-age, replacing centers by newer keys like theirs, and centers with less weight.
+age, replacing centers by newer keys near them, and centers with less weight.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from weir.slab import Slots
 LEAST_USE = 1e-6
 """Attention per query below which tokens count as equally unused."""
 LEAST_AGED = 1e-12
-"""The smallest factor of distances by age. A distance of zero is that of a key already picked."""
+"""The smallest factor of distances by age. It is above 0, so that only a key that equals a center
+has a distance of 0.
+"""
 
 
 @pool("kcenter")
@@ -47,15 +49,16 @@ class KCenter(SizedPool):
     Attributes:
         k: number of tokens to keep.
         spans: number of neighbors on each side to keep with a picked token, as far as they are
-            available; fewer tokens are picked then.
-        use: the power of the attention a token received, per query since it came, that its
-            distances are multiplied by; 0 for none.
+            available. They take slots, so fewer tokens are picked.
+        use: distances of a token are multiplied by this power of the attention that it received per
+            query since it arrived; 0 to ignore attention.
         fresh: a center is replaced by the newest of the tokens that are closer to it than this
             share of the radius, the distance within which every key has a center; 0 for never. The
             first center is never replaced. These distances are between keys without rotation.
         quiet: how much lower the log-weight of every center but the first is, once a token was
             evicted; 0 for unchanged weights.
-        half_life: distances of a token halve for every this many tokens read since; none for never.
+        half_life: number of tokens after which the distances of a token have halved; none for
+            never.
     """
 
     drops = True
@@ -181,7 +184,7 @@ def renew_centers(
     radius = far.masked_fill(~rest, 0.0).amax(dim=2, keepdim=True)
     place = torch.arange(keys.shape[2], device=keys.device).expand_as(nearest)
     near = rest & (far <= share * radius) & (place > nearest) & ~first.gather(2, nearest)
-    # For each place the newest key near it, or its previous key.
+    # For each center, the newest key near it, or the center itself.
     newest = place.scatter_reduce(2, nearest, place.where(near, -1), "amax")
     return torch.zeros_like(place).scatter_reduce(2, newest, stays.long(), "amax") > 0
 

@@ -24,7 +24,9 @@ from weir.slab import Slots
 MOST = 3.0
 """Limit of log-weights in both directions: the paper's box."""
 LEAST_PULL = 1e-3
-"""Share of the mean of a diagonal by which rounding may be off, for sums over 8,192 slots."""
+"""The smallest `pull`. It is above the rounding errors of the least-squares matrix, as a share of
+the mean of its diagonal, for sums over 8,192 slots.
+"""
 
 
 @pool("match")
@@ -63,8 +65,8 @@ class Match(PoolWrapper):
         return max(self.window, self.pool.needs_queries)
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
-        """Let the inner pool choose, and fit the weights of the kept tokens to all that were
-        there.
+        """Let the inner pool choose, and fit the weights of the kept tokens so that they stand for
+        all tokens that were there.
         """
         if len(held) + len(new) <= self.slots() or fold.read is None:
             return self.pool.fold(held, new, fold)
@@ -92,20 +94,22 @@ def fit_weights(
 ) -> Tensor:
     """Fit factors of the weights of the kept slots by least squares [batch, kv_heads, kept].
 
-    With 1 + x_j the factor of a kept slot, s_qj its share of the attention of query q, v_j its
-    value, and z_q the layer's output, two things should stay the same: the share of all slots
-    together, which is the mass of attention, and to first order the output::
+    The factor of a kept slot j is 1 + x_j. The x_j minimize::
 
         Σ_q (Σ_j s_qj x_j - m_q)²  +  Σ_q |Σ_j s_qj x_j (v_j - z_q) - d_q|² / σ²  +  p Σ_j x_j²
 
-    m and d are the sums over evicted slots, of s and of s (v - z).
+    The first term preserves the attention that all slots of `whole` received together. The second
+    preserves the layer's output, to first order. The third pulls the factors towards 1. s_qj is the
+    share of slot j in the attention of query q, v_j its value, z_q the layer's output for q, and σ
+    the root mean square length of the values. m_q and d_q are sums over the evicted slots: of s_qj,
+    and of s_qj (v_j - z_q).
 
     Args:
         read: the attention of the last `window` queries, to `whole` among others.
         whole: all slots that were there, with the weights that attention has used.
         kept: the slots that stay, with these weights.
         window: number of queries.
-        pull: p, in mean squares of the contribution of a slot.
+        pull: p, as a multiple of the mean square of a slot's contribution.
         most: log-weights of `kept` stay between -most and most.
     """
     factor = read.output
@@ -118,7 +122,8 @@ def fit_weights(
     answer, values, all_values = answer / size, values / size, all_values / size
     mass = all_shares.sum(dim=4, keepdim=True) - shares.sum(dim=4, keepdim=True)
     off = all_shares @ all_values - shares @ values - mass * answer
-    # Of s (v - z) and of the mass, all products of two slots summed over queries and query heads.
+    # For each two slots, the products of their s (v - z), and of their s, summed over queries and
+    # query heads.
     along = shares * (answer @ values.mT)
     cross = along.mT @ shares
     long = 1 + answer.square().sum(dim=4, keepdim=True)
@@ -139,8 +144,9 @@ def fit_weights(
 def _given(read: ObservedAttention, slots: Slots, window: int) -> tuple[Tensor, Tensor]:
     """Return the shares of slots, and their values after the output projection.
 
-    Shares are [batch, kv_heads, group, window, slots], and values, as numerators count them,
-    [batch, kv_heads, group, slots, dim].
+    Shares are [batch, kv_heads, group, window, slots], and values [batch, kv_heads, group, slots,
+    dim]. Values are multiplied by e^(a - b), because shares are computed with b, and the numerator
+    counts with a.
     """
     shares = read.attention(slots, window)
     more = (slots.a - slots.b).exp().masked_fill(~slots.held, 0.0)

@@ -1,9 +1,10 @@
 """The attention of the last queries, by which pools rank tokens.
 
-Pools get keys at their places in the stream. Attention reads the keys of the front elsewhere: moved
-up until they touch the run (`weir.slab.positions`, the rolling frame). A pool that ranks by
-attention takes keys, queries and shares *as they are read* from here, computed on first use. In the
-frame of the queries since the last fold, these are the numbers of the model.
+Pools get keys that are rotated to their tokens' places in the stream. Attention reads some of them
+at other positions: tokens in the front of a slab are moved up until they precede the run of newest
+tokens (`weir.slab.positions`, the rolling frame). A pool that ranks by attention gets keys, queries
+and shares of attention *as they are read* from here. They are computed on first use, with the
+positions that attention has used since the last fold, so they equal what the model computed.
 """
 
 from __future__ import annotations
@@ -70,9 +71,9 @@ class ObservedAttention:
         form: how the layer attends.
         positions: the positional encoding of the layer.
         projection: the layer's output projection; None if it is not known.
-        arrived: how many of the last of these slots are the newest tokens, in order.
-        watched: the attention of these queries as far as the forward has kept it; without it, the
-            attention is computed again.
+        arrived: how many slots at the end of `whole` hold the newest tokens, in order.
+        watched: the attention of these queries, if the forward has kept it; None to compute it
+            again.
         gate: the layer's gate; None if none was trained.
         asked: the number of queries that the pools declared (`Pool.needs_queries`), which no window
             may exceed; None for no such check.
@@ -101,11 +102,12 @@ class ObservedAttention:
     # --- keys and queries in other places
 
     def rotate_keys(self, keys: Tensor, by: Tensor) -> Tensor:
-        """Rotate keys or queries [batch, heads, n, key_dim] further by numbers of positions, in
-        float32.
+        """Rotate keys or queries [batch, heads, n, key_dim] further, by `by` positions [batch,
+        heads, n], in float32.
 
-        Partial rotary embeddings, three axes (all move alike) and scaled frequencies are those of
-        the layer. Without a rotary embedding, as with ALiBi, keys do not change.
+        This uses the layer's rotary embedding, with its scaled frequencies, its partial rotation,
+        and its three axes, which all move by the same amount. Without a rotary embedding, as with
+        ALiBi, keys do not change.
         """
         rotary = self.positions.rotary
         return keys if rotary is None else rotary.move(keys, by)
@@ -127,15 +129,16 @@ class ObservedAttention:
         return self.rotate_keys(slots.keys, -self._begins(slots.position))
 
     def rotate_to(self, keys: Tensor, position: Tensor) -> Tensor:
-        """Rotate keys of `unrotated` to places of held tokens [batch, kv_heads, n], int64."""
+        """Rotate keys from `unrotated` to places of held tokens [batch, kv_heads, n], int64."""
         return self.rotate_keys(keys, self._begins(position))
 
     @cached_property
     def read_queries(self) -> Tensor:
-        """The queries as they are read [batch, kv_heads, group, n, key_dim].
+        """The queries at the positions at which attention reads them [batch, kv_heads, group, n,
+        key_dim].
 
-        A query whose token is in the front is moved up like the token: it sees the same tokens at
-        the same distances.
+        A query whose token is in the front is moved up like the token, so that it sees the same
+        tokens at the same distances.
         """
         queries = self._last_queries
         shift = self._query_shift(self.query_positions)
@@ -183,7 +186,7 @@ class ObservedAttention:
 
         It is [batch, kv_heads, group, n, slots], float32; 0 for tokens newer than the query.
         `slots` are tokens of this layer as a pool gets them, in any selection and order. With a
-        `window`, only its last queries count.
+        `window`, only that many of the last queries are included.
         """
         self._check_window(window)
         there = self._find_in_whole(slots)
@@ -211,7 +214,9 @@ class ObservedAttention:
         return self.attention(slots, window).sum(dim=(2, 3))
 
     def would_attend(self, slots: Slots) -> Tensor:
-        """Return `attention` of slots with their own keys, at places of tokens of this layer."""
+        """Return the `attention` that slots with other keys would receive, as shares of the actual
+        denominators. The slots must have the places of tokens of this layer.
+        """
         tilt = self._alibi_bias(self.places(slots))
         found = compute_logits(self.read_queries, self.keys(slots), self.form, tilt)
         found = found.masked_fill_(self._find_hidden(slots.position), -torch.inf)
@@ -311,8 +316,8 @@ class ObservedAttention:
         return attention_softmax(self._logits, self.whole.b, self.form)
 
     def _find_in_whole(self, slots: Slots) -> slice | None:
-        """Find where these slots are consecutive in `whole` with the same weights, as most of a
-        pool's are.
+        """Find where these slots are in `whole`, if they are consecutive there and have the same
+        weights, as the slots of most pools do. None otherwise.
         """
         position, count = slots.position, len(slots)
         if not count:
@@ -353,10 +358,12 @@ class ObservedAttention:
         return shift.gather(2, at).where(ordered.gather(2, at) == position, 0)
 
     def _begins(self, position: Tensor) -> Tensor:
-        """Return the rotation to undo at these places [batch, kv_heads, n], int64.
+        """Return the position to which the tokens at these places were rotated [batch, kv_heads,
+        n], int64.
 
-        On three axes, it is the place where the token's word or image begins. For a query whose
-        token is gone, it is that of the next older token plus the words since.
+        This is the place itself, or on three axes the position where the token's word or image
+        begins. For a query whose token has been evicted, it is the position of the next older token
+        plus the number of tokens since.
         """
         span = self.whole.span
         if span is None:
@@ -367,10 +374,10 @@ class ObservedAttention:
         return position + drift.gather(2, at.clamp_min(0))
 
     def _query_shift(self, position: Tensor) -> Tensor | None:
-        """Return how far queries are moved up [batch, kv_heads, n]. None if none is.
+        """Return how far queries are moved up [batch, kv_heads, n]. None if no query is moved.
 
-        The frame has no gap between two neighbors of the front, so a query whose token is gone is
-        read directly before the next newer token.
+        In the rolling frame, neighbors in the front have no gap between them. So a query whose
+        token has been evicted is read directly before the next newer token.
         """
         if not self.positions.rolling:
             return None

@@ -1,4 +1,4 @@
-"""Keep keys that point away from the others: the tokens that BalanceKV keeps exactly for needles.
+"""Keep keys that point away from the others, as BalanceKV does to find needles in a haystack.
 
 BalanceKV's needle variant (Kochetkova et al. 2025, arXiv:2502.07861, section 4.2, and its released
 code): before anything is balanced, tokens whose keys point away from those around them are set

@@ -17,9 +17,9 @@ from weir.pools.base import FINITE, Fold, SizedPool, find_outside, gather_kept, 
 from weir.slab import Slots
 
 Choose = Callable[[int, Slots, tuple[Tensor, ...]], Tensor]
-"""Chooses the tokens that stay, from a number, slots, and scores.
+"""Chooses the tokens that stay, given how many may stay, all slots, and their scores.
 
-The result is [batch, kv_heads, slots], bool.
+Returns [batch, kv_heads, slots], bool.
 """
 
 TALLY = "tally"
@@ -44,10 +44,11 @@ class Ranked(SizedPool):
 
     @abstractmethod
     def score(self, slots: Slots, fold: Fold) -> Tensor | tuple[Tensor, ...]:
-        """Return how much each token matters, for those held and those that arrive.
+        """Return how much each token matters, both for held tokens and for arrivals.
 
         Args:
-            slots: all of them, the oldest first; the score of an empty slot is ignored.
+            slots: held tokens and arrivals, the oldest first; the score of an empty slot is
+                ignored.
             fold: all facts that a pool can use.
 
         Returns:
@@ -148,7 +149,7 @@ class Asking(Ranked):
 
     @property
     def needs_queries(self) -> int:
-        """The parameter."""
+        """The number of queries, which is the value of the parameter `asks`."""
         return int(getattr(self, self.asks))
 
     def attention(self, slots: Slots, fold: Fold) -> Tensor:
@@ -227,14 +228,15 @@ def _compare(score: Tensor, last: Tensor, alike: float) -> tuple[Tensor, Tensor]
 def pool_neighbors(votes: Tensor, position: Tensor, kernel: int, *, average: bool) -> Tensor:
     """Pool votes over the `kernel` places around each token [batch, kv_heads, slots], float64.
 
-    This is their sum over the kernel, or the largest. Votes are not negative, and 0 for none.
-    Positions are ascending along the slots, -1 where empty.
+    With `average`, the result is their sum divided by `kernel`, otherwise the largest of them.
+    Votes must not be negative; places without a token count as 0. Positions must be ascending along
+    the slots, -1 where a slot is empty.
     """
     reach = kernel // 2
     # In double precision, the sum does not depend on its order, so ties remain ties.
     votes = votes.double()
     total = votes.clone()
-    # Places are distinct, so the slots of neighbors in the stream are at most as far apart.
+    # Places are distinct, so the slots of two tokens are at most as far apart as their places.
     for step in range(1, min(reach, votes.shape[2] - 1) + 1):
         near = position[:, :, step:] - position[:, :, :-step] <= reach
         older, newer = votes[:, :, :-step] * near, votes[:, :, step:] * near

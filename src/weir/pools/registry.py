@@ -19,7 +19,7 @@ WORD = re.compile(r"[^\W\d]\w*")
 """The pattern of names, and of values that are words, in a policy."""
 
 WAITING = "new"
-"""The name of tokens that wait for the next fold, in lists with the pool of each token."""
+"""The name for tokens that wait for the next fold, in lists that give the pool of each token."""
 
 CONSTANTS = {"true": True, "false": False, "none": None}
 """Words that are values and not names, in upper or lower case."""

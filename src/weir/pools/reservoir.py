@@ -45,7 +45,7 @@ class Reservoir(SizedPool, Sample):
         """Admit arrivals as if one after the other.
 
         One number u in [0, 1) decides both draws of the n-th token: u < s/n admits it, and then the
-        whole part of u·n is uniform among the places 0 to s - 1.
+        integer part of u·n is uniform among the places 0 to s - 1.
         """
         came = fold.state["came"]
         nth = came[..., None] + new.held.cumsum(dim=2)

@@ -28,11 +28,13 @@ from weir.pools.registry import pool
 from weir.slab import Slots
 
 MOST_CORRECTION = 5.0
-"""Limit for raising a log-weight. For groups that are wider, the second order has no meaning."""
+"""The most by which the correction for the spread of keys raises a log-weight. For wider groups,
+the second order has no meaning.
+"""
 ALIKE = 1e-3
 """Gates whose error exceeds the best by at most this share count as equally good."""
 LASTS = 0.9
-"""The factor, from fold to fold, of the errors that gates have caused."""
+"""The factor by which the earlier errors of gates are multiplied at each fold."""
 
 
 @pool("residue")
@@ -65,7 +67,7 @@ class Residue(SizedPool):
 
     @property
     def needs_queries(self) -> int:
-        """The window's."""
+        """The number of queries in the window."""
         return self.window
 
     def state(self, like: Slots) -> dict[str, Tensor]:
@@ -87,7 +89,7 @@ class Residue(SizedPool):
         return find_outside(state, a=LOG_WEIGHT, b=LOG_WEIGHT, spread=FROM_0, misled=FROM_0)
 
     def report(self, state: dict[str, Tensor], row: int) -> dict[str, Any]:
-        """Return the share of their weight that the means of the layer get."""
+        """Return `gate`, the share of their weight that the means of the layer get."""
         return {"gate": float(_best(state["misled"])[row])} if self.gate else {}
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
@@ -159,9 +161,7 @@ class Residue(SizedPool):
 
 
 def _best(misled_by: Tensor) -> Tensor:
-    """Return the gate that has misled the queries of all heads together the least [batch],
-    float32.
-    """
+    """Return the gate with the smallest error over the queries of all heads [batch], float32."""
     far = misled_by.sum(dim=1)
     # If only means were read, all gates but 0 give the same result, and rounding must not choose.
     good = far <= far.amin(dim=1, keepdim=True) * (1 + ALIKE)
@@ -171,8 +171,8 @@ def _best(misled_by: Tensor) -> Tensor:
 GATES = (1.0, 0.75, 0.5, 0.25, 0.0)
 """Shares of its weight that a mean may get. Among equally good ones, the first is used."""
 LEAST = 1e-6
-"""Smaller shares of attention count as this. A query that read nothing else has no better
-answer.
+"""The smallest share of attention that is used as a divisor. A query with less has attended to
+almost nothing but the tokens that are left out, so its answer does not matter.
 """
 ROUNDING = 1e-5
 """Share of an answer by which rounding may change it.
@@ -187,15 +187,16 @@ def measure_misled(
     """Measure how far the last `window` queries' outputs move with means in place of the arrivals.
 
     The tokens that the pool `held` are left out on both sides, because their exact attention is no
-    longer known. `means` are weighted only for the arrivals. By gate, returns the squared distances
-    of the layer's output, summed over queries and the query heads of each KV head [batch, kv_heads,
-    gates].
+    longer known. `means` are weighted only for the arrivals. Returns, for each gate, the squared
+    distance of the layer's output, summed over the queries and the query heads of each KV head
+    [batch, kv_heads, gates].
     """
     old_above, old_below = _part(read.attention(held, window), held)
     above, below = _part(read.attention(new, window), new)
     rest_below = 1 - old_below - below
-    # A query that read nothing else leaves only the rounding of this difference, which must not be
-    # treated as an answer: divided by the lowered weight, it would choose between equal gates.
+    # For a query that attended only to held tokens and arrivals, this difference is only rounding.
+    # It must not be treated as an answer: divided by the lowered weight, it would choose between
+    # equal gates.
     alone = rest_below <= ROUNDING
     rest_above = read.answers[:, :, :, -window:].float() - old_above - above
     rest_above, rest_below = (t.masked_fill(alone, 0.0) for t in (rest_above, rest_below))
@@ -215,7 +216,7 @@ def measure_misled(
 
 
 def _part(shares: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
-    """Compute the parts of slots in numerator and denominator, as shares of all that was read."""
+    """Compute the parts of slots in numerator and denominator, relative to the denominator."""
     more = (slots.a - slots.b).exp().masked_fill(~slots.held | slots.b.isneginf(), 0.0)
     above = shares * more[:, :, None, None]
     return above @ slots.values.float()[:, :, None], shares.sum(dim=4, keepdim=True)
@@ -283,9 +284,9 @@ class Groups:
     """The groups of slots.
 
     Attributes:
-        home: for each slot, that of its group's newest member [batch, kv_heads, n], int64.
+        home: for each slot, the slot of its group's newest member [batch, kv_heads, n], int64.
         stays: which slots are such homes [batch, kv_heads, n], bool.
-        member: whether a slot is in the group of another [batch, kv_heads, n, homes n], bool.
+        member: whether slot i is in the group whose home is slot j [batch, kv_heads, i, j], bool.
     """
 
     home: Tensor

@@ -21,8 +21,9 @@ class Sample(Pool):
     """A pool that keeps a sample of all tokens that ever arrived.
 
     Attributes:
-        weighted: whether kept tokens also count for the others, so that both sums of attention are
-            unbiased and no token overflows. Otherwise weights do not change.
+        weighted: whether kept tokens also count for the others, so that the numerator and the
+            denominator of attention are unbiased and no token overflows. Otherwise weights do not
+            change.
         per_head: whether each KV head has a separate sample.
     """
 
@@ -57,7 +58,9 @@ class Sample(Pool):
         return find_outside(state, came=(0, ahead), a=LOG_WEIGHT, b=LOG_WEIGHT)
 
     def draw(self, slots: Slots, fold: Fold) -> Tensor:
-        """Draw each token's uniform number, always the same [batch, kv_heads, slots], float64."""
+        """Draw a uniform number for each token [batch, kv_heads, slots], float64. A token gets the
+        same number in every fold.
+        """
         position = slots.position
         if self.per_head:
             return fold.draws.uniform(0, position)
@@ -72,7 +75,8 @@ class Sample(Pool):
         return replace(held, a=a, b=b)
 
     def stand_for_all(self, kept: Slots, fold: Fold) -> Slots:
-        """Weigh the kept slots, from their original weights, for all of `came`.
+        """Weigh the kept slots, starting from their original weights, so that they represent all
+        tokens that came.
 
         Each token counts for came / n tokens, or for itself while at most n have come.
         """

@@ -48,10 +48,11 @@ class SubGen(Pool):
             whose centers are within it are joined; keys are then within 2 delta of their center.
             `none` for no limit, as in the paper: slots then grow with the clusters.
         per_cluster: t, keys that are drawn of each cluster.
-        delta: the distance of keys within which they share a cluster, or the initial one. "auto"
-            begins with the smallest distance among the first m + 1 different keys.
+        delta: the distance within which keys share a cluster; if clusters are limited, the initial
+            distance. "auto" begins with the smallest distance among the first m + 1 different keys.
         exact: whether tokens are kept exactly while all of them fit in the slots (without a limit,
-            the slots of as many clusters as there are). Otherwise sampling replaces even the first.
+            the slots of as many clusters as there are). Otherwise sampling begins with the first
+            token.
     """
 
     two_weights = True
@@ -148,7 +149,9 @@ class SubGen(Pool):
         return kept, new.part(0, 0)
 
     def _draw_pairs(self, new: Slots, first: int, fold: Fold) -> None:
-        """UPDATEMATRIXPRODUCT (lines 24 to 28) and line 6. Arrivals begin at slot `first`."""
+        """Draw pairs for the numerator (UPDATEMATRIXPRODUCT, lines 24 to 28, and line 6). Arrivals
+        begin at slot `first`.
+        """
         squared_lengths = new.values.double().square().sum(dim=3).masked_fill(~new.held, 0.0)
         weight = new.a.double().exp() * squared_lengths
         u = fold.draws.uniforms(_PAIRS, new.position, self.samples)
@@ -158,7 +161,9 @@ class SubGen(Pool):
         fold.state["mu"] = mu[..., 0]
 
     def _cluster(self, clusters: Clusters, new: Slots, first: int, fold: Fold) -> None:
-        """UPDATESOFTMAXNORMALIZER. Also finds whether all tokens can still be kept exactly."""
+        """Add arrivals to the clusters (UPDATESOFTMAXNORMALIZER), and find whether all tokens can
+        still be kept exactly.
+        """
         before = clusters.used
         opened = clusters.take(
             new.keys,
@@ -249,7 +254,8 @@ class Clusters:
             there is a reason to choose one.
         count: n_i, the weight of all keys that joined [batch, kv_heads, clusters], float64; 0 where
             there is no cluster (yet).
-        centre: x_i, as sessions spell it [batch, kv_heads, clusters, key_dim].
+        centre: x_i, the center of each cluster [batch, kv_heads, clusters, key_dim]. The name is
+            spelled as in saved sessions.
         born: the place of x_i in the stream [batch, kv_heads, clusters], int64.
         samples: S_i, as slots [batch, kv_heads, clusters, per_cluster], int64.
     """
@@ -351,10 +357,11 @@ class Clusters:
         """Double delta, and join clusters whose centers are now within it to the oldest such
         cluster.
 
-        There are no chains: a cluster that another joins does not join a third. From 0, delta
-        becomes the smallest distance that exists. Each entry of the cluster that stays becomes the
-        other's with probability n_other / (n_both). `full` are the heads [batch, kv_heads, 1],
-        bool, and `near` is the distance of the waiting key to a center.
+        There are no chains: a cluster that another joins does not join a third. If delta is 0, it
+        becomes the smallest distance that exists. Each entry of the cluster that stays is replaced
+        by the other's entry with probability n_other / n_both. `full` marks the heads in which
+        clusters must be joined [batch, kv_heads, 1], bool, and `near` is the distance of the
+        waiting key to the nearest center.
         """
         step = torch.arange(self.count.shape[2], device=near.device)
         between = self._distances(self.centre)

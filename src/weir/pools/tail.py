@@ -1,4 +1,4 @@
-"""A weighted sample of the tail that estimates its error.
+"""A weighted sample of the tokens that reach it, with an estimate of the error that it causes.
 
 Priority sampling (Duffield, Lund and Thorup 2007, "Priority sampling for estimation of arbitrary
 subset sums", section 1): a token of weight s draws u and has the priority s / u. The n tokens with
@@ -73,12 +73,13 @@ class Tail(SizedPool, Sample):
         return self.watch
 
     def state(self, like: Slots) -> dict[str, Tensor]:
-        """Make the state of a sample, and further tensors in float64.
+        """Make the state of a sample, and further tensors.
 
-        They are `said`, the logarithm of each slot's weight [batch, kv_heads, n]; `threshold`, the
-        logarithm of τ, and `sum`, the sum of all contributions [batch, kv_heads]. With watched
-        queries also `watched`, their number, `variance`, the sum of their relative variances, and
-        `until`, the tokens seen at the last fold [batch, kv_heads].
+        They are `said`, the logarithm of each slot's weight s [batch, kv_heads, n]; `threshold`,
+        the logarithm of τ, and `sum`, the sum of all contributions [batch, kv_heads], all float64.
+        If queries are watched, the state also has `watched`, their number, int64; `variance`, the
+        sum of their relative variances, float64; and `until`, the tokens seen at the last fold,
+        int64 [batch, kv_heads].
         """
         state = super().state(like)
         none = torch.zeros_like(state["came"], dtype=torch.float64)
@@ -167,12 +168,14 @@ class Tail(SizedPool, Sample):
         # Distances from differences, so that a sample of equal values has no error.
         exact = "donot_use_mm_for_euclid_dist"
         off = torch.cdist(answer.flatten(2, 3), value, compute_mode=exact).square().view_as(share)
-        # A token with all of the attention cannot be compared with another token.
+        # If a token has all of the attention, there is no other token to compare it with, so the
+        # ratio is limited.
         ratio = share / (1 - share).clamp_min(torch.finfo(torch.float32).eps)
         variance = ((1 - chance)[:, :, None, None] * ratio.square() * off).sum(dim=-1)
         length = answer.square().sum(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
         error = variance / length
-        # Queries from before the last fold were counted then, over the sample that they read.
+        # Queries from before the last fold were counted at that fold, over the sample that they
+        # read.
         back = torch.arange(error.shape[3], 0, -1, device=error.device)
         new = back <= (fold.seen[:, None] - fold.state["until"])[..., None]
         new = new[:, :, None].expand_as(error)

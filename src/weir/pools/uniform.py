@@ -29,9 +29,9 @@ class Uniform(Sample):
     """Keep a uniform sample of all tokens that arrive: a number of tokens, or a share of them.
 
     Attributes:
-        n: number of tokens to keep; or
-        rate: the probability with which each token is kept. The pool then has no limit: it grows
-            with the stream, at this rate.
+        n: number of tokens to keep; none if `rate` is given.
+        rate: the probability with which each token is kept; none if `n` is given. A pool with a
+            rate has no limit: it grows with the stream, at this rate.
         weighted: whether each kept token counts for (tokens that came) / n, or for 1 / rate, in
             numerator and denominator, so that both sums are unbiased and no token overflows.
             Otherwise weights do not change, and other tokens overflow.

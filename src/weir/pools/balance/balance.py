@@ -39,8 +39,8 @@ Sums = Literal["shared", "flat", "separate"]
 @pool("balance")
 @dataclass(frozen=True)
 class Balance(SizedPool):
-    """Keep halves of halves of all tokens that arrive, balanced, and weighted for the tokens they
-    represent.
+    """Keep a balanced sample of all tokens that arrive, by halving blocks of them again and again,
+    weighted for the tokens they represent.
 
     While there is room, nothing is removed. Then blocks are halved, the lightest tokens first and
     of those the oldest, so the newest tokens stay exact longest. A prompt that is folded whole is
@@ -168,7 +168,7 @@ class Balance(SizedPool):
         return kept, new.part(0, 0)
 
     def _fold_separate(self, held: Slots, new: Slots, fold: Fold) -> Slots:
-        """Algorithm 1."""
+        """Fold separate sets for denominator and numerator, by the paper's Algorithm 1."""
         lengths = new.values.double().norm(dim=-1).masked_fill(~new.held, 0.0)
         longest = lengths.cummax(dim=2).values.maximum(fold.state["longest"][..., None])
         came = fold.state["came"][..., None] + new.held.cumsum(dim=2)

@@ -36,7 +36,9 @@ _AT_ONCE = 2**24
 _IN_CACHE = 2**19
 """The same on a CPU with a kernel: 2 MB, which is still in the cache when the walk reads them."""
 _STEEPEST = 60.0
-"""Limit of a gain's exponents. A walk that is this far from a fair coin cannot be greedier."""
+"""Limit of the exponent of a gain. With such a gain, practically every step of a walk is certain
+already.
+"""
 
 
 class Sets(NamedTuple):
@@ -242,7 +244,7 @@ class Halving:
         return (signs[0] if few else torch.cat(signs)).view(free.shape)
 
     def _gain(self, gram: Gram, a: Tensor, b: Tensor) -> Tensor:
-        """The gain of the walk in each block [blocks] of tokens of these weights."""
+        """Compute the gain of the walk in each block [blocks], for these log-weights of tokens."""
         if self.gamma is not None:
             return self.gamma * (gram.top + gram.weight).clamp_max(_STEEPEST).exp()
         count = _held(a, b).sum(dim=1).clamp_min(2)
@@ -326,12 +328,12 @@ def _held(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _longest(vectors: Tensor) -> Tensor:
-    """The largest squared length of a block's vectors [blocks]."""
+    """Return the largest squared length of a block's vectors [blocks]."""
     return vectors.norm(dim=2).amax(dim=1).square()
 
 
 def _largest(weight: Tensor) -> Tensor:
-    """The largest log-weight of each block [blocks, 1]; 0 where there is no weight."""
+    """Return the largest log-weight of each block [blocks, 1]; 0 where there is no weight."""
     top = weight.amax(dim=-1, keepdim=True)
     return top.masked_fill(top.isneginf(), 0.0)
 
@@ -356,17 +358,22 @@ def _close(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _smaller(signs: Tensor) -> tuple[Tensor, Tensor]:
-    """The smaller side of each block, twice as heavy (lines 12 to 16 of Algorithm 2)."""
+    """Choose the smaller side of each block, to be twice as heavy (lines 12 to 16 of Algorithm 2).
+
+    Returns which tokens stay, and the additions to their log-weights.
+    """
     plus, minus = signs > 0, signs < 0
     fewer = plus.sum(dim=-1, keepdim=True) <= minus.sum(dim=-1, keepdim=True)
     return torch.where(fewer, plus, minus), torch.full_like(signs, LOG_2)
 
 
 def _authors(signs: Tensor) -> tuple[Tensor, Tensor]:
-    """Exactly half of each set, as the released code has it.
+    """Choose exactly half of each set, by the rule of the released code.
 
-    Up to the step at which a side has half of the tokens (the later step, if both come to have it)
-    the other side stays, twice as heavy; after it everything stays as it was.
+    The rule finds the step at which one side of the walk has half of the tokens (the later step, if
+    both sides reach half). Up to this step, the other side stays, twice as heavy. After it, all
+    tokens stay with their weights. Returns which tokens stay, and the additions to their
+    log-weights.
     """
     line = signs.flatten(1)
     half = (line != 0).sum(dim=1, keepdim=True) // 2

@@ -68,13 +68,14 @@ class Group:
 
 
 def make_room(groups: Sequence[Group], slots: int, block: int, eager: bool = False) -> None:
-    """Halve until everything fits: the lightest level that can be halved first, its oldest tokens.
+    """Halve blocks until everything fits, beginning with the oldest tokens of the lightest level
+    that can be halved.
 
-    While there are more tokens than slots (`eager`: or any level has its threshold), the lowest
-    level that has its threshold is halved, at most a block; with several groups, which share the
-    slots evenly, in the first such group. If no level has its threshold, the lowest level with
-    tokens is halved as far as it goes. In the highest level a single token is left alone, because
-    it could not rise.
+    This goes on while there are more tokens than slots or, with `eager`, while any level has
+    reached its threshold. Each step halves at most one block of the lowest level that has reached
+    its threshold. Several groups share the slots evenly, and the first group with such a level is
+    halved. If no level has reached its threshold, the lowest level with tokens is halved as far as
+    possible. In the highest level a single token is left alone, because it could not rise.
     """
     used = [group for group in groups if group.levels]
     while (crowded := sum(sum(group.sizes) for group in used) > slots) or eager:

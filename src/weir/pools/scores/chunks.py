@@ -32,7 +32,7 @@ class Chunks(PoolWrapper):
     spans, and does not count in them.
 
     Attributes:
-        pool: a pool that keeps tokens by a score, with as many slots as it says.
+        pool: the inner pool, which keeps tokens by a score. Its number of slots is used.
         size: number of places in the stream per span; 10 in the paper, 20 in kvpress.
     """
 
@@ -64,7 +64,7 @@ class Chunks(PoolWrapper):
         return self.pool
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
-        """Fold as the inner pool would, if it counted spans."""
+        """Fold like the inner pool, but keep whole spans by its score."""
         choose = partial(whole_spans, self.size, fold.origin, alike=self.ranked.tie_margin)
         return self.ranked.fold_by(choose, held, new, fold)
 

@@ -3,7 +3,7 @@
 CriticalKV (Feng et al. 2025, "Identify Critical KV Cache in LLM Inference from an Output
 Perturbation Perspective", arXiv:2502.03805), Algorithm 1: the first half of the slots goes to the
 tokens with the most attention; the second to those whose attention times the size of their value
-behind the output projection is the largest, which bounds how far the output moves without them.
+after the output projection is the largest, which bounds how far the output moves without them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Critical(Asking):
     floor: Factor = 1e-4
 
     def score(self, slots: Slots, fold: Fold) -> Tensor:
-        """Attention times size; `inf` for the first half [batch, kv_heads, slots]."""
+        """Return attention times size; `inf` for the first half [batch, kv_heads, slots]."""
         attention = self.attention(slots, fold).mean(dim=(2, 3))
         size = fold.observed.projected_sizes(slots.values)
         best = select_highest(int(self.n * self.first), slots.held, attention)

@@ -41,7 +41,7 @@ class KeyDiff(Ranked):
 
 
 def anchor(keys: Tensor, among: Tensor) -> Tensor:
-    """Return the sum of the directions of keys `among` some [batch, kv_heads, 1, key_dim],
-    float32.
+    """Return the sum of the directions of the keys that `among` marks [batch, kv_heads, 1,
+    key_dim], float32.
     """
     return F.normalize(keys, dim=-1).masked_fill(~among[..., None], 0.0).sum(dim=2, keepdim=True)

@@ -36,7 +36,7 @@ class Keyformer(Asking, Tallied):
     Attributes:
         n: number of tokens to keep.
         hot: the final temperature.
-        over: number of tokens of the stream until it is reached, starting from 1.
+        over: number of tokens of the stream over which the temperature rises from 1 to `hot`.
         window: number of queries that can be counted at a fold; in a larger chunk, the last ones.
     """
 

@@ -19,7 +19,8 @@ from weir.pools.registry import pool
 from weir.slab import Slots
 
 RUNG = "rung"
-"""The name, in `Fold.state`, of the number of oldest tokens that this round has thinned."""
+"""The name, in `Fold.state`, of the number of oldest tokens that have survived this round so far.
+"""
 
 
 @pool("ladder")
@@ -53,7 +54,9 @@ class Ladder(SizedPool):
             )
 
     def state(self, like: Slots) -> dict[str, Tensor]:
-        """Make the number of oldest tokens thinned in this round [batch, kv_heads, 1], int64."""
+        """Make the number of oldest tokens that have survived this round so far [batch, kv_heads,
+        1], int64.
+        """
         batch, heads = like.position.shape[:2]
         return {RUNG: like.position.new_zeros(batch, heads, 1)}
 
@@ -72,10 +75,10 @@ class Ladder(SizedPool):
         return split(both, stays, fold)
 
     def _thinned(self, stays: Tensor, rung: Tensor, offset: int) -> tuple[Tensor, Tensor]:
-        """Thin as many groups as needed, or as this round has. Returns the remaining tokens and the
-        rung.
+        """Thin as many groups as needed, or as are left in this round. Returns the remaining tokens
+        and the new rung.
 
-        `offset` is the place in a group of the tokens that stay.
+        `offset` is the place in a group where the tokens that stay begin.
         """
         count = stays.sum(dim=2, keepdim=True)
         drop = self.of - self.keep

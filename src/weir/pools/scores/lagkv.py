@@ -90,10 +90,10 @@ def _newer(slots: Slots, than: Slots) -> Slots:
 
 
 def _spread(t: Tensor, stretch: Tensor) -> Tensor:
-    """Compute how far each key or value stands out, relative to the average of its `stretch`, by
-    number.
+    """Compute how far each key or value stands out, relative to the average of its segment [batch,
+    kv_heads, n].
 
-    -1 for none [batch, kv_heads, n].
+    `stretch` has the number of each token's segment, -1 for none.
     """
     dim = t.shape[3]
     count = int(stretch.max()) + 2

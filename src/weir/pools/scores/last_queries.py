@@ -1,7 +1,7 @@
-"""The last queries at later places, and keys as attention reads them, for scores.
+"""Estimates of later queries from the last ones, and keys as attention reads them, for scores.
 
-Expected Attention and TriAttention assume that later queries are like the last ones, at the next
-places of the stream. The mean over queries and places is the mean query, rotated by the mean
+Expected Attention and TriAttention assume that later queries are like the last ones, but at the
+next places of the stream. The mean over queries and places is the mean query, rotated by the mean
 rotation.
 """
 
@@ -18,7 +18,7 @@ from weir.pools.parameters import Bounds
 from weir.slab import Rotation, Slots
 
 Ahead = Annotated[int, Bounds(1, 2**20)]
-"""Places ahead of the next one; a fold's chunk is 64."""
+"""Number of places ahead of the next one; by default, a fold comes after every 64 tokens."""
 
 
 def keys_as_read(slots: Slots, fold: Fold) -> Tensor:

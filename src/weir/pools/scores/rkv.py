@@ -72,8 +72,10 @@ class RKV(Asking):
 def redundant(keys: Tensor, among: Tensor, alike: float) -> Tensor:
     """Compute the mean cosine of each key with all others, as a softmax [batch, kv_heads, n].
 
-    Keys are in order from the oldest on; `among` says which count. For each key, the newest other
-    key with a cosine above `alike` is left out.
+    Keys are in order from the oldest on; `among` says which count. Two keys are similar if their
+    cosine is above `alike`. A cosine of two similar keys is left out of the mean of one of them if
+    that one is the newest key that is similar to the other. So the newest of several similar keys
+    is not redundant.
     """
     keys = F.normalize(keys, dim=-1).masked_fill(~among[..., None], 0.0)
     place = torch.arange(keys.shape[2], device=keys.device)

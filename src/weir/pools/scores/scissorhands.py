@@ -23,7 +23,8 @@ from weir.slab import Slots
 @pool("scissorhands")
 @dataclass(frozen=True)
 class Scissorhands(Asking):
-    """Keep the tokens to which most of the last queries gave an average share or more, by KV head.
+    """Keep the tokens to which the largest number of the last queries gave an average share or
+    more, by KV head.
 
     Each query head of a group is counted. If counts are equal, attention decides, which the paper
     leaves open.

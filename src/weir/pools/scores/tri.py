@@ -37,9 +37,10 @@ class Tri(Asking):
 
     Attributes:
         n: number of tokens to keep.
-        ahead: distances grow by 1, 2, 4 and so on up to this many places; 65,536 in the authors'
+        ahead: distances are 1, 2, 4 and so on, up to this many places; 65,536 in the authors'
             code, where positions grow with the stream.
-        queries: how many of the last queries give the means; calibrated by the authors.
+        queries: how many of the last queries give the means; the authors calibrate the means on
+            other texts.
     """
 
     asks = "queries"

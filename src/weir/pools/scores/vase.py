@@ -51,7 +51,9 @@ class Vase(Asking):
             raise WeirError(f"wide of vase must be from 0 to n, {self.n}, got {self.wide}")
 
     def score(self, slots: Slots, fold: Fold) -> Tensor:
-        """Return a random number, larger with attention [batch, kv_heads, slots]."""
+        """Return a random number that tends to be larger for tokens with more attention; `inf` for
+        the widest values [batch, kv_heads, slots].
+        """
         share = self.attention(slots, fold).mean(dim=(2, 3)).masked_fill(~slots.held, 0.0)
         weight = pool_neighbors(share, slots.position, self.kernel, average=True)
         reach = slots.values.float().amax(dim=-1) - slots.values.float().amin(dim=-1)
