@@ -30,8 +30,8 @@ class Uniform(Sample):
 
     Attributes:
         n: number of tokens to keep; none if `rate` is given.
-        rate: the probability with which each token is kept; none if `n` is given. A pool with a
-            rate has no limit: it grows with the stream, at this rate.
+        rate: the probability with which each token is kept; none to keep a fixed number. With a
+            rate, there is no limit: the number of slots grows with the stream.
         weighted: whether each kept token counts for (tokens that came) / n, or for 1 / rate, in
             numerator and denominator, so that both sums are unbiased and no token overflows.
             Otherwise weights do not change, and other tokens overflow.
