@@ -137,8 +137,8 @@ class AttentionResult(NamedTuple):
         return self.received.sum(dim=2)
 
     def of_last(self, queries: int) -> Tensor | None:
-        """Return the attention from only the last `queries` queries; None if no parts add up to
-        that number.
+        """Return the attention that each slot received from only the last `queries` queries [batch,
+        kv_heads, slots]. None if no parts add up to that number of queries.
         """
         assert self.received is not None
         parts, rest = divmod(queries * self.received.shape[2], self.answers.shape[3])
@@ -171,7 +171,7 @@ def observed_attention(
 def compute_logits(
     queries: Tensor, keys: Tensor, params: AttentionParams, bias: Tensor | None = None
 ) -> Tensor:
-    """Compute logits before weights, as a new tensor [batch, kv_heads, group, length, slots],
+    """Compute logits without log-weights, as a new tensor [batch, kv_heads, group, length, slots],
     float32.
     """
     return _logits(queries, keys, params, bias).float()
@@ -224,7 +224,8 @@ def fused_attention(
     params: AttentionParams,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Compute PyTorch's fused attention, for a = b; the weights are part of `bias`.
+    """Compute attention with PyTorch's fused function, for a = b. The log-weights must be part of
+    `bias`.
 
     With sink logits, which PyTorch's function does not support, it is a softmax over one more
     column.
@@ -361,7 +362,9 @@ def _softmax_with_sinks(
 
 
 def _logits(queries: Tensor, keys: Tensor, params: AttentionParams, bias: Tensor | None) -> Tensor:
-    """A new tensor [batch, kv_heads, group, length, slots]."""
+    """Compute logits, with capping and bias, as a new tensor [batch, kv_heads, group, length,
+    slots].
+    """
     merged = (at_least_float32(queries) * params.scale).flatten(2, 3)
     logits = (merged @ at_least_float32(keys).mT).unflatten(2, queries.shape[2:4])
     if params.softcap is not None:

@@ -5,10 +5,10 @@ each group in it:
 
     step = peak / levels,  c = round(x / step),  read as c * step
 
-Quantizing is a projection: numbers that were read are quantized to the same codes again, bit for
-bit, in every dtype. So nothing more is lost, however often a slot is packed again. This holds
-because the peak is rounded to bfloat16 before it is used, and the largest number is always the last
-level.
+Quantizing is a projection: if a vector that was read is quantized again, it gets the same codes,
+bit for bit, in every dtype. So nothing more is lost, however often a slot is packed again. This
+holds because the peak is rounded to bfloat16 before it is used, and the largest number is always
+the last level.
 
 Four-bit codes round the *rotated* vector, its product with a Hadamard matrix, which spreads large
 numbers over all others (QuaRot, Ashkboos et al. 2024, section 3; arXiv:2404.00456). The matrix is
@@ -50,8 +50,9 @@ class Code:
             model.
         group: how many numbers share a peak; None for the whole vector.
         finest: the distance of the two closest levels, in steps.
-        halves: whether a byte has two numbers, the one at i and the one at i + dim / 2.
-        rotated: whether numbers, steps and bound are those of the rotated vector.
+        halves: whether a byte holds two numbers, the ones at i and at i + dim / 2.
+        rotated: whether vectors are rotated before they are quantized. Numbers, steps and bound are
+            then those of the rotated vector.
     """
 
     levels: int
@@ -79,8 +80,9 @@ INT8 = Code(127, torch.int8, 0.5)
 INT4 = Code(7, torch.uint8, 0.5, group=32, halves=True)
 ROTATED_INT4 = Code(7, torch.uint8, 0.5, halves=True, rotated=True)
 FP8 = Code(448, torch.uint8, 16.0, finest=2.0**-9)
-"""4 bits of exponent and 3 of mantissa. The error is at most a 16th of the number, or 2^-10 of a
-step if that is more. It is stored as bytes, because few operations support the dtype.
+"""Floating point with 4 bits of exponent and 3 of mantissa. The error is at most a 16th of the
+number, or 2^-10 of a step if that is more. Numbers are stored as bytes, because few operations
+support the dtype.
 """
 
 
@@ -103,7 +105,7 @@ class Format:
         return self.keys.rotated and self.values.rotated
 
     def unrotated(self) -> Format:
-        """The same format, but numbers are read as they are stored."""
+        """Return the same format, except that vectors are not rotated back when they are read."""
         keys, values = (replace(code, rotated=False) for code in (self.keys, self.values))
         return replace(self, keys=keys, values=values)
 
@@ -158,8 +160,9 @@ def quantize(x: Tensor, code: Code) -> tuple[Tensor, Tensor]:
 
 
 def _rotated_range(x: Tensor) -> tuple[float, float]:
-    """Return the largest number that is rotated, and the largest peak, so that the numbers that are
-    read (codes times the matrix) are also within the range of the dtype.
+    """Return limits for the numbers of a vector before rotation, and for its peak after rotation.
+    They keep the numbers that are read later (codes times the matrix) within the range of the
+    dtype.
     """
     most = min(torch.finfo(x.dtype).max, torch.finfo(PEAK).max)
     return most, most / math.sqrt(block_size(x.shape[-1])) * 15 / 16
@@ -174,8 +177,8 @@ def _low(dtype: torch.dtype, code: Code) -> float:
 
 
 def quantize_into(x: Tensor, code: Code, numbers: Tensor, peaks: Tensor) -> None:
-    """Do the same as `quantize`, and write into tensors of the shapes and dtypes that it returns; x
-    has four dimensions.
+    """Quantize like `quantize`, but write into given tensors, which have the shapes and dtypes of
+    its results. x has four dimensions.
     """
     write = None
     if whole_bytes(code):
@@ -212,7 +215,7 @@ def dequantize(numbers: Tensor, peaks: Tensor, code: Code, dtype: torch.dtype) -
 
 
 def as_read(x: Tensor, code: Code) -> Tensor:
-    """Return vectors [batch, heads, n, dim] as slots of a code hold them, in their dtype."""
+    """Quantize vectors [batch, heads, n, dim] with a code, and read them back in their dtype."""
     shape, dim = x.shape[:3], x.shape[3]
     numbers = x.new_empty((*shape, code.stored(dim)), dtype=code.dtype)
     peaks, out = x.new_empty((*shape, code.peaks(dim)), dtype=PEAK), torch.empty_like(x)
@@ -222,7 +225,7 @@ def as_read(x: Tensor, code: Code) -> Tensor:
 
 
 def dequantize_into(numbers: Tensor, peaks: Tensor, code: Code, out: Tensor) -> None:
-    """Do the same as `dequantize`, and write into a tensor of four dimensions [..., dim]."""
+    """Dequantize like `dequantize`, but write into a given tensor of four dimensions [..., dim]."""
     read = None
     more: tuple[int, ...] = ()
     if whole_bytes(code):

@@ -1,7 +1,7 @@
 """Computes a call of attention with the fastest function that supports it.
 
-With any function, the answers equal those of `two_weight_attention`, the readable reference, up to
-rounding.
+The result of attention for a query is called its answer. With any function, the answers equal those
+of `two_weight_attention`, the readable reference, up to rounding.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from weir.slab.quantization import block_size, hadamard
 from weir.slab.slots import QuantizedStorage, read_slots
 
 AT_ONCE = 1 << 24
-"""Largest number of logits in memory at once."""
+"""Largest number of logits that are in memory at once when attention is observed or added up."""
 
 
 @dataclass(slots=True)
@@ -35,9 +35,10 @@ class AttendedSlots:
 
     Attributes:
         keys, values: all exact slots of a layer [batch, kv_heads, slots, dim].
-        quantized: the quantized slots, which come first; None for none.
+        quantized: the quantized slots, which come before the exact ones; None if there are none.
         a, b: log-weights of all slots [batch, kv_heads, slots], quantized ones first.
-        split: a and b in the form of `split_attention`; None for pipes of one weight, where a is b.
+        split: a and b in the form that `split_attention` reads; None for pipes in which a always
+            equals b.
         start, stop: the first slot that any row uses, and the slot after the last.
         plain: whether every slot that a query may see holds one token that counts once, so that
             weights do not have to be read.
@@ -59,19 +60,19 @@ class AttendedSlots:
         return 0 if self.quantized is None else len(self.quantized)
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """Return keys and values, dequantized if necessary."""
+        """Return keys and values [batch, kv_heads, stop - start, dim], dequantized if necessary."""
         return read_slots(self.keys, self.values, self.quantized, self.start, self.stop)
 
     @property
     def reads_rotated(self) -> bool:
-        """Whether there are quantized slots to read that are stored rotated."""
+        """Whether some of these slots are stored rotated, multiplied by a Hadamard matrix."""
         return (
             self.quantized is not None and self.quantized.format.rotated and self.start < self.first
         )
 
     def rotated(self) -> AttendedSlots:
-        """Return these slots with all keys and values rotated, so that queries and answers have to
-        be rotated, too.
+        """Return these slots with all keys and values as rotated vectors. The caller must then
+        rotate queries before attention, and answers after it.
         """
         assert self.quantized is not None
         keys, values = (
@@ -80,26 +81,32 @@ class AttendedSlots:
         return replace(self, keys=keys, values=values, quantized=self.quantized.unrotated())
 
     def weights(self) -> tuple[Tensor, Tensor]:
-        """Return a and b of these slots."""
+        """Return a and b of these slots [batch, kv_heads, stop - start]."""
         some = slice(self.start, self.stop)
         return self.a[:, :, some], self.b[:, :, some]
 
     def split_weights(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return `split` of these slots."""
+        """Return `split` of these slots; None if a equals b."""
         if self.split is None:
             return None
         mask, above, below = (t[:, :, self.start : self.stop] for t in self.split)
         return mask, above, below
 
     def crop(self, bias: Tensor | None) -> Tensor | None:
-        """Return the part from `start` on of a bias over all slots up to `stop`."""
+        """Return the part of a bias that belongs to these slots. `bias` covers all slots up to
+        `stop`, or broadcasts over them.
+        """
         if bias is None or not self.start or bias.shape[4] == 1:
             return bias
         return bias[..., self.start :]
 
     def as_stored(self) -> tuple[tuple[Tensor, Tensor], kernels.Coded | None]:
-        """Return exact keys and values, and the quantized ones in front of them for a kernel that
-        reads 8 bits. With another format, all are dequantized.
+        """Return these slots for kernels that read vectors of 8 bits without dequantizing them.
+
+        Returns:
+            Exact keys and values, and the quantized slots before them as they are stored. If the
+            slots are not stored in whole numbers of 8 bits, the second is None, and the first has
+            all slots, dequantized.
         """
         stored = None
         if self.quantized is not None and self.start < self.first:
@@ -109,8 +116,9 @@ class AttendedSlots:
 
 
 Observe = Literal["", "received", "shares"]
-"""What to observe of a call in addition to its answers: the attention received by slots, or every
-query's shares.
+"""What a call returns in addition to its answers: "received" is the attention that each slot
+received, summed over queries, and "shares" is the share of each query's attention that each slot
+received.
 """
 
 
@@ -124,16 +132,24 @@ def compute_attention(
     observe: Observe = "",
     by: Literal["kernels", "torch"] = "kernels",
 ) -> AttentionResult:
-    """Answer queries [batch, kv_heads, group, length, key_dim] over slots.
+    """Compute the attention of queries over slots.
 
     Args:
-        bias: which query sees which slot [batch, kv_heads, group, length, slots up to `stop`], or a
-            shape that broadcasts to it.
+        queries: [batch, kv_heads, group, length, key_dim].
+        slots: the slots to read.
+        params: the parameters of the layer's attention.
+        bias: numbers that are added to the logits, -inf where a query does not see a slot [batch,
+            kv_heads, group, length, slots up to `stop`], or a shape that broadcasts to it; None for
+            none.
         causal: whether the queries belong to the last slots, and each sees all slots up to its own.
-        observe: what to observe in addition to the answers. The result has it if that takes no
-            longer than computing it later, and needs at most `AT_ONCE` logits in memory.
+        observe: what to observe in addition to the answers. It is left out of the result if
+            observing takes longer than computing it later, or needs more than `AT_ONCE` logits in
+            memory.
         by: which functions are allowed: weir's kernels and PyTorch, or only PyTorch, as in a step
             under `torch.compile`.
+
+    Returns:
+        The answers [batch, kv_heads, group, length, value_dim], and what was observed.
     """
     uncapped = params.softcap is None
     weighted = slots.split is not None and not slots.plain
@@ -183,8 +199,10 @@ def _observed(
     causal: bool,
     observe: Observe,
 ) -> AttentionResult | None:
-    """Answer and observe at once, in float32 on a CPU with one weight per slot; None if a query
-    sees nothing.
+    """Compute answers and what to observe at once. None if this is not possible.
+
+    It is possible in float32 on a CPU if a equals b in every slot, the logits fit in memory, and
+    every query sees something.
     """
     fits = queries.dtype == torch.float32 and queries.device.type == "cpu"
     if not observe or slots.split is not None or not fits:
@@ -201,7 +219,8 @@ def _observed(
         result = None if counted is None else AttentionResult(*counted)
     if result is None:
         if bias is not None and bias.shape[4] > 1:
-            # If rows have the same layout, a query sees everything in front of the tail.
+            # If all rows have the same layout, a query sees everything before the tail, so the bias
+            # is zero there.
             bias = bias[..., -queries.shape[3] if causal else slots.start :]
         result = observed_attention(queries, *slots.read(), b, params, bias)
     if result is None or not slots.start:
@@ -213,7 +232,7 @@ def _observed(
 def _by_causal_kernel(
     queries: Tensor, slots: AttendedSlots, params: AttentionParams
 ) -> Tensor | None:
-    """Answer the newest tokens over all slots, on one thread of a CPU; None without a kernel."""
+    """Compute the answers of the newest tokens over all slots on a CPU; None without a kernel."""
     kernel = kernels.causal(queries, slots.values)
     if kernel is None:
         return None
@@ -233,8 +252,8 @@ def _by_causal_kernel(
 def _by_decode_kernel(
     queries: Tensor, slots: AttendedSlots, params: AttentionParams, bias: Tensor | None
 ) -> Tensor | None:
-    """Answer one query per head over slots of one weight, without conversion; None without a
-    kernel.
+    """Compute the answer of one query per head, without converting keys and values first. None if
+    no kernel supports the call, for example because a may differ from b.
     """
     if queries.shape[3] != 1 or (bias is not None and bias.shape[2] > 1):
         return None
@@ -277,7 +296,9 @@ def _by_rotated_kernel(
 
 
 def _mask_of(slots: AttendedSlots, bias: Tensor | None) -> Tensor | None:
-    """Return the bias on the logits of all slots up to `stop` [batch, kv_heads, slots]."""
+    """Return what is added to the logits of all slots up to `stop` [batch, kv_heads, slots]: the
+    log-weights and the bias. None for nothing.
+    """
     if slots.plain and bias is None:
         return None
     mask = slots.b[:, :, : slots.stop]

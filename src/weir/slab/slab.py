@@ -4,10 +4,10 @@ The layout of a row, from slot 0 on::
 
     | front: pools whose tokens lost their neighbors | run: recent tokens, unbroken | tail | free |
 
-Quantized slots, if pools have any, come first in a region of fixed size: those of the front, those
-of the run, and empty ones. The *tail* holds the tokens since the last fold. Keys of the run and of
-the tail are rotated once, to their place in the stream; each fold rotates keys of the front from a
-*master*, the original key, so that errors do not accumulate.
+If pools have quantized slots, these come first, in a region of fixed size: those of the front,
+those of the run, and empty ones. The *tail* holds the tokens since the last fold. Keys of the run
+and of the tail are rotated once, to their place in the stream. Each fold rotates the keys of the
+front to new positions, always from a *master*, the original key, so that errors do not accumulate.
 """
 
 from __future__ import annotations
@@ -276,9 +276,9 @@ class Slab:
         return self._like(lambda t: t[start:stop])
 
     def same_view(self, start: int, stop: int) -> Slab:
-        """Return the `view` of the last call if the rows are the same and no buffer has been
-        replaced, because a native step may have been made for it. The buffers of the view must not
-        be replaced.
+        """Return a `view`: the object of the last call, if the rows are the same and no buffer has
+        been replaced, because a native step may have been prepared for this object. The caller must
+        not replace buffers of the view.
         """
         held = [start, stop, *self.tensors().values()]
         if self._last_view is not None:
@@ -333,7 +333,7 @@ class Slab:
         """Overwrite a row with the slots in use of a slab of one row (`cut_slots`), and empty all
         others.
 
-        `held` has these slots, by the names of buffers.
+        `held` says which slots these are, by the names of buffers.
         """
         for name, t in self.tensors().items():
             if name not in held:
@@ -355,8 +355,8 @@ class Slab:
             t.index_copy_(0, index, theirs[name])
 
     def lengthen_state(self, others: Mapping[str, Tensor]) -> None:
-        """Lengthen the pools' state to its length in other buffers; only for pipes without a
-        limit.
+        """Lengthen the pools' state to the length that it has in `others`. Only pipes without a
+        limit need this.
         """
         with torch.inference_mode(False):
             for name, t in self.state.items():
@@ -366,7 +366,9 @@ class Slab:
                     self.state[name] = torch.cat([t, behind], dim=2)
 
     def grow(self, slots: int, masters: int = 0) -> None:
-        """Replace smaller buffers by larger ones; the number of quantized slots does not change."""
+        """Replace buffers that are too small by larger ones, for `slots` slots and `masters`
+        masters. The number of quantized slots does not change.
+        """
         self._last_view = None
         own = {name: t for name, t in vars(self).items() if isinstance(t, Tensor)}
         exact = slots - self.first
@@ -453,7 +455,7 @@ def allocate(
 
 
 def _advise_large_pages(t: Tensor) -> None:
-    """Ask the system for large pages; has no effect if it has none."""
+    """Ask the system for large pages. This has no effect on systems without them."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):  # not Linux
         return
     usual = mmap.PAGESIZE

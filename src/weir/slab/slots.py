@@ -53,11 +53,11 @@ class Slots:
         position: places in the stream [batch, kv_heads, slots], int64; -1 where a slot is empty.
         mass: attention received so far (in a slab, up to the last fold) [batch, kv_heads, slots],
             float32; None unless a pool of the pipe asks for it.
-        span: where the token's word or image begins on three axes, and its length [batch, kv_heads,
-            slots, 2], int64; None unless the model has three axes and slots are moved.
-        slab: the `Slab` this is a view of, and
-        place: the first slot of that view; both are None for slots that are not in a slab, or whose
-            tensors were replaced (`dataclasses.replace`, which is how a pool sets weights).
+        span: the position where the token's word or image begins, and its length [batch, kv_heads,
+            slots, 2], int64; None unless the model has three axes of positions and slots are moved.
+        slab: the `Slab` of which these slots are a view; None for slots that are not in a slab, or
+            whose tensors were replaced (`dataclasses.replace`, which is how a pool sets weights).
+        place: the first slot of that view in the slab; None without a slab.
     """
 
     keys: Tensor
@@ -172,7 +172,7 @@ class Slots:
         return self.take_sorted(self.position.argsort(dim=2, stable=True))
 
     def take_sorted(self, order: Tensor) -> Slots:
-        """Return `take` with an order of all slots, including empty ones."""
+        """Return all slots in this order [batch, kv_heads, slots]; empty slots stay empty."""
         return self.take(torch.where(self.position.gather(2, order) < 0, EMPTY, order))
 
 
@@ -198,7 +198,7 @@ def pick(t: Tensor, index: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _starts(batch: int, heads: int, row: int, head: int, device: torch.device) -> Tensor:
-    """Return where the slots of each head begin, by the strides [batch, heads, 1], int64."""
+    """Return where the slots of each head begin, given the strides [batch, heads, 1], int64."""
     with torch.inference_mode(False):
         starts = torch.arange(batch, device=device)[:, None] * row
         return (starts + torch.arange(heads, device=device) * head)[..., None]
@@ -219,9 +219,9 @@ def quantized_buffers(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
 class QuantizedStorage:
     """Buffers of quantized slots, a view of them or a copy.
 
-    Keys are those that attention reads. If keys move, masters are the original keys, quantized
-    once. The keys that attention reads are made from them at each fold, so a key is off by two
-    roundings, however often it has moved.
+    The keys are those that attention reads. If keys move, there are also *masters*: the original
+    keys, quantized once. At each fold, the keys that attention reads are made from the masters
+    again. So a key is off by two roundings, however often it has moved.
 
     Attributes:
         format: the format of the slots.
@@ -247,12 +247,12 @@ class QuantizedStorage:
         return self.buffers[KEYS].shape[2]
 
     def tensors(self) -> dict[str, Tensor]:
-        """The buffers, by the names that a slab has for them."""
+        """Return the buffers, by the names that a slab has for them."""
         return {CODED + name: t for name, t in self.buffers.items()}
 
     def keys(self, start: int, stop: int, behind: Tensor | None = None) -> Tensor:
         """Return keys as attention reads them [batch, kv_heads, stop - start, key_dim], in new
-        memory, followed by the exact ones `behind`.
+        memory. The exact keys `behind` follow them in the same tensor.
         """
         return self._read(KEYS, start, stop, behind)
 
@@ -296,7 +296,7 @@ class QuantizedStorage:
         return QuantizedStorage(self.format, joined, self.dtype)
 
     def unrotated(self) -> QuantizedStorage:
-        """Return these slots, but so that they are read as they are stored (rotated)."""
+        """Return the same slots, to be read as they are stored, without rotating them back."""
         return QuantizedStorage(self.format.unrotated(), self.buffers, self.dtype)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> QuantizedStorage:
@@ -311,8 +311,9 @@ class QuantizedStorage:
 
     @property
     def stored(self) -> tuple[tuple[Tensor, Tensor, int], tuple[Tensor, Tensor, int]]:
-        """Return, for keys and for values, the numbers [batch, kv_heads, slots, stored], the peaks
-        [batch, kv_heads, slots, groups], and the levels of a peak.
+        """Return keys and values as they are stored: for each, the numbers [batch, kv_heads, slots,
+        stored], the peaks [batch, kv_heads, slots, groups], and how many levels a peak is divided
+        into.
         """
         keys, values = (
             (self.buffers[n], self.buffers[f"{n}_peaks"], self._code(n).levels)
@@ -323,8 +324,8 @@ class QuantizedStorage:
     def bytes_of(
         self, start: int, stop: int
     ) -> tuple[kernels.QuantizedVectors, kernels.QuantizedVectors] | None:
-        """Return `stored` of some slots if each number is a whole number in a byte and each vector
-        has one peak, otherwise None.
+        """Return the part of `stored` for the slots `start` to `stop`. None unless each number is a
+        whole number in a byte and each vector has one peak.
         """
         if not (whole_bytes(self.format.keys) and whole_bytes(self.format.values)):
             return None
@@ -335,7 +336,7 @@ class QuantizedStorage:
         return keys, values
 
     def wrong(self) -> str | None:
-        """Return why buffers from elsewhere are not valid; None if they are."""
+        """Return why buffers, such as those of a session file, are not valid; None if they are."""
         for name in (KEYS, VALUES, MASTERS):
             if name in self.buffers:
                 peaks = self.buffers[f"{name}_peaks"]
@@ -391,7 +392,7 @@ Piece = QuantizedStorage | tuple[Tensor, Tensor]
 
 
 class QuantizedSlots(Slots):
-    """Slots of which some are quantized, as a list of pieces; pools use them like any others.
+    """Slots of which some are quantized, as a list of pieces. Pools use them like any other slots.
 
     Attributes:
         pieces: keys and values as they are stored; None after they were replaced.

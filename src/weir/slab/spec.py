@@ -45,12 +45,12 @@ class SlabSpec:
     Attributes:
         heads: the sizes of its attention.
         slots: slots of a row, including quantized ones.
-        masters: slots of the front whose original keys are kept; 0 for none.
+        masters: number of exact slots in the front whose original keys are kept; 0 for none.
         mass: whether to keep received attention.
-        two_weights: whether to keep a and b in the form of `split_attention`.
+        two_weights: whether to keep a and b also in the form that `split_attention` reads.
         frames: whether to keep positions in the rolling frame.
         spans: whether to keep the spans of tokens on three axes.
-        queries: number of queries that wait in the slab.
+        queries: number of tokens whose queries the slab stores for the next fold.
         state: pool state by name: the shape after [batch, kv_heads], and the dtype.
         format: the format of quantized slots; None if there are none.
         quantized: number of quantized slots.

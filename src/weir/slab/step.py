@@ -1,8 +1,9 @@
 """Describes one token of each row, in the form that engines for whole decode steps read and write.
 
-A token of each row goes into the slot that waits for it, and attention reads the whole slab through
-a mask that ends at that slot. All buffers keep their shapes and their memory between two folds, and
-most of them longer, so one program serves an endless stream.
+In a step, one token of each row is stored in the next free slot of its tail, and attention reads
+the whole slab through a mask that ends at that slot. All buffers keep their shapes and their memory
+between two folds, and most of them longer. So a program that was compiled for one step can run all
+following steps of an endless stream.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ class DecodeSlots:
         keys, values: all exact slots [batch, kv_heads, slots, dim].
         quantized: quantized slots, which come first; None for none.
         a, b: log-weights [batch, kv_heads, slots]; a is None if it equals b everywhere.
-        split: both in the form of `split_attention`; None if a equals b.
-        queries: the buffer of queries that wait for the fold; None if none do.
-        unasked: number of tokens of a tail whose queries share the first place of that buffer;
-            negative if queries of older tokens are in front.
+        split: both in the form that `split_attention` reads; None if a equals b.
+        queries: the buffer of the queries that the next fold reads; None if it reads none.
+        unasked: number of tokens at the start of a tail whose queries the fold does not read. All
+            of them are written to the first place of that buffer, one over the other. Negative if
+            the buffer begins with queries of tokens before the tail.
         window: how many tokens a query sees; None for all.
     """
 
@@ -49,7 +51,7 @@ class DecodeSlots:
 
     @classmethod
     def of(cls, slab: Slab, *, two_weights: bool, unasked: int, window: int | None) -> DecodeSlots:
-        """Make it from a slab; arguments are those of the attributes."""
+        """Make it from a slab; for the other arguments, see the attributes."""
         a = slab.a if two_weights else None
         held = slab.keys, slab.values, slab.quantized, a, slab.b, slab.split, slab.queries
         return cls(*held, unasked, window)
@@ -86,7 +88,7 @@ class DecodeSlots:
         Args:
             keys, values: [batch, kv_heads, 1, dim].
             ends: the slot of each row's token [batch], int64.
-            waiting: tokens in each row's tail before it [batch], int64.
+            waiting: number of tokens in each row's tail before this token [batch], int64.
             largest: output; the largest absolute key or value of each row [batch], float32.
         """
         largest.copy_(torch.maximum(keys.abs().amax((1, 2, 3)), values.abs().amax((1, 2, 3))))
@@ -117,7 +119,8 @@ class DecodeSlots:
 
 @dataclass(frozen=True, eq=False)
 class HeldPart:
-    """A part of a layer, in the form that a step reads.
+    """A part of a layer, in the form that a step reads. A layer whose KV heads have different
+    pipes has several parts.
 
     Attributes:
         slots: the slots of its KV heads.
@@ -145,8 +148,8 @@ class StepSlots:
             [parts, 1 + batch], int64.
         program: the program that the engine has made for these slots; None if it has not made one
             yet.
-        refused: for which state the engine's last step was refused, and why; None if it was not
-            refused.
+        refused: the state for which the engine last refused a step, and the reason; None if it did
+            not refuse the last step.
         asker: the model whose logits are wanted; None while only hidden states are wanted.
     """
 
@@ -166,8 +169,8 @@ class Step:
         slots: the data that all steps of this cache share.
         spans: for each part of a layer, the first slot that is read, and the slot of each row's
             token [parts, 1 + batch], int64.
-        waiting: tokens in each row's tail before it [batch], int64.
-        places: each row's place in the stream [batch], int64.
+        waiting: number of tokens in each row's tail before this token [batch], int64.
+        places: the position of each row's token in its stream [batch], int64.
         busy: the rows that have a token.
         largest: output; the largest absolute key or value of each part of a layer and row, or of
             each head of these [parts, batch] or [parts, batch, heads], float32. None until the step
