@@ -1,8 +1,8 @@
 """The attention sink a model was trained with, and softmax-off-by-one for a Zero Sink.
 
-StreamingLLM (Xiao et al. 2023), section 3.3, trains models in three ways: as usual, with SoftMax_1,
-which adds one to the denominator ("Zero Sink"), or with a learnable token in front of every sample.
-The model's configuration records the kind, so that it travels with the weights.
+StreamingLLM (Xiao et al. 2024), section 3.3, trains models in three ways: as usual; with SoftMax_1,
+which adds one to the denominator ("Zero Sink"); or with a learnable token in front of every sample.
+The model's configuration records which, so that this is saved with the weights.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from weir.errors import WeirError
 ATTENTION = "weir_zero_sink"
 """The name of `zero_sink_attention` among transformers' attention implementations."""
 SUNK_ATTENTION = "weir_sink"
-"""The name of weir's own attention for such models, in calls with one of its caches."""
+"""The name of weir's own attention for models with a Zero Sink, in calls with a weir cache."""
 KINDS = ("none", "zero", "learnable")
 """Kinds of sinks, as in the paper's Table 3: vanilla, Zero Sink, learnable sink."""
 
@@ -199,8 +199,9 @@ def zero_sink_attention(
     Args:
         query: [batch, heads, length, key_dim].
         key, value: [batch, kv_heads, tokens, dim].
-        attention_mask: [batch, 1 or heads, length, tokens], true (or 0) where a query may look;
-            None for causal attention, or for a single query that sees everything.
+        attention_mask: [batch, 1 or heads, length, tokens], true where a query may look if it is
+            boolean, otherwise a number that is added to the logits; None for causal attention, or
+            for a single query that sees everything.
         dropout, scaling, is_causal: as transformers passes them.
         kwargs: `softcap` and `output_attentions` are used, others passed on.
 

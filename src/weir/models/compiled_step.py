@@ -43,7 +43,7 @@ class CompiledStep:
     """A decoder's steps under `torch.compile`: a `StepEngine`.
 
     Args:
-        options: for `torch.compile`.
+        options: keyword arguments for `torch.compile`.
         strict: raise a WeirError if a step cannot be compiled, and write no notices.
 
     Raises:
@@ -141,7 +141,7 @@ class _CompiledLayer:
     """The parts of one layer in a compiled step.
 
     Args:
-        parts: of the layer.
+        parts: the parts of the layer.
         ends: for each part, the slot of each row's token [batch], int64.
         largest: for each part, the output for the largest numbers [batch], float32.
     """
@@ -171,6 +171,8 @@ class _CompiledLayer:
 
 
 def _reason(error: Exception) -> str:
-    """Return the reason in one line; a backend's error has its name in the line before."""
+    """Return the reason of an error in one line. If the first line only names the backend that
+    raised it, this is the second line.
+    """
     first, *others = str(error).strip().splitlines() or [type(error).__name__]
     return others[0] if others and first.endswith("raised:") else first

@@ -34,10 +34,11 @@ class Gate:
     weight: Tensor
 
     def __call__(self, keys: Tensor, values: Tensor) -> Tensor:
-        """Predict the logarithm of the largest share of attention [batch, kv_heads, n], float32.
+        """Predict the logarithm of the largest share of attention that each token will receive
+        [batch, kv_heads, n], float32.
 
-        Unrotated keys, and values, belong to the same tokens in all heads [batch, kv_heads, n,
-        dim]. Raises WeirError if the gate was trained for other heads.
+        Keys and values [batch, kv_heads, n, dim] must belong to the same tokens in all heads, and
+        keys must be without rotation. Raises WeirError if the gate was trained for other heads.
         """
         given = features(keys, values)
         weight = self.weight.to(given.device)

@@ -107,7 +107,7 @@ class GenerateHook:
             config.use_cache = True
         cache.only_new = _only_new(cache, kwargs)
         old = cache.is_initialized and Version(transformers.__version__) < _CONTINUES_IN_CHUNKS
-        if old or kwargs.get("inputs_embeds") is not None:  # transformers does not cut these
+        if old or kwargs.get("inputs_embeds") is not None:  # transformers cannot chunk these
             config.prefill_chunk_size = None
         return config, more
 
@@ -121,7 +121,7 @@ class GenerateHook:
 
 
 def _only_new(cache: Any, given: Mapping[str, Any]) -> bool:
-    """Return whether a call's embeddings are those of new tokens only, which its mask tells.
+    """Return whether a call's embeddings are those of new tokens only, judging by its mask.
 
     transformers assumes that embeddings are those of the whole text, and leaves out those that were
     fed before.

@@ -48,7 +48,8 @@ EXACT = 4
 
 @dataclass(frozen=True)
 class HeadFacts:
-    """Measurements of the layers that a policy holds.
+    """Measurements of the layers to which a policy applies: those without a sliding window, or all
+    if every layer has one.
 
     Attributes:
         lookup: for each KV head of each layer, how much it looks up earlier tokens, from 0 to 1.
@@ -104,7 +105,7 @@ def _read(kept: Any) -> HeadFacts | None:
 
 
 def measure_heads(model: PreTrainedModel) -> HeadFacts | None:
-    """Measure the KV heads of each layer that a policy holds.
+    """Measure the KV heads of each layer to which a policy applies.
 
     The model reads random tokens twice. For each KV head, the largest share of attention that each
     token gets from the second reading is averaged over the tokens, as KVzip (Kim et al. 2025,

@@ -153,8 +153,8 @@ class Attachment:
         """Return how steps over a cache's slots run now, and if the model runs them, why.
 
         Args:
-            slots: of the cache.
-            rows: of the cache.
+            slots: the slots of the cache.
+            rows: number of rows of the cache.
         """
         engine = self.engine
         if engine is None:
@@ -171,13 +171,13 @@ class Attachment:
 
         Args:
             model: the causal language model around the decoder.
-            cache: a cache of it.
-            slots: of the cache.
+            cache: a cache of this model.
+            slots: the slots of the cache.
             tokens: one token for each row.
 
         Returns:
-            The logits [batch, vocabulary]; None if the model has to be called, and then nothing has
-            changed.
+            The logits [batch, vocabulary]. None if the model has to be called instead; nothing has
+            changed in this case.
         """
         engine = self.engine
         if engine is None or self.facts.images is not None:
@@ -342,7 +342,9 @@ def _refuse(decoder: Any) -> None:
 
 
 def attention_name(facts: ModelSpec) -> str | None:
-    """Return the name of the attention in calls with a weir cache; None for the model's own."""
+    """Return the attention implementation to select in calls with a weir cache. None to leave the
+    model's own name in place.
+    """
     if facts.kind in OWN_FAMILIES:
         return None  # their patched attention modules read the name
     return "weir" if facts.sink.kind != "zero" else SUNK_ATTENTION
@@ -375,7 +377,7 @@ def choose_engine(decoder: nn.Module, chosen: Chosen) -> None:
 
 
 def detach(cache: Any) -> None:
-    """Detach a cache from its model; with the last one, the hooks are removed."""
+    """Detach a cache from its model. When the last cache is detached, the hooks are removed."""
     held: Attachment = cache.attachment
     with forward_lock_of(held.facts.config):  # wait for the running call
         held.caches.discard(cache)
@@ -462,7 +464,7 @@ def weir_sink_attention(
 
 
 OURS = {"weir": weir_attention, SUNK_ATTENTION: weir_sink_attention}
-"""Attention functions by the names that transformers knows them by."""
+"""Attention functions, by the names under which transformers finds them."""
 
 for _name, _function in OURS.items():
     AttentionInterface.register(_name, _function)

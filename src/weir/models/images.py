@@ -263,7 +263,9 @@ def check_sizes(given: Mapping[str, Any]) -> None:
 
 
 def _each(model: PreTrainedModel, kind: str, given: Mapping[str, Any]) -> Iterator[Tensor]:
-    """Yield the offsets of each image, or of each video [pieces, 5]."""
+    """Yield the offsets of each image, or of each video [pieces, 5]. A piece is a square of patches
+    that the model merges into one image token.
+    """
     sizes = _sizes(kind, given)
     seconds = _seconds(given, len(sizes)) if kind == "video" else None
     merged = model.config.vision_config.spatial_merge_size**2

@@ -11,7 +11,9 @@ from typing import Any
 
 
 def cache_folder() -> Path:
-    """Return the folder, which may not exist: below `XDG_CACHE_HOME`, `~/.cache` or `/tmp`."""
+    """Return weir's cache folder, which may not exist yet: below `XDG_CACHE_HOME`, `~/.cache`, or
+    the system's folder for temporary files.
+    """
     home = os.environ.get("XDG_CACHE_HOME")
     try:
         caches = Path(home) if home else Path.home() / ".cache"
@@ -21,7 +23,7 @@ def cache_folder() -> Path:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON file by name; empty if it is missing, unreadable or not an object."""
+    """Read a JSON file with an object; empty if it is missing, unreadable or not an object."""
     try:
         found: Any = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError, RecursionError):

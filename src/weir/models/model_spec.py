@@ -60,11 +60,12 @@ class ModelLayerSpec:
     """Description of one layer.
 
     Attributes:
-        positions: how the layer treats positions, for keys that keep their positions.
-        heads: attention sizes; with heads split over processes (`tp_plan`), of this process's
-            share.
+        positions: the layer's positional encoding, without the rolling frame: tokens keep their
+            positions.
+        heads: sizes of the attention. If heads are split over processes (`tp_plan`), these are the
+            sizes of this process's share.
         first_head: the first KV head of that share.
-        shares: over how many processes the heads are split.
+        shares: number of processes that the heads are split over.
     """
 
     positions: LayerPositions
@@ -152,7 +153,7 @@ def _describe(model: PreTrainedModel, config: Any, reach: int | None) -> ModelSp
     layers = []
     placed = config.model_type not in OWN_FAMILIES
     types = getattr(config, "layer_types", None) or [None] * len(modules)
-    known: dict[str | None, Rotary] = {}  # layers of a type share one with its tables
+    known: dict[str | None, Rotary] = {}  # layers of a type share one, and what it has computed
     for kind, module in zip(types[: len(modules)], modules, strict=True):
         rotary = None
         if rotary_module is not None and _rotates(config, module):
@@ -359,8 +360,8 @@ def _heads(config: Any, module: Any, dtype: torch.dtype) -> tuple[Heads, int, in
 
 
 def _shares(module: nn.Module) -> tuple[int, int]:
-    """Return over how many processes a `tp_plan` splits an attention module's heads, and this one's
-    index.
+    """Return the number of processes that a `tp_plan` splits an attention module's heads over, and
+    the index of this process among them.
     """
     p: Any
     part: Any
@@ -440,7 +441,7 @@ def read_alibi(config: Any, decoder: Any) -> Alibi:
 
 
 def window_of(config: PreTrainedConfig) -> int | None:
-    """Return the length of the window that a model was trained on; None if it does not say."""
+    """Return the length of a model's context window; None if the configuration does not say."""
     text = config.get_text_config(decoder=True)
     return next((int(size) for name in WINDOW_NAMES if (size := getattr(text, name, None))), None)
 
@@ -457,8 +458,9 @@ def frequencies_change_at(config: PreTrainedConfig) -> int | None:
 
 
 def sight_of(model: PreTrainedModel) -> int | None:
-    """Return how many tokens a model can attend to: its window, or that of its layers if all of
-    them slide over fewer; None if it does not say.
+    """Return how many tokens a model can attend to: the length of its context window, or of the
+    sliding window of its layers if all of them have one and it is shorter. None if the
+    configuration does not say.
     """
     limits = (window_of(model.config), describe(model).sliding)
     return min((size for size in limits if size), default=None)

@@ -26,7 +26,8 @@ elsewhere.
 class OutputProjection:
     """The output projection of one attention module, for a pool.
 
-    Does not keep the model alive. The factors are computed once per device and kept.
+    This object does not keep the model alive. The factors are computed once for each device, and
+    cached.
 
     Args:
         attention: the module.

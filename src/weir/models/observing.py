@@ -35,6 +35,7 @@ class AttentionInputs:
         module: the layer's attention module.
         queries: [batch, heads, length, key_dim], rotated, like the keys.
         keys, values: [batch, kv_heads, tokens, key_dim] and [..., value_dim].
+        params: the parameters of the attention.
         mask: true where a query attends, broadcasts with [batch, 1, length, tokens]; None if every
             query attends to every token.
     """
@@ -48,6 +49,7 @@ class AttentionInputs:
 
 
 Hear = Callable[[AttentionInputs], None]
+"""A callback that receives the inputs of each attention."""
 _hear: ContextVar[Hear] = ContextVar("hear")
 """The callback of `observe_attention` in this thread."""
 

@@ -35,8 +35,8 @@ class StepEngine(Protocol):
     """How its steps run, as `StreamingCache.steps` reports it."""
 
     def prepare(self) -> None:
-        """Find out from the model's modules whether the engine computes the same as the model. Does
-        nothing if that is known and no module was replaced since.
+        """Find out from the model's modules whether the engine computes the same as the model. This
+        does nothing if the answer is known and no module has been replaced since.
 
         While this runs, the attention of the model's configuration is weir's, as during a call, and
         no other thread calls the model.
@@ -60,7 +60,7 @@ class StepEngine(Protocol):
 
         Args:
             model: the causal language model around the decoder.
-            slots: of the cache.
+            slots: the slots of the cache.
         """
 
     def why_not(self, slots: StepSlots, rows: int) -> str | None:
@@ -68,8 +68,8 @@ class StepEngine(Protocol):
         tell; None if there is no reason against the engine.
 
         Args:
-            slots: of the cache.
-            rows: of the cache.
+            slots: the slots of the cache.
+            rows: number of rows of the cache.
         """
 
 

@@ -15,13 +15,15 @@ from weir.slab import AttentionParams, Step
 
 
 class Attending(Protocol):
-    """Stores new tokens in a layer, and answers its queries."""
+    """Stores new tokens in a layer, and computes its attention."""
 
     def attend(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, params: AttentionParams
     ) -> Tensor:
-        """Store keys and values [batch, kv_heads, length, dim] and answer the queries [batch,
-        heads, length, key_dim] of a layer.
+        """Store the keys and values of new tokens [batch, kv_heads, length, dim] in a layer, and
+        compute the attention of their queries [batch, heads, length, key_dim].
+
+        Returns [batch, heads, length, value_dim].
         """
 
 
@@ -42,7 +44,7 @@ class StreamedCall(Attending, Protocol):
         """Return the call as a decode step; None if it cannot be one."""
 
     def commit_step(self, step: Step) -> None:
-        """Note that an engine has run the step."""
+        """Record that an engine has run the step, so that its token counts."""
 
     def finish(self) -> StreamedCall | None:
         """Finish a successful call; return the call to repeat without rows that failed, if any."""

@@ -212,7 +212,9 @@ class _Builder:
         refuse_key(self.header, key, value, why, also=[one for one in also if one in self.fields])
 
     def get(self, suffix: str, default: Any = None) -> Any:
-        """Return the value of a key of the architecture; an array must repeat one value."""
+        """Return the value of a key of the architecture. If it is an array, all its items must be
+        the same.
+        """
         key = f"{self.header.architecture}.{suffix}"
         value = self.fields.get(key, default)
         if isinstance(value, GGUFArray):
@@ -617,7 +619,8 @@ def _qwen_moe(builder: _Builder, sizes: dict[str, Any], head: int) -> dict[str, 
 def _gemma(builder: _Builder, sizes: dict[str, Any], head: int) -> dict[str, Any]:
     """Return the scale of queries.
 
-    Only models of 27 billion parameters differ from the others, and no key tells.
+    It differs only in models of 27 billion parameters, which are recognized by their number of
+    layers, because no key says it.
     """
     largest = {"gemma2": 46, "gemma3_text": 62}[builder.family.kind]
     of_27b = sizes["num_hidden_layers"] == largest
@@ -640,7 +643,7 @@ def _olmo2(builder: _Builder, sizes: dict[str, Any], head: int) -> dict[str, Any
 
 
 def _stablelm(builder: _Builder, sizes: dict[str, Any], head: int) -> dict[str, Any]:
-    """Return whether attention and MLP are parallel: then there is one norm for both."""
+    """Return whether attention and MLP are parallel. If they are, a layer has one norm for both."""
     return {"use_parallel_residual": not builder.layer("ffn_norm.weight")}
 
 

@@ -79,21 +79,22 @@ class Family:
     Attributes:
         kind: transformers' model type.
         epsilon: suffix of the norms' epsilon.
-        keys: configuration attributes by the suffixes whose values they are; "" for values that are
-            converted first (`config`).
-        values: values that the family's code computes with, by suffix; others are refused.
-        attributes: attributes that no key of the file gives.
-        biases: attributes that say whether there are biases, with the names of their tensors in
+        keys: for each suffix whose value becomes an attribute of the configuration, the name of the
+            attribute; "" for values that are converted first (`config`).
+        values: for each suffix, the values that the family's code computes with; other values are
+            refused.
+        attributes: attributes whose values no key of the file gives.
+        biases: attributes that say whether there are biases, with the names of the bias tensors in
             one layer.
-        names: attributes whose names differ from most families', by the usual ones; "" for those
+        names: attributes that most families name differently, by the usual names; "" for attributes
             that the configuration does not have.
         head_size: whether a head may have another size than the hidden size divided by the heads.
         partial: whether only a part of each head may be rotated.
         rotary: whether positions are rotary embeddings.
-        windows: one layer in so many sees everything, if the file does not say; None if the family
-            has no windows, 0 if all layers have one.
-        swa_base: RoPE base of layers with a window, if the file does not say; None for that of the
-            other layers, and 0 if a family has the same base in all layers.
+        windows: if the file does not say which layers have a window, one layer in this many has
+            none. None if the family has no windows, 0 if all layers have one.
+        swa_base: RoPE base of layers with a window, if the file does not say; None for the base of
+            the other layers, and 0 if all layers of the family have the same base.
     """
 
     kind: str
@@ -348,7 +349,7 @@ MIXTRAL = Family(
     values={**_META_LAYOUT, "expert_gating_func": (SOFTMAX,)},
     attributes={"sliding_window": None},
 )
-"""The family of a file of the architecture `llama` with experts."""
+"""The family of files that have the architecture `llama` and experts."""
 
 SAME = {
     "rope.freq_base_swa": "rope.freq_base",

@@ -70,7 +70,8 @@ class PreTokenizer:
     Attributes:
         patterns: regular expressions, applied one after the other. Each match is a word, and so is
             the text between two matches.
-        whole_words: whether a word that is a token becomes one, even if no merges lead there.
+        whole_words: whether a word that is in the vocabulary becomes one token, even if no merges
+            lead to it.
         bos: whether the beginning token is added if the file does not say.
         composed: whether characters are composed first (Unicode's form NFC).
     """

@@ -28,7 +28,7 @@ _EOS_IDS = "tokenizer.ggml.eos_token_ids"
 """Key under which Ollama's converter writes several ids."""
 
 _NONE = (1 << 32) - 1
-"""Id that some converters write if a special token does not exist."""
+"""The id that some converters write for a special token that does not exist."""
 
 _DEFAULTS = {"bos": 1, "eos": 2, "unknown": 0}
 """Ids that apply in a SentencePiece file that names none."""
@@ -41,7 +41,7 @@ class SpecialTokens:
     Attributes:
         bos: the token at a text's beginning.
         eos: the token at a text's end.
-        unknown: the token for characters that have none.
+        unknown: the token for characters that no token represents.
         pad: the padding token.
         ends: all tokens that end an answer, `eos` first.
     """

@@ -42,14 +42,16 @@ class TensorLayout:
     """Changes that llama.cpp's converter makes to the tensors of an architecture.
 
     Attributes:
-        paired: the rows of query and key projections are ordered so that the two numbers that a
-            rotation mixes are next to each other; in transformers, they are half a head apart.
-        shifted_norms: norms are stored with 1 added.
+        paired: whether the rows of query and key projections are ordered so that the two numbers
+            that a rotation mixes are next to each other; in transformers, they are half a head
+            apart.
+        shifted_norms: whether norms are stored with 1 added.
         fused: how transformers orders the rows of a fused query-key-value projection, where the
             file has all queries first: "head" for query, key and value of each head together,
             "group" for the queries of a KV head and then its key and value.
         transposed: modules whose weights transformers stores as [inputs, outputs].
-        optional: a file may lack biases, which llama.cpp then leaves out.
+        optional: whether files may lack biases. As in llama.cpp, biases that no layer has count as
+            0.
     """
 
     paired: bool = False
@@ -126,7 +128,7 @@ class Filling:
         order: for each row of the parameter, its place among the rows of the tensors; None for the
             same order.
         less: a number that is subtracted from every number.
-        transposed: the last two dimensions of the parameter are swapped after reading.
+        transposed: whether the last two dimensions of the parameter are swapped after reading.
     """
 
     shape: torch.Size
@@ -338,7 +340,7 @@ class _Plan:
         return [own]
 
     def is_zero(self, name: str) -> bool:
-        """Return whether a tensor is a bias that all layers of the file do without."""
+        """Return whether a tensor is a bias that no layer of the file has, so that it is 0."""
         match = _BIASES.fullmatch(name) if self.layout.optional else None
         return match is not None and not any(
             other is not None and other[1] == match[1]
@@ -403,7 +405,9 @@ class _Plan:
         return Filling(shape, tensors, columns, order, less, transposed)
 
     def projections(self, name: str) -> list[int]:
-        """Return the numbers of outputs of the three projections next to one of them."""
+        """Return the numbers of outputs of the query, key and value projections of a layer, given
+        the name of a parameter of one of them.
+        """
         around, _, attribute = name.rpartition(".")
         attention: Any = self.model.get_submodule(around.rpartition(".")[0])
         own = around.rpartition(".")[2]
@@ -411,7 +415,7 @@ class _Plan:
         return [getattr(getattr(attention, each), attribute).shape[0] for each in names]
 
     def fused_order(self, rows: int) -> Tensor:
-        """Return the order of a fused projection's rows, as `TensorLayout.fused` says it."""
+        """Return the order of a fused projection's rows, according to `TensorLayout.fused`."""
         heads = self.config.num_attention_heads
         groups = heads
         if self.layout.fused == "group":
