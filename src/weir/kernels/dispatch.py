@@ -2,9 +2,9 @@
 
 A kernel is chosen by the device of the tensors and by what is installed: numba on the CPU, Triton
 on a GPU, and the reference (`weir.pools.balance.halving.walk`, `weir.slab.attention`) everywhere
-else. The environment variable `WEIR_KERNELS` overrides that: `reference` for no kernel at all,
-`numba` or `triton` for one of them wherever it runs (Triton on the CPU with `TRITON_INTERPRET=1`,
-to be tested).
+else. The environment variable `WEIR_KERNELS` overrides this choice: `reference` means no kernel at
+all, and `numba` or `triton` means this library on every device. (For tests, Triton runs on the CPU
+with `TRITON_INTERPRET=1`.)
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from weir.kernels.signatures import (
 )
 
 LEAST_LANES = 16
-"""Smallest number of queries, and of numbers in a value, for the kernels for segments of a
-prompt.
+"""Smallest number of queries, and smallest size of a value, that the kernels for segments of a
+prompt support.
 """
 LEAST_WIDE = 32
-"""Smallest number of numbers in a head for which a processor's vectors fit."""
+"""Smallest size of a key or value that the kernels for quantized slots read in vectors."""
 ALIKE = 2.0**-19
 """Scores of slots count as equal if they differ by at most this share, 16 roundings of float32.
 
 In a stream that repeats itself, several tokens are equally good, and their scores differ only by
-rounding. Rounding depends on the batch, the kernel, the processor, and on whether a step is
-compiled, and must not decide which token stays.
+rounding. Rounding must not decide which token stays, because it depends on the batch, the kernel,
+the processor, and on whether a step is compiled.
 """
 
 
@@ -118,7 +118,7 @@ _TABLE = KernelTable(
         ("triton", "decode_quantized"): ("weir.kernels.gpu.decode_quantized", "decode_quantized"),
     }
 )
-"""The kernels of slots, folds and picks."""
+"""All kernels of weir except those of the native engine."""
 
 
 walk: Finder[WalkKernel] = _TABLE.by_device("walk")
@@ -138,8 +138,8 @@ resample: Finder[ResampleKernel] = _TABLE.by_device("resample")
 
 
 def walk_pairs(keys: torch.Tensor) -> PairWalkKernel | None:
-    """Return the kernel that walks through pairs of blocks and computes their inner products on the
-    way (see `weir.kernels.cpu.walk`); None for PyTorch's products and `walk`.
+    """Return the kernel that walks through the pairs of tokens in blocks, and computes their inner
+    products itself (see `weir.kernels.cpu.walk`). None to use PyTorch's products and `walk`.
     """
     return _for_floats("walk_pairs", keys)
 
@@ -149,7 +149,7 @@ def decode_exact(device: torch.device, dtype: torch.dtype) -> DecodeKernel | Non
     None for PyTorch.
 
     Args:
-        device, dtype: of the slots.
+        device, dtype: device and dtype of the slots.
     """
     kernel = _TABLE.find("decode_exact", device)
     known = device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
@@ -189,8 +189,8 @@ def causal_and_received(queries: torch.Tensor, values: torch.Tensor) -> Received
 
 def attend_window(queries: torch.Tensor, values: torch.Tensor) -> WindowKernel | None:
     """Return the kernel for attention of a piece of a prompt over a moving window (see
-    `weir.kernels.cpu.window`), also for bfloat16; None if there is none. Arguments are those of
-    `causal`.
+    `weir.kernels.cpu.window`), for float32 and bfloat16; None if there is none. Arguments are those
+    of `causal`.
     """
     if values.shape[3] < LEAST_LANES or values.dtype != queries.dtype:
         return None
@@ -205,14 +205,16 @@ def rotate_keys(keys: torch.Tensor) -> RotateKernel | None:
 
 
 def dequantize(name: str, out: torch.Tensor) -> DequantizeKernel | None:
-    """Return the kernel that dequantizes vectors of a format, int8 or int4, into such a tensor (see
-    `weir.kernels.cpu.slot_codec`); None for PyTorch.
+    """Return the kernel that dequantizes vectors of a format, int8 or int4, into tensors like `out`
+    (see `weir.kernels.cpu.slot_codec`); None for PyTorch.
     """
     return _for_floats(f"dequantize_{name}", out)
 
 
 def quantize(name: str, x: torch.Tensor) -> QuantizeKernel | None:
-    """Return the kernel that quantizes such vectors to a format, int8 or int4; None for PyTorch."""
+    """Return the kernel that quantizes vectors like `x` to a format, int8 or int4; None for
+    PyTorch.
+    """
     return _for_floats(f"quantize_{name}", x)
 
 

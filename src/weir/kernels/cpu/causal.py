@@ -363,8 +363,8 @@ def causal(
             [batch, kv_heads, coded, 1], bfloat16, and the number of steps in a peak.
 
     Raises:
-        WeirError: there are fewer queries or numbers of a value, or fewer slots than queries, so
-            that it would write past its memory.
+        WeirError: there are fewer than 16 queries or numbers in a value, or fewer slots than
+            queries, so that the kernel would write past its memory.
     """
     return _compute(queries, keys, values, mask, scale, factors, coded, counted=False)[0]
 
@@ -381,8 +381,8 @@ def causal_and_received(
     a part of consecutive queries and all heads of the group [batch, kv_heads, parts, slots],
     float32.
 
-    Each part has 16 queries, or each has 8. Returns None if the queries cannot be divided in this
-    way.
+    Each part has 16 queries or each has 8, depending on the processor. Returns None if the queries
+    cannot be divided in this way.
 
     Raises:
         WeirError: as for `causal`.
@@ -403,7 +403,7 @@ def _compute(
     *,
     counted: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Compute both; the second is empty if it is not wanted."""
+    """Compute answers, and the attention that slots received, which is empty unless `counted`."""
     if min(queries.shape[3], values.shape[3]) < LEAST_LANES:
         raise WeirError(
             f"this kernel needs at least {LEAST_LANES} queries and values of at least "

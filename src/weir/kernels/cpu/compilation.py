@@ -45,8 +45,8 @@ def compile_kernel(
         fastmath: LLVM's names for the allowed transformations of sums and products.
     """
     kernel = numba.njit(function, nogil=True, fastmath=set(fastmath))
-    # There is no place for a cache, neither next to this file nor in the user's folder, or it is
-    # the cache of another numba.
+    # This fails if there is no place for a cache, neither next to this file nor in the user's
+    # folder, or if the caches of this numba work differently.
     with suppress(RuntimeError, AttributeError):
         kernel._cache = _CodeCache(function)
     return kernel
@@ -59,7 +59,8 @@ def compile_callback(function: Callable[..., None], arguments: int = 1, name: st
     Args:
         function: a function in the part of Python that numba supports.
         arguments: the number of its arguments: addresses or other integers of 64 bits.
-        name: distinguishes it from others with the same Python code, which call other functions.
+        name: distinguishes the function from others that have the same Python code, but call other
+            functions.
     """
     kinds = (types.uintp,) * arguments
     callback: Any = CFunc(function, (kinds, types.void), {}, {"nopython": True})

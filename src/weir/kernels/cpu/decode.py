@@ -5,9 +5,9 @@ as reading keys and values. Here, each key and value is read once for three quer
 it, and sums stay in registers (`slot_products`). Numbers of few bits are widened in registers, and
 quantization steps are applied to logits and shares: <q, c> * step and p * step. Sums are float32.
 
-Slots of 4 bits hold vectors rotated by a Hadamard matrix (`weir.slab.quantization`). Instead of the
-keys, the query is rotated, and instead of the values, their part of the answer, by sums and
-differences of neighbors.
+Slots of 4 bits hold vectors rotated by a Hadamard matrix (`weir.slab.quantization`). They are not
+rotated back: instead of the keys, the query is rotated, and instead of the values, the part of the
+answer that they add up to.
 
 A head's slots can be read in several *stretches*, each with separate sums, by several threads.
 """
@@ -82,8 +82,8 @@ def hold(
     sinks: Tensor | None = None,
     softcap: float | None = None,
 ) -> np.ndarray:
-    """Describe slots for kernels: returns an array of one `HELD`. The caller must keep the tensors
-    alive.
+    """Describe slots for kernels. Returns an array of one `HELD`, which holds addresses, so the
+    caller must keep the tensors alive.
 
     Args:
         keys, values: exact slots [batch, kv_heads, slots, dim], float32 or bfloat16.
@@ -124,7 +124,7 @@ def hold(
 
 @njit(nogil=True)
 def scratch_size(group: int, dim: int, width: int, count: int) -> int:
-    """Return how many numbers of memory `attend` needs for up to `count` slots."""
+    """Return how many float32 numbers of scratch memory `attend` needs for up to `count` slots."""
     return group * (2 * (dim + 32) + width + count) + dim + 3 * count
 
 
@@ -148,7 +148,7 @@ def _attend(
         held: address of a `HELD`.
         unit: which head of which row.
         begin, end: slots; quantized ones come first.
-        sunk: 1 if sink logits belong to this stretch.
+        sunk: 1 if sink logits count in this stretch; they must count in only one.
         queries_at: address of float32 [group, dim].
         scratch: address of memory of `scratch_size`.
         out_at: address of float32 [group, width], which are written.
@@ -372,10 +372,12 @@ def decode_int4(
     scale: float,
     slots: tuple[int, int],
 ) -> Tensor:
-    """Do the same as `decode_exact` in float32, with rotated slots of 4 bits before the exact ones.
+    """Compute the same as `decode_exact`, in float32, with rotated slots of 4 bits before the exact
+    ones.
 
     Args:
-        queries, keys, values, mask, scale: as there; dims of `LEAST_WIDE` or more.
+        queries, keys, values, mask, scale: as in `decode_exact`; keys and values have at least
+            `LEAST_WIDE` numbers.
         coded: for keys and for values, the numbers [batch, kv_heads, coded, dim / 2], two in a
             byte, the peaks [batch, kv_heads, coded, 1], bfloat16, and the number of steps in a
             peak.
@@ -396,10 +398,10 @@ def decode_stored(
     slots: tuple[int, int, int],
     blocks: tuple[int, int] = (0, 0),
 ) -> Tensor:
-    """Do the same as `decode_exact` in float32, with quantized slots before the exact ones.
+    """Compute the same as `decode_exact`, in float32, with quantized slots before the exact ones.
 
     Args:
-        queries, keys, values, mask, scale: as there; dims of `LEAST_WIDE` or more.
+        queries, keys, values, mask, scale: as in `decode_exact`.
         coded: keys and values of the quantized slots, whole numbers of 8 bits, or of 4 as in
             `decode_int4`; None for none.
         slots: the first quantized slot that is read, and the range of exact ones.

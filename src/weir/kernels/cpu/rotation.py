@@ -29,8 +29,8 @@ _TAU = np.float32(6.283185307179586)
 def _rotate_one(
     key: np.ndarray, by: float, per_turn: np.ndarray, turns: np.ndarray, out: np.ndarray
 ) -> None:
-    """Copy one key [dim] into `out` with its first numbers rotated; `turns` is memory for half as
-    many numbers.
+    """Copy one key [dim] into `out` with its first numbers rotated. `turns` is scratch memory for
+    one number for each pair that rotates.
     """
     half = per_turn.shape[0]
     for i in range(half):
@@ -92,7 +92,7 @@ _compiled_turn = compile_kernel(_turn, fastmath=("contract",))
 
 
 def rotate_keys(keys: Tensor, by: Tensor, per_turn: Tensor, out: Tensor | None = None) -> Tensor:
-    """Rotate keys that are already rotated further by some positions.
+    """Rotate keys, which are already rotated, by more positions.
 
     Args:
         keys: [batch, heads, n, dim], float32.

@@ -2,8 +2,8 @@
 
 The results are bit-identical to those of `quantize` and `dequantize` in `weir.slab.quantization`:
 the operations are the same and rounded separately, but done in one pass for each vector, from one
-buffer into another. Vectors of 4 bits are rotated before they are quantized, and if wanted after
-they are dequantized.
+buffer into another. Vectors of 4 bits are rotated before they are quantized. When they are
+dequantized, they can be rotated back.
 
 Roofline: a division for each number that is quantized, and log2(block) sums for the rotation; a
 product for each number that is dequantized.
@@ -303,7 +303,7 @@ def quantize_int4(
     """Rotate vectors and quantize them into buffers, as `quantize_int8` does.
 
     Args:
-        x, peaks, levels, low, high: as there.
+        x, peaks, levels, low, high: as in `quantize_int8`.
         codes: written [batch, heads, n, dim / 2], uint8.
         most: the largest number before rotation.
         block: how many numbers are rotated together.

@@ -1,11 +1,11 @@
 """The two products of attention with one query per head, over slots as they are stored.
 
 Few query heads share a KV head, so each number of a key or value is used in few multiplications.
-Loops in Python keep sums in memory, or add up parts for every slot separately, which takes longer
-than reading. Here, sums stay in the processor's registers: four keys for three query heads, or four
-vectors of a value for three query heads. The four keys are far from each other, because processors
-prefetch memory that is read in order. Several such streams were faster than one for keys, but not
-for values.
+Loops that numba compiles from Python keep sums in memory, or add up parts for every slot
+separately, which takes longer than reading. Here, the sums of four keys for three query heads, or
+of four vectors of a value for three query heads, stay in the processor's registers. The four keys
+are far apart in memory, because processors prefetch memory that is read in order, and reading
+several such streams at once was faster. For values, it was not.
 
 Slots are given by the address of the first and the bits of a number: 32 for float32, 16 for
 bfloat16, 8 for int8, 4 for two numbers in a byte, the ones at i and at i + dim / 2, each stored
@@ -88,13 +88,13 @@ def _dot_streams(
             lanes], from `pad_query`.
         slots: address of the first slot.
         bits: bits of each of their numbers.
-        step: distance between the slots that are read at once, in slots.
-        times: how often so many are read.
+        step: distance between two of the _STREAMS slots that are read at once, in slots.
+        times: how often _STREAMS slots are read.
         dim: at least `lanes`, or twice that if `bits` is 4.
         logits: address of the first of the output logits [members, count].
-        count: logits of each member.
+        count: number of logits of each query head.
         lanes: numbers in a vector, 8 or 16.
-        members: query heads, 1 to _MEMBERS.
+        members: number of query heads, 1 to _MEMBERS.
         ahead, stop: addresses of memory that is prefetched.
     """
 
@@ -169,15 +169,15 @@ def _sum_vectors(
     Args:
         builder: builds the code.
         shares: address of float32 [members, count].
-        apart: distance between the shares of two members, in numbers.
-        count: slots.
+        apart: distance between the shares of two query heads, in numbers.
+        count: number of slots.
         slots: address of the slots [count, dim].
         bits: bits of each of their numbers.
         dim: numbers in a slot, and in an answer.
         column: the first number of a part that is summed.
         answers: address of the answers [members, dim], float32.
         lanes: numbers in a vector, 8 or 16.
-        members: query heads, 1 to _MEMBERS.
+        members: number of query heads, 1 to _MEMBERS.
         ahead: address of memory that is prefetched; 0 for none.
     """
 
@@ -251,7 +251,9 @@ def _for_members(
 
 
 def _load(builder: ir.IRBuilder, numbers: Any, place: Any, width: int, kind: int) -> list[Any]:
-    """Load a vector of stored numbers as float32; of bytes with two numbers, one of the two."""
+    """Load a vector of stored numbers as float32. Bytes with two numbers give two vectors: one of
+    the numbers in the low bits, and one of those in the high bits.
+    """
     size = max(1, kind // 8)
     read = builder.load(vector_at(builder, numbers, place, width), align=size)
     if kind > 4:
@@ -358,12 +360,12 @@ def dot_products(
 
     Args:
         asked_at: address of queries from `pad_query` [group, padded].
-        group: queries.
-        slots_at, bits, dim: the slots.
-        logits_at: address of float32, which are written.
+        group: number of queries.
+        slots_at, bits, dim: address of the slots, bits of a number, and numbers in a slot.
+        logits_at: address of the output, float32.
         apart: distance between the logits of two queries, in numbers.
-        number: slots.
-        lanes: numbers of a vector, 8 or 16; 1 for heads of too few.
+        number: number of slots.
+        lanes: numbers of a vector, 8 or 16; 1 for heads that are too small for vectors.
         ahead, stop: addresses of memory that is prefetched, `AHEAD` bytes per slot.
     """
     parts = 2 if bits == 4 else 1
@@ -410,11 +412,11 @@ def weighted_sums(
     Args:
         shares_at: address of float32, the shares of each query.
         apart: distance between the shares of two queries, in numbers.
-        number: slots.
-        group: queries.
-        slots_at, bits, dim: the slots.
-        out_at: address of float32 [group, dim], which are written.
-        lanes: numbers of a vector, 8 or 16, and `lanes * VECTORS` is no more than `dim`; or 1.
+        number: number of slots.
+        group: number of queries.
+        slots_at, bits, dim: as in `dot_products`.
+        out_at: address of the output, float32 [group, dim].
+        lanes: numbers of a vector, 8 or 16, if `lanes * VECTORS` is at most `dim`; otherwise 1.
         ahead, stop: as in `dot_products`.
     """
     if lanes == 1:

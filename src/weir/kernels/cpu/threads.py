@@ -37,8 +37,9 @@ class TeamKernel:
     """A kernel that PyTorch's threads run together, each taking part after part.
 
     Args:
-        function: takes the address of numbers of 64 bits. With it, it calls `take_part` until no
-            parts are left. Its own arguments are the numbers from the third on.
+        function: takes the address of integers of 64 bits: the number of the next part, the number
+            of parts, and then the arguments of the call. It calls `take_part` with this address
+            until no parts are left.
     """
 
     def __init__(self, function: Callable[[int], None]) -> None:
@@ -82,7 +83,7 @@ def _team() -> Any:
 
 @intrinsic
 def take_part(_typing: Any, address: Any) -> Any:
-    """Take the number of the next part, of those of a `TeamKernel`."""
+    """Return the number of the next part of a `TeamKernel`, and take it from the other threads."""
 
     def write(_context: Any, builder: ir.IRBuilder, _signature: Any, given: Any) -> Any:
         place = builder.inttoptr(given[0], LONG.as_pointer())
@@ -93,7 +94,9 @@ def take_part(_typing: Any, address: Any) -> Any:
 
 @intrinsic
 def add_to(_typing: Any, address: Any, number: Any) -> Any:
-    """Add to a number at an address, and release this thread's writes to threads that read it."""
+    """Add to the number at an address, atomically, and return the number that was there. A thread
+    that reads the new number in `wait_until` also sees everything that this thread wrote before.
+    """
 
     def write(_context: Any, builder: ir.IRBuilder, _signature: Any, given: Any) -> Any:
         place = builder.inttoptr(given[0], LONG.as_pointer())
@@ -109,7 +112,7 @@ SPINS = 2**14
 
 @intrinsic
 def wait_until(_typing: Any, address: Any, number: Any) -> Any:
-    """Wait until a certain number is at an address."""
+    """Wait until the number at an address is at least `number`."""
 
     def write(_context: Any, builder: ir.IRBuilder, _signature: Any, given: Any) -> Any:
         place = builder.inttoptr(given[0], LONG.as_pointer())
@@ -178,7 +181,9 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 
 
 def _forget_threads() -> None:
-    """A forked process has none of its parent's threads, and would wait for OpenMP's."""
+    """Prepare a forked process. It has none of its parent's threads, and would wait forever for
+    those of OpenMP.
+    """
     global _forked
     _forked = True
     _pool.cache_clear()

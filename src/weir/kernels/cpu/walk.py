@@ -8,9 +8,9 @@ above the diagonal is read once.
 `walk_pairs` does the work of `Gram.of`, `Gram.products` and `walk` of `weir.pools.balance`, which
 take about sixty operations of PyTorch; calling each takes longer than computing it. Products are
 computed tile by tile (`vectors`), and only the differences of pairs are kept of a tile. A product
-may differ from PyTorch's by rounding, and so may the sign of a pair whose probability is at the
-edge. Roofline: a product and a sum for each number of each pair of tokens, an exponential for each
-pair.
+may differ from PyTorch's by rounding. So the sign of a pair may also differ, if its random number
+is almost equal to its probability. Roofline: a product and a sum for each number of each pair of
+tokens, and an exponential for each pair.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def walk(products: Tensor, gain: Tensor, u: Tensor, free: Tensor) -> Tensor:
     return signs
 
 
-# --- pairs of blocks, with their inner products
+# --- pairs of tokens, with their inner products
 
 
 @njit(nogil=True, fastmath=set(MATH))
@@ -213,11 +213,12 @@ def walk_pairs(
     gamma: float,
     steepest: float,
 ) -> Tensor:
-    """Compute the signs of the pairs of blocks [blocks, tokens / 2], float32; 0 for those that do
-    not take part.
+    """Compute the signs of the pairs of tokens in each block [blocks, tokens / 2], float32; 0 for
+    pairs that do not take part.
 
     Args:
-        keys, values: [blocks, tokens, dim], float32, all of them of tokens; an even number.
+        keys, values: [blocks, tokens, dim], float32. The number of tokens is even, and no place is
+            empty.
         a, b: log-weights [blocks, tokens], float32.
         u: uniform numbers [blocks, tokens / 2], float64.
         free: which pairs take part [blocks, tokens / 2], bool.

@@ -2,9 +2,10 @@
 
 Quantized slots are read as stored: numbers are widened in registers, to a dtype that represents all
 of them exactly, and the steps multiply logits and weights, <q, c> * step and p * step. Values of 4
-bits have several steps, which multiply the numbers. The exact slots after them are read by the
-kernel of `decode`, whose second kernel combines the sums of both. Roofline: the stored bytes and
-the peaks of every quantized slot are read once, for all query heads of its group.
+bits can have several steps, which multiply the numbers. The exact slots after the quantized ones
+are read by the kernel of `decode`, and the second kernel of that file combines the sums of both.
+Roofline: the stored bytes and the peaks of every quantized slot are read once, for all query heads
+of its group.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def _widened(numbers, dtype: tl.constexpr):
     """Convert numbers of 8 bits to a floating-point dtype, exactly.
 
     int8 numbers are signed integers; uint8 ones are float8 with 4 bits of exponent and 3 of
-    mantissa. The latter are float16 numbers with an exponent smaller by 8, subnormals included.
+    mantissa. The bits of a float8 number, moved to their places in float16, give a number that is
+    2^8 times smaller, also for subnormal numbers.
     """
     if numbers.dtype == tl.uint8:
         bits = numbers.to(tl.uint16)
@@ -162,8 +164,8 @@ def decode_quantized(
 ) -> Tensor:
     """Compute attention outputs [batch, kv_heads, group, 1, value_dim].
 
-    The output of a query that sees no slot is zero. The other arguments are those of
-    `decode_quantized.decode_quantized`.
+    The output of a query that sees no slot is zero. All arguments except `splits` are those of
+    `weir.kernels.cpu.decode_quantized.decode_quantized`.
 
     Args:
         splits: number of parts that the quantized slots, and the exact ones, are split into, a

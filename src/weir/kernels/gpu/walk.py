@@ -1,4 +1,4 @@
-"""The self-balancing walk on a GPU, one program per block, equal sign for sign to the CPU's.
+"""The self-balancing walk on a GPU, one program per block, with the same signs as on a CPU.
 
 The reference is `weir.pools.balance.halving.walk`. Both add the rows of the inner products to the
 sums of all later tokens, in the order of the walk and in float32. A product times a sign is exact,
