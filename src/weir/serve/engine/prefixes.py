@@ -17,15 +17,18 @@ from weir.cache import RowState
 
 @dataclass(frozen=True)
 class PrefixKey:
-    """What two prompts must have in common before their tokens are compared.
+    """The facts, apart from tokens, that a state and a prompt must share before the prompt can
+    continue from the state.
 
     Attributes:
-        owner: the owner who may continue from a state.
-        parent: the checkpoint that the tokens follow; None at the beginning of a stream.
-        beginning: tokens of the stream's beginning (`Marks.beginning`), which cannot change after
-            they have been folded; 0 with a parent, whose row knows it.
-        seed: the seed of the row's random draws; 0 with a parent.
-        kept: places of results that the row keeps, among the tokens it has read.
+        owner: the owner of the conversation; owners do not share states.
+        parent: the saved checkpoint after which the tokens come; None if they begin a stream.
+        beginning: number of tokens in the stream's beginning (`Marks.beginning`). Rows fold
+            differently if it differs. 0 if there is a parent, because the parent's row has the
+            number.
+        seed: the seed of the row's random draws; 0 if there is a parent, for the same reason.
+        kept: ranges of places whose tokens the row must keep, such as results of tools, among the
+            tokens that it has read.
     """
 
     owner: str
@@ -45,12 +48,12 @@ class PrefixState:
 
     @property
     def is_beginning(self) -> bool:
-        """Whether it is the end of a beginning, which other conversations share."""
+        """Whether the state is at the end of a beginning, which other conversations share."""
         return self.key.parent is None and len(self.ids) == self.key.beginning
 
 
 class PrefixPlace(Protocol):
-    """Keeps states while the server is not running. Only `read_all` waits for a disk."""
+    """Keeps states for when the server is started again. Only `read_all` waits for a disk."""
 
     def read_all(self) -> list[PrefixState]:
         """Return the kept states, the most recently used one last."""
