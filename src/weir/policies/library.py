@@ -315,11 +315,13 @@ def uniform(
 ) -> Policy:
     """Keep the first tokens, the newest, and a number or a share of all tokens between them.
 
-    The budget is 256 unless it or a rate is given. Sinks and recent tokens are an eighth of it each
-    unless they are given: 32 and 32 of 256, as in BalanceKV's runs; with a rate, 32 and 32.
+    Without a budget and a rate, the budget is 256. Unless they are given, sinks and recent tokens
+    get an eighth of the budget each: 32 and 32 of 256, as in BalanceKV's runs. With a rate, they
+    get 32 and 32.
 
     Args:
-        budget: number of slots of each KV head in each layer; none for 256, or for those of a rate.
+        budget: number of slots of each KV head in each layer; none for 256, or for no limit if
+            `rate` is given.
         sinks: number of first tokens that are kept; none for an eighth of the budget.
         recent: number of newest tokens that are kept; none for an eighth of the budget.
         weighted: whether each token of the sample represents as many tokens as it was drawn from.
