@@ -39,10 +39,12 @@ class ModelSink:
     """The attention sink that a model was trained with.
 
     Attributes:
-        kind: one of `KINDS`.
+        kind: "none", "zero" or "learnable" (StreamingLLM, Table 3).
         tokens: ids in front of every training sample, in order; only a learnable sink has any.
 
-    Raises WeirError if there is no such sink.
+    Raises:
+        WeirError: the kind is unknown, or does not go with these tokens, or a token cannot be an
+            id.
     """
 
     kind: str = "none"
@@ -65,8 +67,8 @@ class ModelSink:
 
     @property
     def slots(self) -> int | None:
-        """Number of slots that the attention needs for sinks; None if training did not determine
-        it.
+        """Number of slots that a cache needs for sinks; None if the model was trained as usual, so
+        that this number is not known.
         """
         return None if self.kind == "none" else len(self.tokens)
 
@@ -115,11 +117,11 @@ def set_sink(config: PreTrainedConfig, kind: str, tokens: Iterable[int] = ()) ->
     Args:
         config: configuration of a causal language model; if it has several parts, the text
             decoder's is set.
-        kind: one of `KINDS`.
+        kind: "none", "zero" or "learnable" (`ModelSink`).
         tokens: ids in front of every training sample; for "learnable" only.
 
     Raises:
-        WeirError: there is no such sink.
+        WeirError: the kind is unknown, or does not go with these tokens.
     """
     sink = ModelSink(kind, tuple(tokens))
     text: Any = config.get_text_config(decoder=True)

@@ -90,7 +90,7 @@ class Fold:
 
     Attributes:
         draws: this pool's random numbers, in this layer.
-        seen: tokens of the stream so far [batch], int64.
+        seen: number of tokens of the stream so far [batch], int64.
         form: the parameters of the layer's attention: the factor of the logits, usually
             1/sqrt(key_dim), their cap, and the model's sink logits.
         queries: the last queries, each rotated to its place in the stream [batch, kv_heads, group,
@@ -103,8 +103,8 @@ class Fold:
         last: true for the last pool of a pipe, whose overflow is lost.
         unbroken: true if all pools before this one pass on tokens in order, so that the arrivals
             are newer than everything that came before, and have no gaps.
-        beginning: tokens of the stream's beginning, the same in all rows that fold together; None
-            if not known (`Marks`).
+        beginning: number of tokens in the stream's beginning, the same in all rows that fold
+            together; None if not known (`Marks`).
         turn: the place where the current turn begins [batch], int64; None if not known.
         header: number of tokens in the header of the turn, the same in all rows that fold together.
         kept: places of tokens to keep, the first and the one after the last of each range
@@ -154,8 +154,9 @@ class Fold:
 class Pool(ABC):
     """A rule that decides which tokens keep a slot, for each KV head.
 
-    Its properties are defaults. A subclass that differs sets `needs_mass = True`, for example, or
-    defines a property if the value depends on a parameter.
+    A subclass defines `slots` and `fold`. Its properties have defaults, which a subclass overrides
+    with a class attribute, such as `needs_mass = True`, or with a property if the value depends on
+    a parameter. `SizedPool`, `Ranked` and `Tallied` are simpler bases for most pools.
 
     Attributes:
         name: its name in a policy, set by the decorator `pool`.
@@ -324,14 +325,18 @@ class Pool(ABC):
 
 
 class SizedPool(Pool):
-    """A pool whose first parameter is its number of slots, at least 1."""
+    """A pool whose first parameter is its number of slots.
+
+    Raises:
+        WeirError: the number is less than 1.
+    """
 
     def __post_init__(self) -> None:
         if self.slots() < 1:
             raise WeirError(f"{self.name} must keep at least 1 token, got {self.slots()}")
 
     def slots(self) -> int:
-        """Return the first parameter."""
+        """Return the number of slots, which is the first parameter."""
         return int(getattr(self, fields(cast(Any, self))[0].name))
 
 

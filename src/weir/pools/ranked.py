@@ -34,8 +34,8 @@ class Ranked(SizedPool):
     are kept. A score that draws random numbers sets `is_stochastic = True`.
 
     Attributes:
-        tie_margin: the share of a score by which others may differ from it and count as equal; 0
-            for exact scores, such as places in the stream.
+        tie_margin: scores count as equal if they differ by at most this share; 0 for exact scores,
+            such as places in the stream.
     """
 
     drops = True
@@ -93,7 +93,8 @@ class Tallied(Ranked):
     """A ranked pool that keeps a number for each token from fold to fold.
 
     `tally` computes the numbers again at every fold, even while there is room. When `score` is
-    called, `fold.state[TALLY]` has the number of each of its slots.
+    called, `fold.state["tally"]` has the number of each slot. By default, the numbers are the
+    scores.
     """
 
     @abstractmethod

@@ -20,6 +20,8 @@ from weir.slab import Slots
 class Recent(Pool):
     """Keep the newest tokens that arrive. Older ones overflow.
 
+    This is the sliding window of StreamingLLM (Xiao et al. 2024, section 3.2).
+
     Attributes:
         n: number of tokens to keep; `none` for no limit.
     """

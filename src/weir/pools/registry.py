@@ -28,7 +28,8 @@ PoolClass = TypeVar("PoolClass", bound=type[Pool])
 
 
 def pool(name: str) -> Callable[[PoolClass], PoolClass]:
-    """Register a pool under `name`, and make its class check its arguments.
+    """Make a class decorator that registers a pool under `name` for use in policies, and makes its
+    class check its arguments.
 
     A class with the same module and name may be registered again, for example when a cell of a
     notebook is run twice.

@@ -20,6 +20,8 @@ from weir.slab import Slots
 class Sink(SizedPool):
     """Keep the first tokens that arrive.
 
+    These are the attention sinks of StreamingLLM (Xiao et al. 2024, section 3.2).
+
     Attributes:
         n: number of tokens to keep; 4 in the paper.
     """
