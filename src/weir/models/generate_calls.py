@@ -134,9 +134,9 @@ def _only_new(cache: Any, given: Mapping[str, Any]) -> bool:
 
 
 _CONTINUES_IN_CHUNKS = Version("5.23")
-"""The first release that is known to leave out tokens that were fed before if `prefill_chunk_size`
-is given; 5.12 feeds the whole text again. weir does not need the option, because a long prompt
-takes no more slots in one piece.
+"""The first release of transformers that is known to leave out tokens that were fed before if
+`prefill_chunk_size` is given; 5.12 feeds the whole text again. weir does not need this option,
+because a long prompt in one piece takes no more slots.
 """
 
 

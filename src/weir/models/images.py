@@ -159,10 +159,11 @@ def offsets(model: PreTrainedModel, given: Mapping[str, Any]) -> Tensor | None:
             `video_grid_thw`); newer versions of `generate` pass features instead (`note_sizes`).
 
     Returns:
-        [batch, length, 5], int64: a token's offset in time, height and width from the beginning of
-        its text token or image; the extent of that text token or image; and how far after this
-        token the next one begins, which is 0 until the last token of an image. A text token is
-        0, 0, 0, 1, 1. None for models with one axis.
+        Five numbers for each token [batch, length, 5], int64. The first three are its offsets in
+        time, height and width from the beginning of its text token or image. The fourth is the
+        extent of that text token or image. The fifth is how far the text token or image of the next
+        token begins after that of this token: 0 for all tokens of an image except the last. A text
+        token has the numbers 0, 0, 0, 1, 1. None for models with one axis.
 
     Raises:
         WeirError: images and image tokens do not match.

@@ -64,9 +64,11 @@ FORWARDS: dict[str, Callable[..., Any]] = {"falcon": falcon, "bloom": bloom, "mp
 
 
 def split_groups(mixed: Tensor, kv_heads: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Split a projection [batch, length, kv_heads * (group + 2) * dim], in which the queries of a
-    KV head are followed by its key and value, into queries [batch, heads, length, dim], keys and
-    values [batch, kv_heads, length, dim].
+    """Split a fused projection into queries [batch, heads, length, dim], keys and values [batch,
+    kv_heads, length, dim].
+
+    `mixed` is [batch, length, kv_heads * (group + 2) * dim]. It has the queries of a KV head, then
+    its key and its value, and then those of the next KV head.
     """
     split = mixed.unflatten(2, (kv_heads, -1, dim)).permute(0, 2, 3, 1, 4)
     return split[:, :, :-2].flatten(1, 2), split[:, :, -2], split[:, :, -1]

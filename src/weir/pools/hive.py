@@ -2,9 +2,9 @@
 
 BUZZ (Zhao et al. 2024, "BUZZ: Beehive-structured Sparse KV Cache with Segmented Heavy Hitters for
 Efficient LLM Inference", arXiv:2410.23079), section 3.3, Algorithms 1 and 2: when there is one
-token more than the threshold, the *new* tokens, those since the last eviction, are cut into
-segments, and the one with the most attention of each stays (local maxima). Of the *old* ones, the
-survivors of earlier evictions, one in every few stays (interval sampling).
+token more than the threshold, the *new* tokens, which arrived since the last eviction, are cut into
+segments, and the token with the most attention in each segment stays (local maxima). Of the *old*
+tokens, which survived earlier evictions, one in every few stays (interval sampling).
 """
 
 from __future__ import annotations

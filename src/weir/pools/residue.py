@@ -6,9 +6,9 @@ size as a log-weight. An exponential of a mean is less than the mean of exponent
 order of this difference is corrected by the spread of the keys. How much weight means get is tested
 in every layer on the latest queries. In a stream, merged tokens fade.
 
-Groups are joined by Ward (1963, "Hierarchical Grouping to Optimize an Objective Function"): two
-groups of weights v and w whose means are a distance d apart add v w / (v + w) d^2 to the sum of
-squares around means.
+Groups are joined by the rule of Ward (1963, "Hierarchical Grouping to Optimize an Objective
+Function"): joining two groups of weights v and w, whose means are a distance d apart, adds v w / (v
++ w) d^2 to the sum of squares around means, and the groups that add the least are joined first.
 """
 
 from __future__ import annotations

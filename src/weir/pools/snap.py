@@ -44,9 +44,9 @@ class Snap(Asking):
             token's place in the middle: an odd number; 1 for no pooling.
         average: whether a token gets the average of its neighbors' votes, with evicted tokens
             counted as zero; otherwise their largest.
-        frame: "read": a vote is the attention of the model, with keys where attention reads them
-            and everything that the query sees in the denominator. "stream": the softmax over all
-            tokens that are in the pool or arrive at it, at their places in the stream.
+        frame: "read": a vote is a share of the attention that the model has computed, over
+            everything that the query sees. "stream": a vote is a share of a softmax over only the
+            tokens that are in the pool or arrive at it, with keys at their places in the stream.
     """
 
     needs_shares = False

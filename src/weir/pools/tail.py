@@ -155,9 +155,9 @@ class Tail(SizedPool, Sample):
 
         Each token was in the sample with a probability π, the inverse of its weight. Without it,
         the output z would move by p / (1 - p) (z - v), with p the share of attention that the token
-        and those it represents received. So its variance is Σ (1 - π) (p / (1 - p))² |v - z|², the
-        jackknife's (Särndal, Swensson and Wretman 1992, sections 5.6 and 11.5, with draws assumed
-        independent, as they nearly are).
+        and those it represents received. So the variance of z is Σ (1 - π) (p / (1 - p))² |v - z|².
+        This is the jackknife estimate (Särndal, Swensson and Wretman 1992, sections 5.6 and 11.5).
+        It assumes that draws are independent, as they nearly are.
         """
         read = fold.observed
         share = read.attention(held, self.watch).double()

@@ -1,9 +1,9 @@
 """BalanceKV's merge-and-reduce in a fixed number of slots: balanced halves of all past tokens.
 
 BalanceKV (Kochetkova et al. 2025, "Streaming Attention Approximation via Discrepancy Theory",
-arXiv:2502.07861), section 3 and Algorithms 1, 2 and 4: tokens enter level 0; a block of a level is
-halved by a walk that keeps its halves balanced for every query (`halving`), and those that stay
-rise to the next level, each for twice as many (`schedule`).
+arXiv:2502.07861), section 3 and Algorithms 1, 2 and 4: tokens enter level 0. A block of a level is
+halved by a walk that keeps its halves balanced for every query (`halving`). The tokens that stay
+rise to the next level, where each represents twice as many tokens (`schedule`).
 """
 
 from __future__ import annotations
@@ -65,9 +65,10 @@ class Balance(SizedPool):
             counts double, as in the authors' code, for halves=authors. separate: the paper's
             Algorithm 1, with one set for the denominator and others for the numerator, by the
             length of the value; each token then takes two slots, and `constant` is not used.
-        precision: the paper's epsilon, for separate sets: when there is no room, values shorter
-            than precision / sqrt(tokens so far) times the longest are erased from the numerator,
-            and the shortest if their lengths fill more buckets than there are slots.
+        precision: the paper's epsilon, for separate sets. When there is no room, values shorter
+            than precision / sqrt(tokens so far) times the longest are erased from the numerator. If
+            the lengths of values fill more buckets than there are slots, the shortest values are
+            erased, too.
         eager: halve a level as soon as it has a block, as Algorithm 4 does. The policy is then not
             exact below its budget.
     """

@@ -2,8 +2,9 @@
 
 CriticalKV (Feng et al. 2025, "Identify Critical KV Cache in LLM Inference from an Output
 Perturbation Perspective", arXiv:2502.03805), Algorithm 1: the first half of the slots goes to the
-tokens with the most attention; the second to those whose attention times the size of their value
-after the output projection is the largest, which bounds how far the output moves without them.
+tokens with the most attention. The second half goes to the tokens with the largest product of
+attention and the size of their value after the output projection, which bounds how far the output
+moves without them.
 """
 
 from __future__ import annotations

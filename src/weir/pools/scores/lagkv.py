@@ -31,10 +31,11 @@ SCORED = torch.finfo(torch.float32).tiny
 class LagKV(Tallied):
     """Keep the tokens that differ most from the segment after theirs, separately for each KV head.
 
-    A token is scored once, when all tokens of the next segment have come, from those of them that
-    are still there, in the pool or in a `recent` before it. Until then it is kept. Scores of all
-    segments are compared, because the slots are for the whole stream; the paper keeps the same
-    number of each segment. A channel in which the next segment does not vary is ignored.
+    A token is scored once, when all tokens of the next segment have arrived. Its score is computed
+    from the tokens of that segment that are still in the pool or in a `recent` before it. Until a
+    token has a score, it is kept. Scores of all segments are compared, because the slots are for
+    the whole stream; the paper keeps the same number of tokens of each segment. A channel in which
+    the next segment does not vary is ignored.
 
     Attributes:
         n: number of tokens to keep.
