@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.responses import JSONResponse
 
 from weir.errors import shorten
+from weir.serve import patterns
 
 CODES = {
     "missing": "missing_required_parameter",
@@ -53,16 +54,6 @@ SENTENCES = {
     "string_too_short": "must have at least {min_length} characters",
 }
 """Sentences about values out of bounds, by pydantic's name of the error."""
-PATTERNS = {
-    r"^(resp_)?[0-9a-f]{32}$": "must be the id of a turn: resp_ and 32 hexadecimal digits",
-    r"^[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}$": (
-        "must have 1 to 128 letters, digits or _ . : - and begin with a letter or digit"
-    ),
-    r"^[a-zA-Z0-9_-]{1,64}$": "must have 1 to 64 letters, digits, underscores or hyphens",
-    r"^[a-zA-Z0-9_-]{1,128}$": "must have 1 to 128 letters, digits, underscores or hyphens",
-    r"^[0-9a-f]{0,64}$": "must be a checksum of at most 64 hexadecimal digits",
-}
-"""Sentences about texts that do not match a pattern. Clients cannot read regular expressions."""
 
 
 class ErrorFacts(BaseModel):
@@ -302,7 +293,9 @@ def _message(error: Mapping[str, Any]) -> str:
     if kind == "literal_error":
         return f"must be {facts['expected']}"
     if kind == "string_pattern_mismatch":
-        return PATTERNS.get(str(facts["pattern"]), "has characters that are not allowed here")
+        return patterns.SENTENCES.get(
+            str(facts["pattern"]), "has characters that are not allowed here"
+        )
     if kind == "too_long" and facts["actual_length"] is None:
         # pydantic does not count the entries of an object.
         facts["actual_length"] = len(error["input"])

@@ -15,6 +15,7 @@ from jiter import from_json
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
+from weir.serve import patterns
 from weir.serve.api.dependencies import run_in_thread
 from weir.serve.api.errors import APIError, invalid_body, invalid_json, not_found, rate_limited
 from weir.serve.api.middleware import at_end
@@ -28,7 +29,6 @@ from weir.serve.worker import Worker, holder_of_call
 
 Body = TypeVar("Body", bound=BaseModel)
 Result = TypeVar("Result")
-SESSION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
 SESSION_HEADER = "x-session-id"
 JSON = "application/json"
 FORM = "application/x-www-form-urlencoded"
@@ -402,11 +402,10 @@ def unknown_query(request: Request) -> list[str]:
 def named_session(request: Request) -> str | None:
     """Return the session that the client names, if any. Raises APIError for an invalid name."""
     name = request.headers.get(SESSION_HEADER)
-    if name is not None and not SESSION_NAME.fullmatch(name):
+    if name is not None and not re.fullmatch(patterns.SESSION, name):
         raise APIError(
             400,
-            f"{SESSION_HEADER} must have 1 to 128 letters, digits or _ . : - and begin with a "
-            "letter or digit",
+            f"{SESSION_HEADER} {patterns.SENTENCES[patterns.SESSION]}",
             param=SESSION_HEADER,
         )
     return name

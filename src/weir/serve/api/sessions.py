@@ -12,11 +12,12 @@ from fastapi import APIRouter, Depends, Query, Request
 from pydantic import Field, StringConstraints
 from starlette.responses import Response
 
+from weir.serve import patterns
 from weir.serve.api.dependencies import Client, Owner, PageQuery, look_up, run_in_thread
 from weir.serve.api.errors import APIError, not_found, server_error, storage_full
 from weir.serve.api.middleware import LOG
 from weir.serve.api.openapi import describe_body
-from weir.serve.api.requests import SESSION_NAME, begin_request, check_query, read_body, read_chunks
+from weir.serve.api.requests import begin_request, check_query, read_body, read_chunks
 from weir.serve.api.schemas.base import Strict
 from weir.serve.api.sse import EventStream
 from weir.serve.sessions.records import SessionSummary, TurnRecord, is_hidden
@@ -33,14 +34,14 @@ STREAM_FACTS = ("held", "bytes", "folds", "pinned", "beginning", "forgotten")
 BINARY = {FILE: {"schema": {"type": "string", "format": "binary"}}}
 
 router = APIRouter(dependencies=[Depends(check_query)])
-Turn = Annotated[str, StringConstraints(pattern=r"^(resp_)?[0-9a-f]{32}$")]
+Turn = Annotated[str, StringConstraints(pattern=patterns.TURN)]
 
 
 class ForkBody(Strict):
     """Request body of `POST /v1/sessions/{name}/fork`."""
 
     turn: Turn | None = None
-    id: Annotated[str, StringConstraints(pattern=f"^{SESSION_NAME.pattern}$")] | None = None
+    id: Annotated[str, StringConstraints(pattern=patterns.SESSION)] | None = None
 
 
 class RewindBody(Strict):

@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 from weir.cache import check_token, located
 from weir.errors import WeirError, in_words, quote
 from weir.policies import FARTHEST, FileFacts, ListOf, Whole, read_facts
+from weir.serve import patterns
 from weir.serve.json_nodes import NodeCounter
 from weir.serve.messages import Message, ResultPlace
 from weir.serve.sessions.records import (
@@ -231,7 +232,7 @@ class _Listed(FileFacts):
         return dict(zip(cls.model_fields, value, strict=False))
 
 
-Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{0,64}$")]
+Hash = Annotated[str, Field(pattern=patterns.CHECKSUM)]
 
 
 class _CallFacts(_Listed):

@@ -21,6 +21,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError, PydanticKnownError, core_schema
 
 from weir.errors import quote
+from weir.serve import patterns
 
 T = TypeVar("T")
 # Validation stops at the first wrong entry. An error for each would take seconds and gigabytes.
@@ -33,7 +34,7 @@ def _whole(value: Any) -> Any:
 
 
 Whole = Annotated[int, BeforeValidator(_whole)]
-Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+Name = Annotated[str, StringConstraints(pattern=patterns.NAME)]
 """Name of a function or a schema."""
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
+from weir.serve import patterns
 from weir.serve.api.schemas.base import (
     Lenient,
     ListOf,
@@ -26,7 +27,7 @@ TAG = ":latest"
 class OllamaFunction(Lenient):
     """The function and the arguments of a call."""
 
-    name: Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
+    name: Annotated[str, StringConstraints(pattern=patterns.LONG_NAME)]
     arguments: dict[str, Any]
 
 
