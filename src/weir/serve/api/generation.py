@@ -260,7 +260,7 @@ def warn(http: Request, skipped: Sequence[str], other: str = "") -> dict[str, st
     return {WARNING_HEADER: f"{said}; {other}" if other else said}
 
 
-def warn_query(request: Request, response: Response) -> None:
+async def warn_query(request: Request, response: Response) -> None:
     """Name the query parameters of a GET that have no effect; a dependency of all routes.
 
     They are not refused, because clients send some on their own: Codex adds its version to

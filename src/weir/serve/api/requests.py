@@ -383,7 +383,7 @@ def _has_no_body(request: Request) -> bool:
     )
 
 
-def check_query(request: Request) -> None:
+async def check_query(request: Request) -> None:
     """Refuse unknown query parameters and hidden sessions; a dependency of routes."""
     if is_hidden(str(request.path_params.get("name", ""))):
         raise not_found("session")
