@@ -590,19 +590,21 @@ class Rows:
         if length == 0:
             raise WeirError("a prompt must have at least one token, got none")
         if self.seen and batch != self.batch:
-            instead = "Use one cache per batch, or call cache.reset() first"
-            if self.batch is not None and batch % self.batch == 0:
-                repeats = batch // self.batch
-                instead = (
-                    f"For num_return_sequences={repeats} or num_beams={repeats}, make "
-                    f"{in_words(repeats, 'row')} of each with "
-                    f"cache.batch_repeat_interleave({repeats}). Otherwise, u{instead[1:]}"
-                )
+            other = "use one cache per batch, or call cache.reset() first"
             if fixed:
                 instead = (
                     "Feed all rows, with attention_mask 0 for those that get no token, or make a "
                     f"cache with batch={batch}"
                 )
+            elif self.batch is not None and batch % self.batch == 0:
+                repeats = batch // self.batch
+                instead = (
+                    f"For num_return_sequences={repeats} or num_beams={repeats}, make "
+                    f"{in_words(repeats, 'row')} of each with "
+                    f"cache.batch_repeat_interleave({repeats}). Otherwise, {other}"
+                )
+            else:
+                instead = f"To fix this, {other}"
             held = in_words(self.batch or 0, "row")
             raise WeirError(f"this cache holds {held}, but a batch of {batch} was fed. {instead}.")
 
