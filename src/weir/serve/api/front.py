@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from weir.errors import WeirError
 from weir.serve.api.errors import APIError, anthropic_error, ollama_error
-from weir.serve.api.middleware import refuse_framing
+from weir.serve.api.middleware import check_http
 from weir.serve.api.protocol import MAX_CONNECTIONS, BoundedConnection
 from weir.serve.api.sse import encode_event
 
@@ -135,7 +135,7 @@ class Front:
         if scope["type"] == "lifespan":
             await self._run(receive, send)
         elif scope["type"] == "http":
-            error = refuse_framing(scope)
+            error = check_http(scope)
             if error is None:
                 error = await self._serve(scope, receive, send)
             if error is not None:

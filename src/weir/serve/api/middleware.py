@@ -114,13 +114,14 @@ class RequestMiddleware:
         """Return the error for a request that must not reach a route, or None."""
         if (refused := self._access.refuse(scope)) is not None:
             return refused
-        return refuse_framing(scope)
+        return check_http(scope)
 
 
-def refuse_framing(scope: Scope) -> APIError | None:
-    """Return the error for a request that does not follow HTTP/1.0 or HTTP/1.1, or None.
+def check_http(scope: Scope) -> APIError | None:
+    """Return the error for a request that this server cannot read as HTTP/1.0 or HTTP/1.1, or None.
 
-    Two servers could find different ends in such a request.
+    It is of another version, has an expectation that this server does not know, or says in two
+    ways where its body ends. A proxy in front of this server could read the last one differently.
     """
     version = scope["http_version"]
     if not version.startswith("1."):
