@@ -249,7 +249,8 @@ def chat(
 
 def _talk(conversation: Conversation, keeper: Keeper, interrupt: Interrupt, **how: Any) -> None:
     """Read messages and commands and answer them, until the user leaves."""
-    full, waits = _forgets(conversation), "reading, after compiling kernels for this machine, once"
+    full = _forgets(conversation)
+    waits = "compiling kernels for this machine (only once), then reading"
     while (words := _read_words(interrupt)) is not None:
         line, quoted = words
         ordered = line.startswith("/") and not quoted
@@ -266,7 +267,7 @@ def _talk(conversation: Conversation, keeper: Keeper, interrupt: Interrupt, **ho
                     raise Terminated
                 _tell_state(conversation)
                 if not full and (full := _forgets(conversation)):
-                    say(_tell_forgetting(conversation))
+                    say(_forgetting(conversation))
                 keeper.save()
         except WeirError as error:
             say(f"weir: {error}")
@@ -275,8 +276,8 @@ def _talk(conversation: Conversation, keeper: Keeper, interrupt: Interrupt, **ho
             say(f"interrupted{'. Nothing has changed.' if ordered else ''}")
 
 
-def _tell_forgetting(conversation: Conversation) -> str:
-    """Say that the cache has begun to forget, and what the user can do about it."""
+def _forgetting(conversation: Conversation) -> str:
+    """Return a message that the cache has begun to forget, and what the user can do about it."""
     told = ["from here on, parts of this conversation are forgotten."]
     if conversation.transcript is not None:
         told.append(

@@ -333,7 +333,7 @@ def serve(
             deterministic=deterministic,
             prefix_place=prefixes,
         )
-        with waiting("reading a first text, after compiling kernels for this machine, once"):
+        with waiting("compiling kernels for this machine (only once), then reading a first text"):
             engine.warm_up()
         if compiled:
             compile_or_say(engine)
