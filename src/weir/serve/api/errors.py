@@ -72,7 +72,7 @@ class ErrorBody(BaseModel):
 
 
 class AnthropicErrorDetails(BaseModel):
-    """What programs can read of an error in Anthropic's API: the same code as in OpenAI's."""
+    """The code of an error in Anthropic's API, for programs. It is the same as in OpenAI's API."""
 
     error_code: str | None
 
@@ -316,7 +316,7 @@ _LIMITS = {
     "recursion limit exceeded": "is nested too deeply",
     "number out of range": "has a number with too many digits",
 }
-"""What the JSON parser's messages about its own limits mean."""
+"""Sentences about the JSON parser's limits, by a part of the parser's message."""
 _TWICE = "Detected duplicate key "
 """The beginning of the JSON parser's message about an object with two values for a key."""
 _SURROGATES = ("unexpected end of hex escape", "surrogate in hex escape")
