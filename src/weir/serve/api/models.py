@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Query
+from fastapi import APIRouter, Query
 
 from weir.errors import shorten
 from weir.serve.api.dependencies import Client
@@ -24,48 +23,43 @@ There is no limit, but clients that are told none assume 128,000 and summarize t
 ANY_NAME = "*"
 """The alias that accepts every name."""
 
-ENDS = ("first_id", "last_id")
-
 router = APIRouter()
 STARTED = int(time.time())
 
 
-class ModelPage:
-    """The page of the list of models that one of Anthropic's clients asks for."""
-
-    def __init__(
-        self,
-        after_id: Annotated[str | None, Query()] = None,
-        before_id: Annotated[str | None, Query()] = None,
-        limit: Annotated[int | None, Query(ge=1, le=1000)] = None,
-    ) -> None:
-        self._after, self._before, self._limit = after_id, before_id, limit
-
-    def cut(self, names: Sequence[str]) -> tuple[list[str], bool]:
-        """Return the names on the page, and whether there are more in its direction."""
-        for name in (self._after, self._before):
-            if name is not None and name not in names:
-                raise not_found("model")
-        start = 0 if self._after is None else names.index(self._after) + 1
-        stop = len(names) if self._before is None else names.index(self._before)
-        found = list(names[start:stop])
-        if self._limit is None or len(found) <= self._limit:
-            return found, False
-        backwards = self._before is not None and self._after is None
-        return found[-self._limit :] if backwards else found[: self._limit], True
-
-
 @router.get("/v1/models")
-async def models(client: Client, page: Annotated[ModelPage, Depends()]) -> dict[str, Any]:
-    """List the models: only one, which may have several names."""
-    names, more = page.cut(names_of(client))
-    ends = {"first_id": names[0], "last_id": names[-1]} if names else dict.fromkeys(ENDS)
+async def models(
+    client: Client,
+    after_id: str | None = None,
+    before_id: str | None = None,
+    limit: Annotated[int | None, Query(ge=1, le=1000)] = None,
+) -> dict[str, Any]:
+    """List the models: only one, which may have several names.
+
+    The parameters are those of Anthropic's API. They choose a page of the names: those after one,
+    those before another, and at most `limit`. A page before a name has the names next to it.
+    """
+    names = _names_between(names_of(client), after_id, before_id)
+    page = names if limit is None else names[:limit]
+    if limit is not None and before_id is not None and after_id is None:
+        page = names[-limit:]
     return {
         "object": "list",
-        "data": [card(client, name) for name in names],
-        **ends,
-        "has_more": more,
+        "data": [card(client, name) for name in page],
+        "first_id": page[0] if page else None,
+        "last_id": page[-1] if page else None,
+        "has_more": len(page) < len(names),
     }
+
+
+def _names_between(names: list[str], after: str | None, before: str | None) -> list[str]:
+    """Return the names after one name and before another (APIError if one is unknown)."""
+    for name in (after, before):
+        if name is not None and name not in names:
+            raise not_found("model")
+    start = 0 if after is None else names.index(after) + 1
+    stop = len(names) if before is None else names.index(before)
+    return names[start:stop]
 
 
 @router.get("/v1/models/{name:path}")
