@@ -377,7 +377,7 @@ def say_pinned(policy: Policy) -> None:
     if pinned := min((slots for slots in found if slots is not None), default=0):
         say(
             f"the first {pinned:,} tokens of the system message and tools are never evicted (see "
-            "--pin). Coding agents send 10,000 to 20,000."
+            "--pin). Coding agents send 10,000 to 25,000."
         )
 
 

@@ -18,7 +18,7 @@ from weir.serve.engine.engine import PREFIXES
 from weir.serve.sessions.store import DEFAULT_KEPT
 
 MOST_PINNED = 32_768
-"""The most tokens of a beginning that `--pin auto` pins. Coding agents send 10,000 to 20,000."""
+"""The most tokens of a beginning that `--pin auto` pins. Coding agents send 10,000 to 25,000."""
 STEP = 256
 """`--pin auto` chooses a multiple of this."""
 LEAST_KEPT = 16
