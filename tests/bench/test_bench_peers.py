@@ -13,7 +13,7 @@ from weir_bench.peers.chat import Shifting, endless_chats, is_sane
 from weir_bench.peers.engines import COMPILED, ENGINES, EngineSetup, chosen
 from weir_bench.peers.measure import QUICK, PeerPlan, measured
 from weir_bench.peers.process import PeerProcess
-from weir_bench.peers.report import BEGIN, END, markdown, write_page
+from weir_bench.peers.report import markdown
 from weir_bench.peers.results import Results, read_results
 from weir_bench.serving.talk import Reply, Talk
 
@@ -117,7 +117,7 @@ def test_a_run_writes_every_figure_and_goes_on_from_them(side, tmp_path, monkeyp
         list(measured(plan, again, ["speed"]))
 
 
-def test_tables_are_written_between_the_marks_of_a_page(tmp_path):
+def test_tables_have_ratios_times_and_what_was_not_measured():
     facts = {"date": "today", "command": "weir bench peers", "versions": {}}
     found = Results(None, {**facts, "machine": {"processor": "P", "cores": 2}})
     for threads in (1, 2):
@@ -129,15 +129,6 @@ def test_tables_are_written_between_the_marks_of_a_page(tmp_path):
     assert "| step of weir q8_0, compiled ÷ llama.cpp Q8_0 | **0.75** | 0.375 |" in text
     assert "| llama.cpp Q8_0 | 40 | 40 |" in text
     assert "- Not measured: OpenVINO: it is not installed." in text
-    page = tmp_path / "page.md"
-    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n", "utf-8")
-    write_page(found, page)
-    assert (
-        page.read_text("utf-8") == f"before\n{BEGIN}\n\n{text.replace(' | ', '|')}\n{END}\nafter\n"
-    )
-    page.write_text("no marks", "utf-8")
-    with pytest.raises(WeirError, match="has no lines"):
-        write_page(found, page)
 
 
 def test_a_client_that_is_refused_leaves_out_its_oldest_turns(monkeypatch):

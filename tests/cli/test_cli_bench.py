@@ -112,7 +112,6 @@ def test_what_cannot_be_is_one_line(capsys, words, problem):
     ("words", "problem"),
     [
         (("--threads", (os.cpu_count() or 1) + 1), "cores of this machine"),
-        (("--page", "page.md"), "Name the file with --out"),
         (("--out", __file__), "is not a result of weir bench peers"),
     ],
 )

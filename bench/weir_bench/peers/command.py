@@ -51,9 +51,6 @@ def bench_peers(
             )
         ),
     ] = None,
-    page: Annotated[
-        Path | None, Option(help="Measure nothing, but write the tables of --out into this page.")
-    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Time weir, llama.cpp, OpenVINO GenAI and transformers in turns on one model.
@@ -63,14 +60,9 @@ def bench_peers(
     `make peers` installs the others.
     """
     from weir_bench.peers.engines import chosen
-    from weir_bench.peers.report import markdown, write_page
-    from weir_bench.peers.results import Results, read_results
+    from weir_bench.peers.report import markdown
+    from weir_bench.peers.results import Results
 
-    if page is not None:
-        if out is None:
-            raise WeirError("--page writes the tables of a file. Name the file with --out.")
-        write_page(read_results(out), page)
-        return
     collect_as_usual()
     cores = os.cpu_count() or 1
     if threads is not None and threads > cores:

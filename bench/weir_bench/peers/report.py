@@ -1,21 +1,16 @@
-"""The tables of `weir bench peers`, for its Markdown file and for docs/speed.md."""
+"""The tables of `weir bench peers`, for its Markdown file and the terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-from weir.cli.common import writing
-from weir.errors import WeirError
 from weir.evals.report import TextTable
 from weir_bench.peers.engines import COMPILED, ENGINES
 from weir_bench.peers.quality import quality_tables
 from weir_bench.peers.results import Results
 from weir_bench.report import number
 
-BEGIN, END = "<!-- weir bench peers: begin -->", "<!-- weir bench peers: end -->"
-"""Marks of what is written into a page."""
 NEAREST = (
     (f"weir q8_0{COMPILED}", "llama.cpp Q8_0", 0.5, 0.7),
     (f"weir q4_1{COMPILED}", "llama.cpp Q4_1", 0.5, 0.7),
@@ -30,7 +25,7 @@ NEAREST = (
         for kind in ("Q4_0", "Q8_0", "Q4_K_M")
     ),
 )
-"""Steps that stand beside each other, and what one and all threads are to reach."""
+"""Steps that are compared, with the most that their ratio should be, on one thread and on all."""
 READ = (
     ("weir q4_1", "llama.cpp Q4_1", 0.4),
     ("weir q8_0", "llama.cpp Q8_0", 0.4),
@@ -39,39 +34,27 @@ READ = (
         for kind in ("Q4_0", "Q8_0", "Q4_K_M")
     ),
 )
-"""Prompts that stand beside each other, and what is to be reached."""
+"""Prompts that are compared, with the most that their ratio should be."""
 
 
 def markdown(results: Results) -> str:
-    """All tables, with what they were made on and what is missing."""
+    """Return all tables, then the machine and versions, and what was not measured."""
     parts = [table.markdown() for table in _tables(results) if table.rows]
     return "\n\n".join([*parts, _made_on(results)]) + "\n"
-
-
-def write_page(results: Results, page: Path) -> None:
-    """Put the tables between the marks of a page."""
-    with writing(page):
-        text = page.read_text("utf-8")
-        before, begin, rest = text.partition(BEGIN)
-        _, end, after = rest.partition(END)
-        if not begin or not end:
-            raise WeirError(f"{page} has no lines {BEGIN} and {END} to write between")
-        tables = markdown(results).replace(" | ", "|")  # the documentation's words are counted
-        page.write_text(f"{before}{begin}\n\n{tables}\n{end}{after}", "utf-8")
 
 
 def _tables(results: Results) -> Iterator[TextTable]:
     threads = sorted({each["threads"] for each in results.figures if "threads" in each})
     yield TextTable(
-        ["÷, the smaller the better", *map(_threads, threads), "target"],
+        ["ratio of times (lower is better)", *map(_threads, threads), "target"],
         _ratios(results, threads),
         markup=True,
     )
     behind = _values(results, "step", "behind")
     prompts = _values(results, "prompt", "tokens")
-    heads = ["ms a step; tokens/s of a prompt"]
-    heads += [f"behind {n:,}, {_threads(t)}" for n in behind for t in threads]
-    heads += [f"prompt {n:,}, {_threads(t)}" for n in prompts for t in threads]
+    heads = ["steps in ms; prompts in tokens/s"]
+    heads += [f"step after {n:,}, {_threads(t)}" for n in behind for t in threads]
+    heads += [f"prompt of {n:,}, {_threads(t)}" for n in prompts for t in threads]
     rows = []
     for name in _names():
         cells = [
@@ -87,8 +70,8 @@ def _tables(results: Results) -> Iterator[TextTable]:
     yield _without_gaps(TextTable(heads, rows, markup=True))
     yield _memory(results, threads)
     counts = _values(results, "rows", "rows")
-    heads = ["tokens/s of conversations at once", *(f"{n}" for n in counts)]
-    heads += ["first token, nothing kept", "kept"]
+    heads = ["tokens/s of several conversations", *(f"{n}" for n in counts)]
+    heads += ["first token, first start", "first token, next start"]
     rows = []
     for name in _names():
         cells = [_cell(results.find("rows", who=name, rows=n), "tokens_per_second") for n in counts]
@@ -102,7 +85,7 @@ def _tables(results: Results) -> Iterator[TextTable]:
 
 
 def _ratios(results: Results, threads: list[int]) -> list[list[str]]:
-    """Ratios that somebody asked for: steps at the least context, prompts, threads, chats."""
+    """Return the rows of ratios: steps after the shortest context, prompts, threads and chats."""
     rows: list[list[str]] = []
 
     def add(what: str, values: Sequence[float | None], targets: Sequence[float | None]) -> None:
@@ -128,7 +111,7 @@ def _ratios(results: Results, threads: list[int]) -> list[list[str]]:
 
     for who, peer, one, many in NEAREST:
         targets = [one if count == 1 else many for count in threads]
-        compiled = who.endswith(COMPILED)  # each stands beside what took turns with it
+        compiled = who.endswith(COMPILED)  # each is compared with what it took turns with
         values = [
             _ratio(*(step(name, count, compiled) for name in (who, peer))) for count in threads
         ]
@@ -166,13 +149,25 @@ def _memory(results: Results, threads: list[int]) -> TextTable:
             cells = [_cell(found, what, 1e-6) for what in ("weights", "cache", "peak")]
             rows.append([name, *cells])
     behind = (_values(results, "memory", "behind") or [0])[-1]
-    heads = [f"MB behind {behind:,} tokens", "weights", "cache", "most of the process"]
+    heads = [f"MB after {behind:,} tokens", "weights", "cache", "process at its peak"]
     return TextTable(heads, rows, markup=True)
 
 
 def _chats(results: Results) -> TextTable:
-    heads = ["endless chat", "first token, last turn", "median", "tokens read a turn", "tokens/s"]
-    heads += ["MB", "sane", "knows its name before", "past", "last turn"]
+    heads = [
+        "endless chat",
+        "first token, last turn",
+        "first token, median",
+        "tokens read per turn",
+        "tokens/s",
+    ]
+    heads += [
+        "MB",
+        "sane answers",
+        "knows its name in the window",
+        "past the window",
+        "in the last turn",
+    ]
     rows = []
     for each in results.figures:
         if each["part"] == "chat":
@@ -187,7 +182,7 @@ def _chats(results: Results) -> TextTable:
 
 
 def _made_on(results: Results) -> str:
-    """What the figures were made on, and who is missing."""
+    """Say on which machine and versions the figures were measured, and what was not measured."""
     facts = results.facts
     machine, versions = facts["machine"], facts.get("versions", {})
     lines = [
@@ -223,7 +218,7 @@ def _threads(count: int) -> str:
 
 
 def _without_gaps(table: TextTable) -> TextTable:
-    """The table without rows and columns that hold nothing."""
+    """Return the table without rows and columns that have no figures."""
     rows = [row for row in table.rows if any(cell != "–" for cell in row[1:])]
     kept = [at for at in range(len(table.heads)) if at == 0 or any(row[at] != "–" for row in rows)]
     return TextTable(
