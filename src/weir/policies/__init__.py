@@ -33,4 +33,4 @@ from weir.policies.wrappers import (
     with_slots,
 )
 
-__all__ = ["Layered", "Pipe", "Pyramid", "Recompute", "policy"]
+__all__ = ["Layered", "Pipe", "Policy", "Pyramid", "Recompute", "named", "policy"]

@@ -60,4 +60,18 @@ from weir.pools.subgen import SubGen
 from weir.pools.tail import Tail
 from weir.pools.uniform import Uniform
 
-__all__ = ["Fold", "Marks", "Pool", "Ranked", "Recent", "Sink", "SizedPool", "Tallied", "pool"]
+__all__ = [
+    "Bounds",
+    "Count",
+    "Fold",
+    "Marks",
+    "Pool",
+    "Ranked",
+    "Recent",
+    "Sink",
+    "SizedPool",
+    "Tallied",
+    "find_outside",
+    "pool",
+    "split",
+]

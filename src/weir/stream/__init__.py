@@ -22,4 +22,4 @@ from weir.stream.template_bounds import make_way
 from weir.stream.text import BOOK, STANDARD_INPUT, Books, encode, read_books, read_stream, read_text
 from weir.stream.transcript import Transcript, Turn, held_shares, repeats
 
-__all__ = ["Archive", "Stream"]
+__all__ = ["Archive", "Conversation", "Stream"]
