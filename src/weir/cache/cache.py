@@ -85,8 +85,8 @@ class StreamingCache(Cache):
         chunk: number of tokens that are appended before the pipe folds them, 64 unless a policy
             file was measured with another number. The slab has `chunk` slots more than the policy.
             With a chunk of 1, `streaming_llm` is exactly the paper's method.
-        seed: the seed of the policy's random draws; set that of sampling with `torch.manual_seed`,
-            or in a `Stream`.
+        seed: the seed of the policy's random draws. It does not affect sampling, which is seeded
+            with `torch.manual_seed`, or by the seed of a `Stream`.
         positions: `"rolling"`: positions inside the cache (StreamingLLM, section 3.2), for endless
             streams. `"original"`: keys keep their places in the stream, for streams within the
             model's window. Warns once if a stream goes past it.
@@ -112,8 +112,8 @@ class StreamingCache(Cache):
 
     Attributes:
         on_fold: function called with `Folded` after each forward in which rows folded; None for
-            none. The forward is complete by then, so rows may be read, taken and put. An error
-            that it raises comes out of the call.
+            none. The forward is complete by then, so rows may be read, taken and put. Errors
+            that it raises are passed on to the caller of the model.
         failed: by row, why its tokens of the last forward were refused, with `failures="keep"`.
         only_new: whether `generate` was given embeddings of new tokens only and feeds them next.
         plans: the pipe of each layer and the sizes of its slots, known before any is allocated.
@@ -282,7 +282,7 @@ class StreamingCache(Cache):
         return len(self.stack.by_index)
 
     def __bool__(self) -> bool:
-        """Return True, also before the first token; but see `models.DROPPING`."""
+        """Return True, even before the first token, but False for models in `models.DROPPING`."""
         return self._kind not in DROPPING
 
     @property
@@ -594,7 +594,8 @@ class StreamingCache(Cache):
             own.append({n: state.tensors[f"{index}.{n}"].to(t.device) for n, t in mine})
         names = ("seen", "waiting", "claimed", "last", "ended")
         parts: list[Any] = [[facts[name]] for name in names]
-        parts += [[Marks(**facts["marks"])], [facts.get("drift", 0)]]  # no drift on one axis
+        # Only rows of models with three axes have drift.
+        parts += [[Marks(**facts["marks"])], [facts.get("drift", 0)]]
         for layer, tensors, lengths in zip(self.stack, own, facts["lengths"], strict=True):
             layer.state.put_row(row, tensors, lengths, facts["seed"])
         self.stack.rows = self.rows.with_row(row, Rows(facts["columns"], *parts))
@@ -658,7 +659,7 @@ class StreamingCache(Cache):
     def drop(self, row: int, ranges: Iterable[tuple[int, int]]) -> None:
         """Drop tokens of a row: attention no longer reads them, and no pool keeps them.
 
-        No other token moves. Dropping a token that has left its slots does nothing.
+        No other token moves. Dropping a token that no slot holds any more does nothing.
 
         Args:
             row: the row.
@@ -963,7 +964,10 @@ class StreamingCache(Cache):
             return (tokens == look_up(pad).to(tokens)).all(dim=-1)
 
     def end(self) -> None:
-        """End a forward: call `on_fold`, and raise for refused rows; the others went on."""
+        """End a forward: call `on_fold`, then raise an error if tokens of some rows were refused.
+
+        The other rows have advanced.
+        """
         outcome = self.stack.outcome
         folded, outcome.folded = outcome.folded, None
         if folded is not None and self.on_fold is not None:
@@ -975,7 +979,7 @@ class StreamingCache(Cache):
 
 
 def _marks_fact(marks: Marks) -> dict[str, Any]:
-    """The marks of a row as JSON."""
+    """Return the marks of a row as JSON."""
     fact = asdict(marks)
     kept = fact.pop("kept")
     return fact | {"kept": [list(one) for one in kept]} if kept else fact

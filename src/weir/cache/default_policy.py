@@ -103,9 +103,9 @@ def choose_policy(
 ) -> Policy:
     """Return the given policy, or that in the model's folder, or else `DEFAULT`.
 
-    If `slots`, the format of its slots, is given without a policy, the policy is `DEFAULT`. The
-    tokens of a `chunk` need places in the model's window. Raises the errors of `parse_policy`,
-    `with_slots` and `find_model_policy`.
+    If `slots`, the format of its slots, is given without a policy, the policy is `DEFAULT`. `chunk`
+    matters because the tokens of a chunk also take places in the model's window. Raises the errors
+    of `parse_policy`, `with_slots` and `find_model_policy`.
     """
     if policy is None and slots is None and (found := find_model_policy(model)) is not None:
         return found

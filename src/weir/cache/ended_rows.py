@@ -49,7 +49,7 @@ class WatchedCriteria(StoppingCriteriaList):
 
 
 def watch(config: GenerationConfig, criteria: StoppingCriteriaList, tell: Tell) -> Any:
-    """Return stopping criteria that behave as these and tell which rows have ended.
+    """Return stopping criteria that behave like `criteria`, and tell which rows have ended.
 
     Beam search never feeds a row after its end, so its criteria are returned as they are.
     """

@@ -145,7 +145,9 @@ class LayerStack(list[Layer]):
         return Step(self.slots, segment.waiting, places, busy, self._held)
 
     def _read_slots(self) -> bool:
-        """Read where steps read and write, after a fold; False while there are no slots for it."""
+        """Find the slots that steps read and write, again after each fold. Returns False if steps
+        cannot have a constant shape, or a layer has no slots yet.
+        """
         slots, version = self.slots, LayerState.version
         if slots.reason is not None:
             return False

@@ -59,22 +59,22 @@ class Attention:
         return self.queries.shape[1] * self.queries.shape[2]
 
     def blocks(self) -> Iterator[tuple[int, int]]:
-        """(start, stop) of blocks of queries, `BLOCK` at most in each."""
+        """Yield (start, stop) of blocks of queries, at most `BLOCK` in each."""
         for start in range(0, self.length, BLOCK):
             yield start, min(start + BLOCK, self.length)
 
     def logits(self, start: int, stop: int) -> Tensor:
-        """Logits as they enter the softmax: scaled, capped, with linear biases, before sink logits.
+        """Return logits as they enter the softmax: scaled, capped, with linear biases.
 
-        ALiBi biases are 0 at the query's own position, because a constant does not change a
-        softmax. The logits of queries `start` to `stop` of this call are [batch, heads, stop -
-        start, slots], float32; -inf where a query does not attend.
+        Sink logits are not included. ALiBi biases are 0 at the query's own position, because a
+        constant does not change a softmax. The logits of queries `start` to `stop` of this call are
+        [batch, heads, stop - start, slots], float32; -inf where a query does not attend.
         """
         queries, bias = self.queries[..., start:stop, :], self._bias(start, stop)
         return compute_logits(queries, self.keys, self.params, bias).flatten(1, 2)
 
     def weights(self, start: int, stop: int) -> Tensor:
-        """The model's attention weights: the softmax of `logits`, of the same shape.
+        """Return the model's attention weights: the softmax of `logits`, of the same shape.
 
         A sink logit takes part in the softmax, so that the weights then sum to less than 1.
         """
@@ -95,7 +95,7 @@ class Attention:
         return most
 
     def _bias(self, start: int, stop: int) -> Tensor | None:
-        """Linear biases of some queries, -inf where they do not attend; None for no bias."""
+        """Return linear biases of some queries, -inf where they do not attend; None for no bias."""
         if self.positions is None:
             return None if self.mask is None else bias_of(self.mask[:, None, :, start:stop])
         here = torch.arange(start, stop, device=self.places.device) + self.first

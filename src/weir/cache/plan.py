@@ -36,7 +36,7 @@ KEEP_COLUMNS = (
 
 
 def _go_on(batch: int) -> str:
-    """Return advice on how to continue a stream of so many rows."""
+    """Return advice on how to continue a stream of `batch` rows."""
     return GO_ON if batch == 1 else KEEP_COLUMNS
 
 
@@ -62,7 +62,7 @@ class StepEnds:
         return torch.from_numpy(np.array(self.slots)).to(self._device)
 
     def lines(self, kv_heads: int, size: int) -> Tensor:
-        """`slot_lines` of these slots in a buffer of `size` slots a row [batch * kv_heads]."""
+        """Return `slot_lines` [batch * kv_heads] of these slots; buffers have `size` slots a row."""
         lines = self._lines.get((kv_heads, size))
         if lines is None:
             lines = self._lines[kv_heads, size] = slot_lines(self._tensor, kv_heads, size)
@@ -327,7 +327,7 @@ def _first_columns(batch: int, device: torch.device) -> Tensor:
 
 
 def _positions(real: Tensor | None, length: int, begin: list[int], device: torch.device) -> Tensor:
-    """`ForwardPlan.positions`, for rows that begin at the places `begin`."""
+    """Return `ForwardPlan.positions` for rows that begin at the places `begin`."""
     if real is not None:
         return torch.tensor(begin, device=device)[:, None] + real.cumsum(dim=1) - 1
     # Rows at the same place share their rotations, so one row of positions is enough.

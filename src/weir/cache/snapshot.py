@@ -187,7 +187,7 @@ class Held:
         pairs: number of pairs of a layer and a KV head in which it holds a slot.
         pools: number of those pairs by pool; pools that do not hold the token are left out.
         above, below: how many tokens its slots stand for in the numerator and in the denominator
-            of attention, the mean over those pairs: 1 where no pool weighs.
+            of attention, the mean over those pairs; 1 in pools without weights.
     """
 
     token: int

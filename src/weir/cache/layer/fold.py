@@ -121,7 +121,7 @@ def _fold_alike(
 
 
 def last_queries(slab: Slab, wanted: int) -> Tensor | None:
-    """View of the last queries [batch, kv_heads, group, wanted, key_dim]; None for 0."""
+    """Return a view of the last queries [batch, kv_heads, group, wanted, key_dim]; None for 0."""
     if slab.queries is None or not wanted:
         return None
     last = slab.queries[:, :, slab.queries.shape[2] - wanted :]
@@ -215,8 +215,8 @@ def _reading(
     params: AttentionParams,
     observed: AttentionResult | None,
 ) -> ObservedAttention:
-    """Attention of the last queries over a slab of one layout, computed only if a pool asks for
-    it.
+    """Return the attention of the last queries over a slab of one layout, which is computed only if
+    a pool asks for it.
     """
     return ObservedAttention(
         partial(_join_all, slab, lies, new),

@@ -270,9 +270,10 @@ class Layer:
         bias = mask_of_piece(spec.positions, slab, segment, stop, queries.dtype, in_step=in_step)
         store_queries(slab, spec, queries, segment)
         self._note_spans(segment)
-        # The last segment folds after all layers have answered. Until then, no layer keeps its
-        # shares, which are as many as queries times slots. Pools read quantized slots in another
-        # order.
+        # Attention is recorded here if the fold can use it. The fold of the last segment runs after
+        # all layers have answered. Until then, no layer keeps its attention shares (one number for
+        # each query and slot), because those of all layers would take too much memory. Nothing is
+        # recorded with quantized slots, because pools read them in another order.
         observes = 0 < spec.pipe.needs_queries <= segment.width and slab.quantized is None
         observes = observes and not (segment is last and spec.pipe.needs_shares)
         observe: Observe = ""

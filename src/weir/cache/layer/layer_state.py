@@ -1,6 +1,9 @@
 """State of a batch's rows in one layer: where slots are in the slab, and how rows are added and
 removed.
 
+The *run* is the slots of pools that hold the newest tokens without a gap, the *front* those of all
+other pools (`Pipe.run`, `Pipe.front`), and the *tail* has the tokens that wait for the next fold.
+
 Quantized slots come first, in a region of fixed size: those of the front, those of the run, then
 empty ones. The exact slots follow without a gap: front, run and tail.
 """
@@ -87,7 +90,10 @@ def _build_layout(
     first: int,
     lengths: tuple[int, ...],
 ) -> Layout:
-    """`lay_out`, cached by plain numbers: once pools are full, rows and folds share a layout."""
+    """Build the layout for `lay_out`.
+
+    The result is cached, because all rows and folds share a layout once pools are full.
+    """
     exact = [pool for pool in (*in_front, *in_run) if pool not in quantized]
     starts: dict[int, int] = {}
     ends = []
@@ -258,8 +264,8 @@ class LayerSpec:
         )
 
     def _state(self, heads: Heads) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shapes and dtypes of the state that pools have in addition to their slots, by the slab's
-        names.
+        """Return the shapes and dtypes of the state that pools have in addition to their slots, by
+        the slab's names.
         """
         shape = (1, heads.kv_heads, 0)
         with torch.device("meta"):
@@ -462,7 +468,7 @@ class LayerState:
         part = slab.view(row, row + 1)
         self._init_pool_state(part)
         for name, t in slab.state.items():
-            put_first(t[row : row + 1], part.state[name])  # it may have grown in the meantime
+            put_first(t[row : row + 1], part.state[name])  # longer if the state has grown
         place = torch.tensor([start], device=slab.keys.device)
         part.open_tail(slab.first, place, self.spec.chunk)
         self.lengths[row] = [0] * len(self.spec.pipe.pools)

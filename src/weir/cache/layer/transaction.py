@@ -35,8 +35,8 @@ class Transaction:
 
     Attributes:
         pending: the last segment that was answered, which `commit` folds where a tail is full.
-        unchecked: tensors [batch, ...] whose numbers must be finite (or true). One check of all
-            layers at the end of a step is cheaper than one for each layer.
+        unchecked: tensors [batch, ...] that must be finite, or true if they are bool. One check of
+            all layers at the end of a step is cheaper than one for each layer.
         fold_seconds: time spent folding.
     """
 
