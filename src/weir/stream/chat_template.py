@@ -36,7 +36,7 @@ MARK = "\ufdd0"
 uses.
 """
 PIECE = 16_384
-"""Characters that are tokenized at once. Longer texts would take memory, and block threads."""
+"""Characters that are tokenized at once. Longer texts take much memory, and block threads."""
 KNOWN = 32
 """Number of pieces whose tokens are cached, so that repeated text is tokenized once."""
 SLACK = 64
@@ -111,19 +111,21 @@ def take_marks(text: str) -> tuple[str, list[TextPlace]]:
 
 
 def _has_parts_of_marks(text: str) -> bool:
-    """Whether there are marks, or parts of them, that `take_marks` did not remove."""
+    """Return whether there are marks, or parts of them, that `take_marks` did not remove."""
     return _NONCE in text.lower() or any(mark in text for mark in "\ufdd1\ufdd2\ufdd3")
 
 
 class PromptEncoder:
-    """Tokenizes prompts for one model, with at most `most` tokens unless None. Can be called from
-    any thread.
+    """Tokenizes prompts for one model. Can be called from any thread.
+
+    Args:
+        most: the largest number of tokens in a prompt; None for no limit.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, most: int | None = None) -> None:
         self._tokenizer = tokenizer
         self._most = most
-        self._one_piece = threading.Lock()  # long texts take turns, and short ones do not wait
+        self._one_piece = threading.Lock()  # only for long texts; short ones do not wait
         # Only tokenizers in Python must be called from one thread at a time.
         self._lock = None if getattr(tokenizer, "is_fast", False) else threading.Lock()
         known = tokenizer.added_tokens_decoder.values()
@@ -223,7 +225,7 @@ class PromptEncoder:
         if len(text) <= PIECE:
             return self._encode(text)
         ids: list[int] = []
-        same: dict[int, int] = {}  # one object for each token, or ids take 40 bytes in place of 8
+        same: dict[int, int] = {}  # equal ids share an object: 8 bytes instead of 40
         known: dict[str, list[int]] = {}
         for number, piece in enumerate(_pieces(text)):
             if piece not in known:

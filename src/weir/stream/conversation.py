@@ -176,8 +176,8 @@ class Conversation:
     def _keep(self, role: str, text: str, ids: Sequence[int]) -> None:
         """Add what was just said to the archive. The last tokens of the stream are its `ids`.
 
-        What else they contain, such as a quotation and a template's system message, is not its
-        text.
+        Other tokens among them, such as those of a quotation or of a template's system message, do
+        not belong to the text.
         """
         if self.archive is None:
             return

@@ -33,7 +33,7 @@ class HoldsTokens(Protocol):
         """Tokens of the stream so far."""
 
     def holding(self) -> Holding:
-        """The tokens that its cache holds."""
+        """Return the tokens that its cache holds."""
 
 
 class HeldPlaces:
@@ -43,7 +43,7 @@ class HeldPlaces:
         self._stream = stream
 
     def __call__(self, start: int, stop: int) -> bool:
-        """Whether the cache holds the text at the positions `start` to `stop`."""
+        """Return whether the cache holds the text at the positions `start` to `stop`."""
         stop = min(stop, self._stream.seen)
         if not 0 <= start < stop:
             return False
@@ -91,7 +91,7 @@ class HeldRanges:
         self._known = known
 
     def __call__(self, start: int, stop: int) -> bool:
-        """Whether half of the positions `start` to `stop` are held."""
+        """Return whether half of the positions `start` to `stop` are held."""
         if not 0 <= start < stop:
             return False
         return self._count(stop) - self._count(start) >= HELD * (stop - start)

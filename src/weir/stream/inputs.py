@@ -87,7 +87,7 @@ def read_stops(given: int | Sequence[int]) -> set[int]:
 
 
 def is_count(value: object) -> bool:
-    """Whether a value is a whole number of at least 0."""
+    """Return whether a value is a whole number of at least 0."""
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
 
 
@@ -294,7 +294,7 @@ def _check_offsets(
 
 
 def _is_whole(t: Tensor) -> bool:
-    """Whether a tensor has whole numbers; truth values do not count."""
+    """Return whether a tensor has whole numbers; bool does not count."""
     return not (t.is_floating_point() or t.is_complex() or t.dtype == torch.bool)
 
 

@@ -38,8 +38,8 @@ SLOW_SECONDS = 0.05
 MAX_MADE = 16_000_000
 """Characters and entries of lists that a rendering can make of any messages."""
 MADE_OF_ONE = 32
-"""Additional ones for each character of the messages, because most expressions copy what they
-change.
+"""How many more of them it can make for each character of the messages, because most expressions
+copy what they change.
 """
 
 _WIDE = re.compile(r"%[^%a-zA-Z]*(\*|\d{4,})|\{[^{}]*:[^{}]*\d{4,}|\{[^{}]*\{")

@@ -267,7 +267,7 @@ class Archive:
 
 
 def describe_error(error: sqlite3.Error) -> str:
-    """Say what is wrong with an archive, and what to do, after its name."""
+    """Return the part of an error after an archive's name: what is wrong, and what to do."""
     code = (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF
     if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
         return f"is damaged ({error}). Restore it from a copy, or remove it to begin an empty one."

@@ -56,7 +56,7 @@ def _find(ids: Ids, text: Ids) -> tuple[int, int] | None:
     if n == 0:
         return None
     if n <= 2 * ENDS:
-        # A few tokens are too little to leave two of them out.
+        # With only a few tokens, one end at most is left out, so that enough of them remain.
         for before, after in ((1, 1),) if n > SHORT else ((0, 0), (1, 0), (0, 1)):
             hits = _all_places(ids, text[before : n - after])
             if len(hits):
@@ -68,7 +68,8 @@ def _find(ids: Ids, text: Ids) -> tuple[int, int] | None:
     if not len(lasts) or not len(firsts):
         return None
     stop = min(len(ids), int(lasts[-1]) + ENDS + 1)
-    # The beginning of a text can occur in it again; the right one is as far away as it is long.
+    # The beginning of a text can occur in it again. Take the one whose distance from the end is
+    # closest to the length of the text.
     start = int(firsts[np.abs(firsts - (stop - n)).argmin()])
     return (max(0, start), stop) if start < stop else None
 

@@ -219,8 +219,8 @@ class ArchiveSearch:
                 for passage in self._find_all(f'({either}) AND "{term.word}"'):
                     partial[passage] += weights[term]
         elif len(common) > 1:
-            # These sort after all others. Passages with a rare word may also have the common words,
-            # and keep their weight.
+            # Passages that have only the common words get weight 0, so they come after all others.
+            # Passages with a rare word keep the weight that they have.
             for passage in self._find_all(" AND ".join(f'"{term.word}"' for term in common)):
                 partial.setdefault(passage, 0)
         order = sorted(partial, key=lambda passage: (partial[passage], passage), reverse=True)
@@ -301,7 +301,7 @@ class ArchiveSearch:
         return [row["number"] for row in rows if self._sees(row)]
 
     def _sees(self, row: sqlite3.Row) -> bool:
-        """Whether a passage is on the way to the end, and not on another branch."""
+        """Return whether a passage is on the way to the end, and not on another branch."""
         return bool(row["turn"] <= self._line.get(row["branch"], -1))
 
     def _load(self, numbers: Sequence[int], is_held: IsHeld) -> list[_Candidate]:
@@ -416,8 +416,10 @@ def _without_held(found: list[_Candidate]) -> list[_Candidate]:
 
 
 def _supersedes(later: _Candidate, earlier: _Candidate) -> bool:
-    """Whether one statement replaces another: it is a later one of the user, equally good as an
-    answer, in nearly the same words, and not an addition to the other.
+    """Return whether a statement replaces an earlier one.
+
+    It does if it is a later one of the user, equally good as an answer, in nearly the same words,
+    and not an addition to the earlier one.
     """
     if later.row["role"] != "user" or earlier.row["role"] not in ("user", "assistant"):
         return False
@@ -432,7 +434,7 @@ def _supersedes(later: _Candidate, earlier: _Candidate) -> bool:
 
 
 def is_as_good(score: float, other: float) -> bool:
-    """Whether two scores are nearly equal."""
+    """Return whether two scores are nearly equal."""
     return abs(score - other) <= NEAR
 
 
@@ -450,12 +452,12 @@ def _in_order(found: list[_Candidate]) -> list[_Candidate]:
 
 
 def _only_asks(one: _Candidate) -> bool:
-    """Whether a passage is what the user has asked before, and nothing else."""
+    """Return whether a passage contains only what the user has asked before."""
     return one.row["role"] == "user" and all(map(_asks, one.sentences))
 
 
 def _asks(sentence: str) -> bool:
-    """Whether a sentence is a question."""
+    """Return whether a sentence is a question."""
     return sentence.rstrip().rstrip("\"'”’»」』)").endswith(("?", "？", "؟"))
 
 

@@ -77,11 +77,11 @@ def split_words(text: str) -> list[str]:
 
 
 def is_english(text: str) -> bool:
-    """Whether a text is English, by its most frequent words."""
+    """Return whether a text is English, judged by its most frequent words."""
     words = [word.lower() for word in split_words(text[:2000])]
     return bool(words) and sum(word in _ENGLISH for word in words) >= _SHARE * len(words)
 
 
 def has_number(word: str) -> bool:
-    """Whether a word has a digit."""
+    """Return whether a word has a digit."""
     return any(char.isdigit() for char in word)
