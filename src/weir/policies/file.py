@@ -35,7 +35,7 @@ _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a so
 
 
 class _NotesToo(FileFacts):
-    """Facts that can have others next to them, which are for people only."""
+    """Facts next to which a file can have other fields, which are notes for people."""
 
     model_config = ConfigDict(extra="ignore")
 

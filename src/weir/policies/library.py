@@ -95,8 +95,8 @@ class KVzip(Policy):
     Attributes:
         budget: slots of each KV head, in each layer.
         newest: how many of them are for tokens after the text.
-        part: the model repeats the text in parts of so many tokens.
-        asks: whether it is asked in words to repeat it.
+        part: number of tokens in each part in which the model repeats the text.
+        asks: whether the model is asked in words to repeat it.
     """
 
     budget: int

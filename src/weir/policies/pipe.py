@@ -220,7 +220,7 @@ class Pipe(Policy):
         return sum(pool.slots() or 0 for pool in counted)
 
     def too_many_shared(self, lengths: Sequence[int]) -> bool:
-        """Whether the first pool and those that share its slots have more than these in use."""
+        """Return whether the first pool and those that share its slots need more than it has."""
         pairs = zip(self.pools, lengths, strict=True)
         shared = sum(length for pool, length in pairs if pool.shares_slots)
         return bool(shared) and lengths[0] + shared > (self.pools[0].slots() or 0)

@@ -96,7 +96,7 @@ class PolicyCall:
         return f"{self.name}({', '.join(both)})"
 
     def __str__(self) -> str:
-        """The call with its arguments named: `streaming_llm(budget=64, sinks=8)`."""
+        """Write the call with its arguments named: `streaming_llm(budget=64, sinks=8)`."""
         plain = self.plain
         return f"{self.name}({plain})" if plain else self.name
 
