@@ -46,7 +46,7 @@ _MOST = {
         LARGEST,
     ),
 }
-"""The largest allowed number with this name, in any part of a configuration."""
+"""The largest allowed number of each name, in any part of a configuration."""
 _NEEDED = (
     *("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads"),
     *("vocab_size", "head_dim", "max_position_embeddings"),
