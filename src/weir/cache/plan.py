@@ -62,7 +62,7 @@ class StepEnds:
         return torch.from_numpy(np.array(self.slots)).to(self._device)
 
     def lines(self, kv_heads: int, size: int) -> Tensor:
-        """Return `slot_lines` [batch * kv_heads] of these slots; buffers have `size` slots a row."""
+        """Return `slot_lines` [batch * kv_heads] of these slots, with `size` slots in each row."""
         lines = self._lines.get((kv_heads, size))
         if lines is None:
             lines = self._lines[kv_heads, size] = slot_lines(self._tensor, kv_heads, size)
