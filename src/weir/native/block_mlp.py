@@ -1,9 +1,10 @@
 """Runs an MLP whose weights are in blocks as one kernel, for the many rows of a prompt.
 
-Three products and a gate between them write and read the intermediate results of a prompt four
-times. The kernel (`native.kernels.mlp_blocks`) instead takes some rows through the whole MLP. A
-module is recognized by the names of its layers. Whether it computes what the names say is tested by
-calling it (`module_trials`), and the kernel's answers are compared with the module's on a few rows.
+If the three products and the gate between them run separately, they write and read the intermediate
+results of the whole prompt four times. The kernel (`native.kernels.mlp_blocks`) instead takes a few
+rows at a time through the whole MLP. A module is recognized by the names of its layers. Whether it
+computes what the names say is tested by calling it (`module_trials`), and the kernel's answers are
+compared with the module's on a few rows.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def run_mlps_whole(model: nn.Module) -> None:
     """Let the kernel run the MLPs of a model that it supports."""
     for module in model.modules():
         if _weights_of(module) is not None and has_class_forward(module):
-            vars(module).pop("forward", None)  # a copy may hold its class's forward
+            vars(module).pop("forward", None)  # copies can have it as an attribute
             MethodPatch(module, "forward", _WholeMLP(module))
 
 

@@ -372,7 +372,7 @@ def put(module: nn.Module, blocks: Blocks) -> None:
     """Replace the weight of a linear layer or an embedding by blocks."""
     assert isinstance(module, nn.Linear | nn.Embedding)
     dtype, linear = module.weight.dtype, isinstance(module, nn.Linear)
-    vars(module).pop("forward", None)  # a copy may hold its old class's forward
+    vars(module).pop("forward", None)  # a copy may have its old class's forward
     module.__class__ = BlockLinear if linear else BlockEmbedding
     assert isinstance(module, _InBlocks)
     module.take(blocks, dtype)

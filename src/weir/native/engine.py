@@ -83,7 +83,8 @@ class NativeStep:
         self._waited = False
         self._proved: set[Hashable] = set()
         self._whole: tuple[weakref.ref[nn.Module], Whole | None] | None = None
-        try:  # the kernel is often ready before the first step
+        # Start to compile the kernel now, so that it is often ready before the first step.
+        try:
             read_decoder(self._decoder, self._attentions())
         except NotNative:
             return

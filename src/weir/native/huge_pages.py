@@ -1,4 +1,4 @@
-"""Stores weights in huge pages.
+"""Stores weights in huge pages, which are also called large pages here.
 
 A decode step reads all weights, by default from pages of 4 KB on Linux. With pages of 2 MB, a sum
 over a weight was a quarter faster on one machine (`docs/speed.md`).

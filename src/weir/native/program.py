@@ -157,7 +157,7 @@ class StepProgram:
             memory = {"x": self.normed, "source": "plain"}
             self._logits_at = table.multiply([head.weight()], [self.logits], **memory)["out"]
         table.finish()
-        # Making these takes longer than using them in a step.
+        # These are made once, because making them takes longer than using them in a step.
         self._embedded = self.hidden[:, None]
         self._onto = table.operations["onto"][self._last :]
         self._normed_at = self.normed.data_ptr()

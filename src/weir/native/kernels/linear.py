@@ -80,8 +80,8 @@ _STEPS = 16
 TOGETHER = 4
 """Largest number of rows that are multiplied at once with two lines of 8 bits."""
 _AHEAD = 2**13
-"""Distance of the prefetch for these lines in bytes. Among 1,024 to 8,192, this was the fastest
-here, by a fifth.
+"""Distance of the prefetch for these lines in bytes. Of 1,024 to 8,192 bytes, this was the fastest
+in our measurements, by a fifth.
 """
 _WIDTH = 16
 """Numbers in a vector for these lines; a processor without such wide vectors uses two."""
@@ -106,9 +106,10 @@ def _two_products(a: np.ndarray, b: np.ndarray, row: np.ndarray) -> tuple[np.flo
 
 
 def _one_row(bits: int, product: _Product, start: int, stop: int) -> None:
-    """Multiply one row with two lines at a time that are far from each other, because processors
-    prefetch memory that is read in order, and two such streams are faster than one. If the number
-    of lines is odd, the last is read twice.
+    """Multiply one row with two lines at a time.
+
+    The two lines are far from each other, because processors prefetch memory that is read in order,
+    and two such streams are faster than one. If the number of lines is odd, the last is read twice.
 
     All ways to multiply are called with integers, because numba takes longer to unpack arrays than
     to multiply with a small weight.
@@ -257,7 +258,7 @@ def _few_rows_int8(together: int, product: _Product, start: int, stop: int) -> N
 def _multiply_tile(
     builder: ir.IRBuilder, x: Any, lines: Any, inputs: Any, sums: Any, ahead: Any, lanes: Any
 ) -> None:
-    """`sums[i, row] = sum over j of x[j, row] * lines[i, j]`.
+    """Compute `sums[i, row] = sum over j of x[j, row] * lines[i, j]`.
 
     numba would make vectors along `j`, whose parts would have to be added up at the end of each
     sum.
@@ -370,7 +371,7 @@ def _tiles(widest: int, bits: int, product: _Product, start: int, stop: int) -> 
                     found[row, first + line] = total
 
 
-# --- which way
+# --- the choice of a way
 
 
 _compiled_one_row, _compiled_few_rows = (

@@ -69,10 +69,11 @@ _WORTH_A_THREAD = 2**16
 """For fewer products of numbers than this, a separate thread costs more than it saves."""
 _AHEAD = 2**13
 """Distance in bytes at which the product of a single row prefetches into the first cache. Compared
-with 4 KB into the second cache, this is faster by a tenth from memory, and by a quarter from the
-third cache. Codes of 8 bits are not prefetched, because the processor does so automatically: with
-explicit prefetching, it reads them 6% slower, or no faster while other programs use the memory.
-Codes of fewer bits are read a tenth slower without prefetching.
+with prefetching into the second cache at 4 KB, this is faster by a tenth if the weight is read from
+memory, and by a quarter if it is in the third cache. Codes of 8 bits are not prefetched, because
+the processor does so automatically: with explicit prefetching, it reads them 6% slower, or no
+faster while other programs use the memory. Codes of fewer bits are read a tenth slower without
+prefetching.
 """
 
 
@@ -214,7 +215,7 @@ class _Codes:
         self._builder, self._form, self._start = builder, form, start
 
     def values(self, group: int, part: int, line: Any = None) -> Any:
-        """Return the values of a group; with `line`, those of the group that many vectors later."""
+        """Return the values of a group; with `line`, those `line` vectors of codes further on."""
         builder, found, below, before = self._builder, None, 0, 0
         for plane, bits in enumerate(self._form.planes):
             vector, up = self._form.place_of(plane, group)
