@@ -335,8 +335,8 @@ class EngineClient:
         self._tool_threads = ThreadPoolExecutor(TOOL_THREADS, "weir-tools")
         sink = sink_of(transformers_model(engine.model).config)
         self.renderer = PromptRenderer(tokenizer, self.stop_ids, sink, limits.prompt)
-        # Turns saved with one model and policy cannot be used with another. The store says which
-        # model it is, whatever its name.
+        # Turns saved with one model and policy cannot be used with another. The store knows the
+        # model by its weights, whatever its name.
         kind = [str(engine.cache.policy), engine.cache.chunk, engine.cache.positions]
         root = hashlib.sha256(json.dumps(kind).encode()).hexdigest()
         self.worker = worker or Worker()
@@ -456,7 +456,7 @@ class EngineClient:
     ) -> Generation:
         """Submit a request with its prompt to the engine.
 
-        `holder` is whose turn it takes (`TokenSequence.holder`).
+        `holder` is the client whose turn the request takes (`TokenSequence.holder`).
         """
         answers = range(len(request.sampling))
         queue = OutputQueue(loop, self.limits.unread * len(answers))
@@ -679,7 +679,7 @@ class EngineClient:
         return CallParser(self.renderer.call_format, names, request.calls_only, own)
 
     def _trim(self, prompt: Prompt) -> None:
-        """Drop the owner's oldest session if a saved turn has begun one too many."""
+        """Drop the owner's oldest session if a saved turn has begun a session above the limit."""
         begins = prompt.parent is None or prompt.parent.session != prompt.session
         if prompt.session is not None and begins:
             self.sessions.trim(prompt.owner)

@@ -189,8 +189,8 @@ class PromptRenderer:
             self._call_format: CallFormat | WeirError = format_of(tokenizer)
         except WeirError as error:
             self._call_format = error
-        # A tokenizer prints its warning about padding in the first call. Let it do so before any
-        # thread.
+        # A tokenizer prints its warning about padding in its first call, so make this call before
+        # any thread does.
         tokenizer("x")
         self._template.header([])  # find a broken template as early as possible
         self.variables = template_variables(tokenizer)

@@ -36,7 +36,7 @@ class ResponseTurn:
 
     Attributes:
         instructions: a system message before the history; None for none.
-        conversation: the conversation that is continued, which is locked meanwhile.
+        conversation: the conversation that is continued, locked until the request ends.
         session: the session of the turn, if the HTTP client names one.
         is_stored: whether the response can be continued and retrieved.
         variables: further variables of the chat template.

@@ -107,7 +107,7 @@ class GrammarCompiler:
         return partial(GrammarConstraint, matcher, self._size, tokens, eager=eager)
 
     def _tokens(self) -> LLTokenizer:
-        """The tokenizer in llguidance's form, made on first use because it takes a second."""
+        """Return the tokenizer in llguidance's form, made on first use. This takes a second."""
         if self._cached is None:
             try:
                 stop_ids = sorted(self._stop_ids) or None

@@ -443,7 +443,7 @@ class Engine:
                 self._fail(sequence, error)
 
     def _place(self, sequence: TokenSequence, *, resident: bool) -> None:
-        """Bring a sequence's row to where the sequence starts."""
+        """Put the state from which a sequence starts into its row."""
         assert sequence.row is not None
         if sequence.prefilled is not None:
             (state, logits), sequence.prefilled = sequence.prefilled, None

@@ -25,7 +25,7 @@ _PART = re.compile(r"[0-9a-f]{32}\.part")
 
 
 def new_name() -> str:
-    """A random file name."""
+    """Return a random file name."""
     return f"{secrets.token_hex(16)}.safetensors"
 
 

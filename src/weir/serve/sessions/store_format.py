@@ -44,7 +44,10 @@ class StoreFormat:
 
     @cached_property
     def _buffers(self) -> Counter[int]:
-        """Bytes of an entry of the buffers that have so many (1: other buffers)."""
+        """Bytes of one entry in all buffers together, by the number of entries that a buffer has.
+
+        Buffers whose size does not depend on the tokens count as one entry.
+        """
         found: Counter[int] = Counter()
         for plan in self.rows.plans:
             held = plan.spec.held([0] * len(plan.spec.pipe.pools))
@@ -57,13 +60,11 @@ class StoreFormat:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """The model and kind, as a store or a file states them."""
+        """Return the model and kind, as a store or a file states them."""
         return {"model": self.model, "kind": self.rows.kind}
 
     def check_place(self, place: str, stated: str | bytes) -> None:
-        """Refuse a place whose rows, as its JSON says, are of another model or policy, or that does
-        not say it.
-        """
+        """Refuse a place whose JSON names another model or policy, or none."""
         try:
             self.check(json.loads(stated))
         except (WeirError, ValueError, RecursionError) as error:

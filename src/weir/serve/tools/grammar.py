@@ -35,8 +35,8 @@ def tool_grammar(
         newlines: whether a call may have line ends around its JSON.
         special: the texts of the format that are special tokens, with their ids.
         schema: the schema of an answer without calls, in llguidance's form; None for text.
-        own: functions that the server runs. An answer, or its part after the result of such a call,
-            has calls of `tools`, or one call of these, which ends it.
+        own: functions that the server runs. A call of one ends a part of the answer, and the next
+            part begins after its result. Each part has calls of `tools`, or one such call.
     """
     trigger, close, between = (
         f"<[{special[text]}]>" if text in special else json.dumps(text) if text else ""

@@ -52,7 +52,7 @@ class OwnTool:
         tool: its name, its description and the JSON schema of its arguments, as the model reads
             them.
         run: called in a thread with the session and the arguments, which fit the schema; returns
-            the text that the model reads. The model gets a WeirError as the result.
+            the text that the model reads. If it raises a WeirError, the model reads the error.
     """
 
     tool: Tool
@@ -99,7 +99,8 @@ DROP_TOOL_OUTPUT = Tool(
 )
 """Drops the output of one of the client's tools.
 
-Most chat templates do not show the ids of calls to the model, so it names an output by its age.
+Most chat templates do not show the ids of calls to the model, so the model names an output by its
+age.
 """
 KEEP_TOOL_OUTPUT = Tool(
     "keep_tool_output",

@@ -72,7 +72,7 @@ class CallParser:
     Attributes:
         names: names of the functions that may be called; a call of another function is text.
         calls_only: whether the answer consists of calls and has no text.
-        own: names of functions that the server runs. Their calls are in no part.
+        own: names of functions that the server runs. Their calls are in no `AnswerPart`.
         own_calls: the complete calls of these in the current part of the answer: name, arguments.
     """
 
