@@ -951,7 +951,7 @@ class StreamingCache(Cache):
     def _is_pad(self, tokens: Tensor) -> Tensor:
         """Return which of some ids [rows] or embeddings [rows, width] are padding tokens."""
         said = self._pad
-        if said is None:  # rows that were put here from another cache
+        if said is None:  # the rows were put into this cache from another
             said = StopTokens.of(getattr(self._model(), "generation_config", None)).pad
         if said is None:
             return torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)

@@ -210,7 +210,7 @@ class Forward:
         queries [batch, heads, length, key_dim].
         """
         parts, plan = self.stack.by_index[layer], self.plan.on(queries.device)
-        if not torch.is_grad_enabled():  # cheaper than a second no_grad
+        if not torch.is_grad_enabled():  # entering no_grad again takes time
             return parts.attend(queries, keys, values, params, plan)
         with torch.no_grad():
             out = parts.attend(queries, keys, values, params, plan)

@@ -268,7 +268,7 @@ def plan_forward(
     origin: int = 0,
     marks: list[Marks] | None = None,
 ) -> ForwardPlan:
-    """Cut a forward so that every row folds after each `chunk` tokens of its own.
+    """Cut a forward so that every row folds each time it has taken `chunk` tokens.
 
     Args:
         real: which columns hold tokens [batch, length], bool; None if all do.

@@ -270,10 +270,11 @@ class Layer:
         bias = mask_of_piece(spec.positions, slab, segment, stop, queries.dtype, in_step=in_step)
         store_queries(slab, spec, queries, segment)
         self._note_spans(segment)
-        # Attention is recorded here if the fold can use it. The fold of the last segment runs after
-        # all layers have answered. Until then, no layer keeps its attention shares (one number for
-        # each query and slot), because those of all layers would take too much memory. Nothing is
-        # recorded with quantized slots, because pools read them in another order.
+        # `observes` says whether the fold can use the attention that is computed here, so that it
+        # need not be computed again. It cannot if pools need attention shares (one number for each
+        # query and slot) of the last segment: its fold runs after all layers have answered, and
+        # until then all layers would have to keep their shares. It cannot with quantized slots
+        # either, because pools read those in another order.
         observes = 0 < spec.pipe.needs_queries <= segment.width and slab.quantized is None
         observes = observes and not (segment is last and spec.pipe.needs_shares)
         observe: Observe = ""
