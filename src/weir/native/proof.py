@@ -4,12 +4,13 @@ Neither a name nor the result for one token is a proof. Each part is tried on se
 numbers of several sizes, with float32 copies of its small parameters, so that a difference is
 either rounding or another computation:
 
-- the decoder's own forward runs with stand-ins for its layers, its embeddings and its norm, which
-  record their inputs: embeddings times a factor, each layer's answer for the next, a norm;
-- the model's own forward runs with stand-ins for its decoder and its head, if a whole step goes
-  from token ids to logits;
-- each layer's own forward runs with stand-ins for its large weights, and with a cache that records
-  queries, keys and values and answers with random numbers. Rows are at several positions, one of
+- The decoder's own forward runs with stand-ins for its layers, its embeddings and its norm, which
+  record their inputs. The first layer must get the embeddings times a factor, each other layer the
+  answer of the layer before it, and the norm that of the last layer.
+- The model's own forward runs with stand-ins for its decoder and its head, if a whole step goes
+  from token ids to logits.
+- Each layer's own forward runs with stand-ins for its large weights, and with a cache that records
+  queries, keys and values, and answers with random numbers. Rows are at several positions, one of
   them far beyond any window.
 
 With stand-ins for weights, this is as cheap as a few norms, however large the model is. That the

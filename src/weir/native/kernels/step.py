@@ -2,9 +2,11 @@
 
 An *operation* is a norm and the products after it, attention of some heads, a table of angles, or
 the rows of an embedding. Each operation has parts, which threads take until none are left. Then
-they wait for the parts that other threads took. Addresses and sizes are in tables that are made
-once (`native.program`); a step changes only a few numbers. Numbers between operations are float32,
-whatever the weights are.
+they wait for the parts that other threads took. One part of attention reads one *stretch*, a range
+of a head's slots, and the product after it merges the answers of all stretches.
+
+Addresses and sizes are in tables that are made once (`native.program`); a step changes only a few
+numbers. Numbers between operations are float32, whatever the weights are.
 
 Roofline: the bytes of all weights and slots divided by the memory bandwidth.
 """
@@ -349,8 +351,8 @@ def _multiply(n: np.record, part: int, x: int, rounded: int, scratch: int) -> No
 
 @njit(nogil=True)
 def _attend(n: np.record, part: int, scratch: int) -> None:
-    """Attend to one stretch of the slots of one head. The thread that reads the last stretch stores
-    the new key.
+    """Attend to one stretch of the slots of one head. The thread that reads the last stretch also
+    stores the new key and value.
     """
     unit, stretch = part // n.stretches, part % n.stretches
     row, local = unit // n.heads, unit % n.heads
