@@ -135,7 +135,8 @@ class Message:
     def canonical_parts(self) -> Iterator[str]:
         """Yield the parts of `canonical`.
 
-        A long message has many, because a character can take six characters of JSON.
+        A long message has many, so that its JSON is never in memory as a whole. It can have six
+        characters for each of the message's.
         """
         content, name = self.content.replace("\r\n", "\n"), self.name
         if self.role == "assistant":

@@ -744,7 +744,7 @@ def _with_outline(prompt: Prompt, outline: Outline | None) -> Prompt:
 
 
 def _visible(session: str) -> str:
-    """Return the session of a turn, or a new session if that is hidden."""
+    """Return the name of a session, or a new name if the session is hidden."""
     return f"sess_{secrets.token_hex(16)}" if is_hidden(session) else session
 
 

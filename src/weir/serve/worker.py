@@ -308,7 +308,7 @@ class WorkerOfMany:
         self.pipe.close()
 
     def kill(self) -> None:
-        """Begin to end the process."""
+        """Kill the process without waiting for its end."""
         self._process.kill()
 
     def _kill(self) -> None:
@@ -349,7 +349,7 @@ class _Packed(Handle):
         self._steps = steps
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Become the value in the other process.
+        """Return how the other process unpickles this: as the value itself.
 
         The bytes are sent there unchanged, and dropped there as soon as they are read.
         """

@@ -199,9 +199,9 @@ class DiskTurns(TurnTables):
     def make_room(self, size: int, keep: int) -> bool:
         """Delete old turns until the disk has room for this many bytes.
 
-        The newest `keep` turns stay. Nothing is deleted without a limit, which allows deletion, or
-        if deletion would not help: because there are too few turns, or because the disk refuses
-        bytes that are free.
+        The newest `keep` turns stay. Nothing is deleted if the folder has no limit, because only a
+        limit allows deletion. Nothing is deleted either if that would not help: because there are
+        too few turns, or because the disk refuses bytes that it reports as free.
         """
         if self.has_room(size) or self._limit is None:
             return self.has_room(size)

@@ -202,7 +202,7 @@ class TurnTables:
             "SELECT coalesce(max(used), 0), coalesce(sum(bytes), 0) FROM nodes"
         )
 
-    # --- what other places than memory do in their own way
+    # --- methods that places other than memory override
 
     def open_archive(self, limit: int | None) -> TurnArchive:
         """Archive the text of turns from now on, in at most this many bytes."""
@@ -294,8 +294,8 @@ class TurnTables:
         return [SessionSummary(**{**row, "usage": json.loads(row["usage"])}) for row in found]
 
     def ancestry(self, owner: str, node: str) -> tuple[list[TurnTokens], str | None]:
-        """Return the tokens that led to a turn, as far back as its turns are here, and the parent
-        of the first.
+        """Return the tokens that led to a turn, as far back as its turns are stored, and the
+        parent of the first.
         """
         rows = self.db.query(_ANCESTRY, node, owner)
         found = [TurnTokens(row["node"], row["seen"], row["ids"]) for row in rows]
