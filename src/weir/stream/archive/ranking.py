@@ -359,7 +359,7 @@ class ArchiveSearch:
             if one.row["role"] == "assistant":
                 one.score *= ANSWERED
 
-    # --- what is shown
+    # --- excerpts
 
     def _excerpt(self, one: _Candidate) -> Excerpt:
         """Make an excerpt of a passage. Its neighbors are included if it is short, or asks what the
