@@ -1,4 +1,4 @@
-"""weir: run any Hugging Face decoder on endless token streams, in a KV cache of fixed size."""
+"""weir: run Hugging Face decoders on endless token streams, in a KV cache of fixed size."""
 
 # A name is fetched when it is first asked for (PEP 562): to import PyTorch and transformers takes
 # seconds, and `weir --help` needs neither.

@@ -154,7 +154,7 @@ class _Weir(CommandGroup):
 app = typer.Typer(
     name="weir",
     cls=_Weir,
-    help="Run any Hugging Face decoder on endless token streams, in a KV cache of fixed size. To "
+    help="Run Hugging Face decoders on endless token streams, in a KV cache of fixed size. To "
     "use your own pools: weir --import my_pools,more/pools.py COMMAND.",
     **PLAIN,
 )

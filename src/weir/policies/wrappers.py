@@ -401,7 +401,7 @@ def quantized(
 
     Args:
         policy: the policy that holds the tokens; none for kcenter.
-        slots: the format of the slots: int8, k8v4 or fp8.
+        slots: the format of the slots: int8, int4, k8v4 or fp8.
         newest: how many of the newest tokens stay exact; none for all that the policy keeps as
             newest tokens.
     """

@@ -113,7 +113,7 @@ def as_bibtex(papers: Sequence[Paper]) -> str:
     """Write BibTeX entries for weir and some papers."""
     own = {
         "author": "{The weir authors}",
-        "title": "{weir: any Hugging Face decoder on token streams without end, in a KV cache of "
+        "title": "{weir: Hugging Face decoders on endless token streams, in a KV cache of "
         "fixed size}",
         "version": __version__,
     }
