@@ -90,7 +90,7 @@ def main(words: Sequence[str] | None = None) -> None:
         if given.phone is not None:
             given.phone.mkdir(parents=True, exist_ok=True)
             page.set_viewport_size({"width": PHONE[0], "height": PHONE[1]})
-            for view in ("Sessions", "Chat", "Memory"):
+            for view in ("Conversations", "Chat", "Memory"):
                 page.locator("#views").get_by_role("button", name=view).click()
                 page.wait_for_timeout(300)
                 page.screenshot(path=given.phone / f"{view.lower()}.png")

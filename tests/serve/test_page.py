@@ -204,8 +204,8 @@ def test_it_shows_what_is_held_what_is_forgotten_and_what_was_recalled(user, rec
         view("Memory")
         tokens = recalled.locator("summary").text_content().partition(" ")[0]
         expect(page.locator("#archive")).to_have_text(
-            f"The archive has the text of 6 messages. {tokens} tokens of it were recalled for the "
-            "newest message."
+            f"The archive holds the text of 6 messages. {tokens} tokens of it were recalled for "
+            "the newest message."
         )
         wait(page, "() => Number(document.getElementById('lost').innerText.replace(',', '')) > 400")
         assert re.search(r"[\d,]+ tokens forgotten", page.locator("#text").inner_text())
@@ -304,7 +304,7 @@ def test_all_can_be_done_by_keyboard(user):
     assert page.url.partition("#")[2] == ""
     unnamed = page.evaluate(
         "[...document.querySelectorAll('button, input, textarea, [tabindex]')].filter(each => "
-        "!(each.labels?.length || each.ariaLabel || each.getAttribute('aria-labeledby') || "
+        "!(each.labels?.length || each.ariaLabel || each.getAttribute('aria-labelledby') || "
         "each.textContent.trim())).map(each => each.outerHTML)"
     )
     assert unnamed == []
@@ -328,7 +328,7 @@ def test_nothing_can_be_said_before_the_server_has_told_of_its_model(user):
 def test_on_a_phone_nothing_is_wider_than_the_screen(user):
     page = user(**PHONE).tab()
     say(page, "w" * 300, longest=300)
-    for view, shown in (("Sessions", "sessions"), ("Memory", "memory"), ("Chat", "chat")):
+    for view, shown in (("Conversations", "sessions"), ("Memory", "memory"), ("Chat", "chat")):
         page.get_by_role("button", name=view, exact=True).tap()
         assert page.locator(f"#{shown}").is_visible()
         assert page.locator("#sessions:visible, #chat:visible, #memory:visible").count() == 1
@@ -372,10 +372,10 @@ def test_markup_is_shown_as_text(user):
 
 def test_a_key_is_asked_for_until_it_is_right_and_stays_in_its_tab(user):
     page = user(key=None).tab()
-    dialog = page.get_by_role("dialog", name="This server asks for a key")
+    dialog = page.get_by_role("dialog", name="This server requires an API key")
     dialog.get_by_label("Key").fill("wrong")
     dialog.get_by_role("button", name="Continue").click()
-    page.get_by_text("The server does not know this key.").wait_for()
+    page.get_by_text("The server does not accept this key.").wait_for()
     assert page.locator("#policy").inner_text() == ""
     dialog.get_by_label("Key").fill(KEY)
     page.keyboard.press("Enter")

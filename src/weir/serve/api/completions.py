@@ -45,7 +45,7 @@ router = APIRouter()
 
 @router.post("/v1/chat/completions", openapi_extra=describe_body(ChatBody, streams=True))
 async def chat(request: Request, client: Client, owner: Owner) -> Response:
-    """Complete a chat. Only messages that are new since a saved turn are processed."""
+    """Complete a chat. Messages that a saved turn already contains are not processed again."""
     body, messages = await read_content(request, ChatBody, owner, "messages", "history")
     if body.top_logprobs is not None and not body.logprobs:
         raise APIError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
@@ -60,7 +60,7 @@ async def chat(request: Request, client: Client, owner: Owner) -> Response:
 
 @router.post("/v1/completions", openapi_extra=describe_body(TextBody, streams=True))
 async def complete(request: Request, client: Client, owner: Owner) -> Response:
-    """Complete a text or token ids. Nothing is saved."""
+    """Complete a prompt, given as text or as token ids. Nothing is saved."""
     body, prompt = await read_content(
         request, TextBody, owner, "prompt", "only_prompt", client.limits.prompt
     )

@@ -23,7 +23,7 @@ router = APIRouter(dependencies=[Depends(check_query)])
 
 @router.get("/v1/sessions/{name}/items")
 async def items(name: str, client: Client, owner: Owner) -> dict[str, Any]:
-    """List the tool outputs that a session has read and not dropped, the newest first."""
+    """List the tool outputs that a session has read, newest first, without dropped ones."""
     outputs, _ = await run_in_thread(client.list_outputs, owner, name)
     pinned = client.store.pinned_chains(owner)
     data = [
@@ -41,7 +41,7 @@ async def items(name: str, client: Client, owner: Owner) -> dict[str, Any]:
 
 @router.delete("/v1/sessions/{name}/items/{call:path}")
 async def drop(name: str, call: str, client: Client, owner: Owner) -> dict[str, Any]:
-    """Drop a tool output from a session's cache, by the id of its call."""
+    """Drop the output of a tool call from a session's cache."""
     dropped = await run_in_thread(_drop, client, owner, name, call)
     return {
         "id": dropped.call,
@@ -55,7 +55,7 @@ async def drop(name: str, call: str, client: Client, owner: Owner) -> dict[str, 
 # A call's id can have slashes, so a suffix "/pin" could not be distinguished from the id.
 @router.put("/v1/sessions/{name}/pins/{call:path}")
 async def pin(name: str, call: str, client: Client, owner: Owner) -> dict[str, Any]:
-    """Keep the output of a tool in a session's cache for good, by the id of its call."""
+    """Pin the output of a tool call, so that it always stays in a session's cache."""
     pinned = await run_in_thread(_pin, client, owner, name, call)
     return {
         "id": pinned.call,
@@ -69,7 +69,7 @@ async def pin(name: str, call: str, client: Client, owner: Owner) -> dict[str, A
 
 @router.delete("/v1/sessions/{name}/pins/{call:path}")
 async def unpin(name: str, call: str, client: Client, owner: Owner) -> dict[str, Any]:
-    """Let the output of a tool leave a session's cache again, by the id of its call."""
+    """Unpin the output of a tool call, so that it can be evicted from a session's cache again."""
     await run_in_thread(_unpin, client, owner, name, call)
     return {"id": call, "object": "session.item", "pinned": False}
 

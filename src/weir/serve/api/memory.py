@@ -37,10 +37,12 @@ async def memory(
     most: Annotated[int, Query(ge=0, le=8192)] = 2048,
     latest: Annotated[int, Query(ge=0, le=8192)] = 512,
 ) -> dict[str, Any]:
-    """List the tokens that a session's cache holds, now or at the end of its newest turn.
+    """List the tokens that a session's cache holds.
 
-    `most` limits the number of held tokens in the list. `latest` is the number of tokens at the end
-    of the stream that are listed whether they are held or not.
+    While a turn is running, the list shows the cache at that moment. Otherwise it shows
+    the cache at the end of the newest turn. `most` limits the number of held tokens in the list.
+    `latest` is the number of tokens at the end of the stream that are listed even if the cache does
+    not hold them.
     """
     reporter: MemoryReporter = request.app.state.memory_reporter
     sequence = client.running_sequence(owner, name)

@@ -72,7 +72,9 @@ async def chat(request: Request, client: Client, owner: Owner) -> Response:
     openapi_extra=describe_body(OllamaGenerateBody, streams=True, media_type=NDJSON),
 )
 async def generate(request: Request, client: Client, owner: Owner) -> Response:
-    """Answer a prompt, for Ollama's clients. A raw prompt is continued as it is."""
+    """Answer a prompt, for Ollama's clients. With `raw`, the model continues the prompt without a
+    chat template.
+    """
     field, what = "prompt", "history"
     body, messages = await read_content(request, OllamaGenerateBody, owner, field, what)
     body.model = own_name(client, body.model)

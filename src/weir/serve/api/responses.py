@@ -66,7 +66,9 @@ router = APIRouter()
 
 @router.post("/v1/responses", openapi_extra=describe_body(ResponseBody, streams=True))
 async def respond(request: Request, client: Client, owner: Owner) -> Response:
-    """Create a response: a first one, one after a previous response, or one in a conversation."""
+    """Create a response. It can start a history, continue a previous response, or belong to a
+    conversation.
+    """
     session = named_session(request)
     body, items = await read_content(request, ResponseBody, owner, "input", "items")
     check_model(client, body.model)
@@ -102,11 +104,11 @@ async def count(request: Request, client: Client, owner: Owner) -> JSONResponse:
 
 @router.post("/v1/responses/compact", openapi_extra=describe_body(ResponseBody))
 async def compact(request: Request, client: Client, owner: Owner) -> JSONResponse:
-    """Make an item that stands for a history.
+    """Replace the saved part of a history with one short item.
 
-    Nothing is summarized. The item names the saved turn at the end of the history, whose state is
-    small however long the history is. Items after that turn are returned unchanged. If no turn of
-    this history is saved, all items are.
+    Nothing is summarized. The item names the newest saved turn of the history. The state of that
+    turn is small, however long the history is. Items after the turn are returned unchanged. If no
+    turn of this history is saved, all items are returned unchanged.
     """
     body, items = await read_content(request, ResponseBody, owner, "input", "items")
     check_model(client, body.model)
@@ -166,7 +168,10 @@ async def delete(name: str, client: Client, owner: Owner) -> dict[str, Any]:
 
 @router.post("/v1/responses/{name}/cancel")
 async def cancel(name: str, client: Client, owner: Owner) -> dict[str, Any]:
-    """Refuse to cancel a response. Closing the connection cancels it."""
+    """Refuse to cancel a response, because none runs in the background.
+
+    To cancel a response, close the connection that it is sent on.
+    """
     await _found(client, owner, name)
     raise APIError(400, "Cannot cancel a synchronous response.", param="response_id")
 

@@ -51,7 +51,7 @@ async function call(path, { method = "GET", body, signal, headers = {} } = {}) {
 }
 
 function newKey(wrong) {
-  asking ??= askForKey(wrong ? "The server does not know this key." : null)
+  asking ??= askForKey(wrong ? "The server does not accept this key." : null)
     .then((key) => sessionStorage.setItem(KEY, key))
     .finally(() => {
       asking = null;

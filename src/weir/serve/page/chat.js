@@ -84,7 +84,7 @@ function item(turn) {
   const { completion_tokens: answered } = turn.usage;
   const facts = [
     `${several(turn.seen, "token")} read`,
-    `${several(answered ?? 0, "token")} answered`,
+    `${several(answered ?? 0, "token")} in the answer`,
   ];
   if (turn.rate) facts.push(`${Math.round(turn.rate)} tokens/s`);
   const made = el(

@@ -336,7 +336,7 @@ async function start() {
   byId("model").textContent = model.id;
   byId("policy").textContent = model.weir.policy;
   byId("policy").title = model.weir.pools;
-  if (model.weir.continues) byId("say").placeholder = "Begin a sentence, and the model goes on";
+  if (model.weir.continues) byId("say").placeholder = "Begin a sentence, and the model continues it";
   await open(fromAddress());
 }
 

@@ -38,7 +38,7 @@ export function showMemory(memory) {
   byId("summary").textContent =
     share > 1
       ? `A cache of all tokens would take ${bytes(memory.bytes_of_all)}, ${times(share)} as much.`
-      : `A cache of all tokens would take ${bytes(memory.bytes_of_all)}, and would still fit.`;
+      : `A cache of all tokens would take ${bytes(memory.bytes_of_all)}, which is no more than this cache.`;
   for (const [id, value] of [
     ["seen", count(seen)],
     ["held", count(held)],
@@ -72,8 +72,8 @@ export function showMemory(memory) {
 
 /** What the archive has of this conversation, in words. */
 function aboutArchive({ working, turns, recalled_tokens: recalled }) {
-  if (!working) return "The archive does not work, so nothing is recalled. See the server's log.";
-  const has = `The archive has the text of ${several(turns, "message")}.`;
+  if (!working) return "The archive is not working, so no earlier text can be recalled. See the server's log.";
+  const has = `The archive holds the text of ${several(turns, "message")}.`;
   if (!recalled) return `${has} Nothing was recalled for the newest message.`;
   const were = recalled === 1 ? "was" : "were";
   return `${has} ${several(recalled, "token")} of it ${were} recalled for the newest message.`;

@@ -68,7 +68,7 @@ class ResultBlock(Lenient):
 
 
 class SkippedBlock(Skipped):
-    """A block that is ignored in a history: thoughts, and the work of Anthropic's own tools."""
+    """A block that is ignored in a history: thinking, or a call or result of Anthropic's tools."""
 
     type: Annotated[str, StringConstraints(max_length=64)]
 

@@ -214,11 +214,14 @@ class WeirOptions(Strict):
     """Options that only this server has.
 
     `tools` are tools of the server that the model may call. The server executes such a call within
-    the answer. `drop` has the ids of calls whose outputs are dropped before the answer, `pin` those
-    of calls whose outputs stay in the cache for good.
-    `tell_forgotten` lets the model read a note that says what has left its cache. `recall` is how
-    many tokens of earlier text the server may put before the message if it asks for text that has
-    left the cache; 0 for none. Left out, the server decides.
+    the answer. `drop` lists the ids of tool calls whose outputs are dropped before the answer.
+    `pin` lists the ids of tool calls whose outputs stay in the cache for good.
+
+    `tell_forgotten` lets the model read a note that says what has left its cache.
+
+    `recall` is the most tokens of earlier text that the server may put before the message if the
+    message asks for text that has left the cache; 0 for none. If it is left out, the server's
+    setting applies.
     """
 
     recall: Annotated[Whole, Field(ge=0, le=MAX_RECALL)] | None = None

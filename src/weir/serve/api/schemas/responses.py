@@ -432,7 +432,7 @@ class ConversationName(Strict):
 
 
 class Reasoning(Noted):
-    """Options of the model's thoughts."""
+    """Options for the model's reasoning."""
 
     effort: Effort | None = None
 
