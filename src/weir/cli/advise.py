@@ -25,7 +25,11 @@ def advise(
     ] = None,
     budget: Annotated[
         int | None,
-        Option(min=1, help="Instead of --memory, slots that policies without a budget keep."),
+        Option(
+            min=1,
+            help="Instead of --memory, number of slots for policies that are given without a "
+            "budget.",
+        ),
     ] = None,
     model_name: options.ModelName = "nano",
     policies: Annotated[

@@ -37,7 +37,7 @@ COMMANDS = {
     "size": "Show how many bytes a stream and the weights take, and how many streams fit.",
     "advise": "Try policies on a text's beginning, within some memory or slots, and recommend one.",
     "calibrate": "Measure how many slots each layer needs, and write them to a policy file.",
-    "eval": "Measure policies on tasks, one cell at a time, and save the results to a file.",
+    "eval": "Measure policies on tasks, and save the results to a file.",
     "report": "Write results as one HTML page with its plots inside, and as Markdown, CSV, LaTeX "
     "or PDF.",
     "inspect": "Show a model's attention maps, sinks, keys and norms, and what a policy keeps, on "

@@ -89,7 +89,8 @@ def chat(
     policy: Annotated[
         str | None,
         Option(
-            help="A pipe or a named policy; see `weir policies`. A policy without a budget gets as "
+            help="A named policy, or a pipe of pools such as 'sink(4) | recent(252)'; see "
+            "`weir policies`. A policy without a budget gets as "
             "many slots as the model's window and the memory allow, at most "
             f"{MOST_SLOTS:,}. weir serve and weir size use the policy's own budget instead, "
             "because they count many conversations. [default: weir.toml next to the model, or "

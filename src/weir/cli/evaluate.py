@@ -94,7 +94,11 @@ def evaluate(
     ] = None,
     chunk: Annotated[
         int | None,
-        Option(min=1, help="Tokens between two folds [default: 64, or what the protocol sets]"),
+        Option(
+            min=1,
+            help="Number of new tokens to read before the policy chooses again which tokens to "
+            "keep [default: 64, or what the protocol sets]",
+        ),
     ] = None,
     positions: options.PositionsName = options.Positions.rolling,
     slots: options.SlotsName = None,
@@ -109,9 +113,10 @@ def evaluate(
     *,
     loading: Loading,
 ) -> int:
-    """Measure policies on tasks, one cell at a time, and save the results to a file.
+    """Measure policies on tasks, and save the results to a file.
 
-    After a crash, --resume continues. Failed cells do not stop the others; they are reported at the
+    A cell is one policy on one task, with one model, budget and seed. After a crash, --resume
+    continues. Failed cells do not stop the others; they are reported at the
     end, with exit code 1.
     """
     from transformers.utils.logging import disable_progress_bar

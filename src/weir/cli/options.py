@@ -29,7 +29,13 @@ ModelName = Annotated[
 TextPath = Annotated[
     Path, Option("--text", help="The text file: UTF-8, plain or .xz; - for standard input.")
 ]
-PolicyText = Annotated[str, Option(help="A pipe or a named policy; see `weir policies`.")]
+PolicyText = Annotated[
+    str,
+    Option(
+        help="A named policy, or a pipe of pools such as 'sink(4) | recent(252)'; see "
+        "`weir policies`."
+    ),
+]
 Budget = Annotated[
     int | None,
     Option(

@@ -36,8 +36,8 @@ POLICIES: dict[str, dict[str, str]] = {
         "buzz": "tokens that got much attention, from all of the stream",
     },
     "The field": {
-        "h2o": "tokens that were read the most so far",
-        "snapkv": "a long prompt and one answer: what its end looks at",
+        "h2o": "tokens that received the most attention so far",
+        "snapkv": "a long prompt and one answer: what the prompt's end looks at",
         "kvzip": "one text, read whole: what the model needs to repeat it",
         "pyramidkv": "like snapkv, with more slots in the lower layers",
         "defensivekv": "tokens that any query needed, not only the average query",

@@ -36,14 +36,21 @@ def serve(
     policy: Annotated[
         str | None,
         Option(
-            help="A pipe or a named policy; see `weir policies` [default: weir.toml next to the "
+            help="A named policy, or a pipe of pools such as 'sink(4) | recent(252)'; see "
+            "`weir policies` [default: weir.toml next to the "
             f"model, or else {options.DEFAULT}]"
         ),
     ] = None,
     budget: options.Budget = None,
     slots: options.SlotsName = None,
     chunk: options.PolicyChunk = None,
-    rows: Annotated[int, Option(min=1, help="Number of turns answered at the same time.")] = 8,
+    rows: Annotated[
+        int,
+        Option(
+            min=1,
+            help="Number of rows, which is the number of turns answered at the same time.",
+        ),
+    ] = 8,
     pin: Annotated[
         str | None,
         Option(

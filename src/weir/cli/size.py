@@ -35,7 +35,8 @@ def size(
     policy: Annotated[
         str | None,
         Option(
-            help="A pipe or a named policy; see `weir policies` [default: weir.toml in the "
+            help="A named policy, or a pipe of pools such as 'sink(4) | recent(252)'; see "
+            "`weir policies` [default: weir.toml in the "
             f"model's folder, or else {options.DEFAULT}]"
         ),
     ] = None,
@@ -64,7 +65,10 @@ def size(
     ] = None,
     memory: Annotated[str | None, Option(help="Memory to fill with streams: 80GB, 24 GiB.")] = None,
     bandwidth: Annotated[
-        str | None, Option(help="Memory bandwidth to compute tokens per second from: 3.35TB/s.")
+        str | None,
+        Option(
+            help="Memory bandwidth, such as 3.35TB/s, for an estimate of the tokens per second."
+        ),
     ] = None,
     as_json: options.AsJson = False,
     *,

@@ -401,13 +401,14 @@ def _text(texts: Tensor, measured: Sequence[dict[str, Any]]) -> str:
     sure = ", 95 % intervals over the passages" if count > 1 else ""
     return (
         "SubGen's Figure 1 shows keys that fall into clusters, and values that do not, by t-SNE "
-        f"with {CENTERS} greedy centers. A plane can mislead, so there is a number: k greedy "
-        "centers cover all vectors within some radius, and clusterability is by which share that "
-        "radius is smaller than for the same coordinates shuffled over the tokens, the mean over "
-        "k = 2, 4, 8, ... up to half of the tokens. 0: as little structure as that control has; "
-        f"1: no more different vectors than centers. Over {over}, the mean over heads is: "
-        f"{figures}{sure}. Keys are as a cache holds them{turned}. The first token, which is the "
-        "sink of most models, is left out, and so are all tokens of a learned sink."
+        f"with {CENTERS} greedy centers. A plane can mislead, so clusterability is "
+        "also given as a number. k greedy centers cover all vectors within some radius. "
+        "Clusterability is the share by which this radius is smaller than that of a control, in "
+        "which the same coordinates are shuffled over the tokens. It is the mean over k = 2, 4, 8, "
+        "... up to half of the tokens. 0 means no more structure than in the control, and 1 means "
+        f"that there are no more different vectors than centers. Over {over}, the mean over heads "
+        f"is: {figures}{sure}. Keys are as a cache holds them{turned}. The first token, which is "
+        "the sink of most models, is left out, and so are all tokens of a learned sink."
     )
 
 

@@ -63,8 +63,8 @@ def section(asked: Inspection) -> Section:
     text = (
         f"The mean over {len(ids)} sequences of {asked.length} tokens{named}: each row is a query, "
         "each column a key, as StreamingLLM's Figures 2, 7, 11, 13 and 14. A bright column is a "
-        "token that all look at: a sink. Logits are those that go into the softmax: scaled, and "
-        "capped where the model caps them. "
+        "token that all queries attend to: a sink. Logits are those that go into the "
+        "softmax: scaled, and capped where the model caps them. "
     )
     if looks_ahead(asked.model):
         text += "Every token sees every other."

@@ -141,8 +141,9 @@ def _text(asked: Inspection, found: Sequence[dict[str, Any]]) -> str:
         "shifted by their mean over the prompt, head by head, which changes no attention: "
         "BalanceKV does so before it compresses. Its Table 3 has Llama-3.1-8B-Instruct and prompts "
         "of 2,281 to 21,274 tokens: queries 14.45 to 15.21, keys 15.35 to 15.95, values 3.34 to "
-        "3.37, so bounded as its theorem asks. After ± stands the paper's 95 % interval, which "
-        "takes all vectors of a prompt as independent; then that over prompts, which the bars show."
+        "3.37, so they are bounded, as its theorem requires. The first ± is the paper's 95 % "
+        "interval, which treats all vectors of a prompt as independent. The second ± is the "
+        "interval over prompts, which the bars show."
     )
 
 

@@ -410,10 +410,10 @@ FORMATS = {
 USUAL = ("html", "md")
 MARKS = "Bold is best, underlined second best."
 SURE = (
-    "After each figure you find its 95 % interval (Wilson's for counted answers, Student's over "
-    "seeds, and for a perplexity of one seed Student's over the whole blocks of the text), the "
-    "standard deviation over seeds, and n: answers, seeds or blocks. A figure without an interval "
-    "was measured once."
+    "After each figure come its 95 % interval, the standard deviation over seeds, and n, the "
+    "number of answers, seeds or blocks. The interval is Wilson's for counted answers, and "
+    "Student's over seeds. For a perplexity of one seed, it is Student's over the whole blocks of "
+    "the text. A figure without an interval was measured once."
 )
 
 STYLE = "body { max-width: 60rem; } svg { min-width: 30rem; }"
