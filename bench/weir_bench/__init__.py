@@ -1,1 +1,1 @@
-"""`weir bench`: figures of speed and memory, each beside a peer, timed in turns in one run."""
+"""`weir bench`: measure speed and memory of weir and other libraries, in turns, in one run."""

@@ -1,4 +1,4 @@
-"""Decode steps with a cache of weir, and with those of transformers, as contenders."""
+"""Contenders that time a decode step with weir's cache or with a cache of transformers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weir_bench.timing import Contender
 
 
 class Decoding(Contender):
-    """One token through a model, with a cache."""
+    """A contender whose step passes one token of each row through a model with a cache."""
 
     def __init__(self, model: PreTrainedModel, cache: object, rows: int = 1) -> None:
         self.model = model
@@ -27,22 +27,22 @@ class Decoding(Contender):
         self.token = torch.ones(rows, 1, dtype=torch.int64)
 
     def step(self) -> None:
-        """One forward of one token of each row."""
+        """Call the model with one token of each row."""
         self.feed(self.token)
 
     def feed(self, ids: Tensor, **more: Tensor) -> None:
-        """A forward of `ids` [rows, n]."""
+        """Call the model with `ids` [rows, n]."""
         held = {CACHE: self.cache, "use_cache": True, "logits_to_keep": 1}
         self.model(input_ids=ids, **held, **more)
 
     def feed_masked(self, ids: Tensor, real: Tensor) -> None:
-        """A forward of `ids` [rows, n], of which only the `real` ones [rows, n] are tokens."""
+        """Call the model with `ids` [rows, n]. `real` [rows, n] is False for padding."""
         with torch.no_grad():
             self.feed(ids, attention_mask=real.long())
 
 
 class Dynamic(Decoding):
-    """A step with `DynamicCache` that holds `tokens`, the new one among them."""
+    """A step with a `DynamicCache` that holds `tokens` tokens, including the new one."""
 
     cache: DynamicCache
 
@@ -51,12 +51,12 @@ class Dynamic(Decoding):
         _fill(model, self.cache, tokens - 1)
 
     def rewind(self) -> None:
-        """Take the token out again."""
+        """Remove the new token from the cache."""
         self.cache.crop(-1)
 
 
 class Static(Decoding):
-    """A step with `StaticCache` that holds `tokens` and is full then."""
+    """A step that fills a `StaticCache` of `tokens` tokens."""
 
     cache: StaticCache
 
@@ -65,20 +65,23 @@ class Static(Decoding):
         _fill(model, self.cache, tokens - 1)
 
     def rewind(self) -> None:
-        """The next token takes the place of this one."""
+        """Move the cache back by one token, so that the next token overwrites this one."""
         for layer in self.cache.layers:
             assert isinstance(layer, StaticLayer)
             layer.cumulative_length.sub_(1)
 
 
 class CompiledStatic(Static):
-    """A step with `StaticCache`, compiled as a whole, with matrix products chosen as weir does."""
+    """A step with a `StaticCache`, compiled as one graph.
+
+    With the backend inductor, `weir.choose_products` first chooses the matrix products.
+    """
 
     def __init__(self, model: PreTrainedModel, tokens: int, backend: str) -> None:
         super().__init__(model, tokens)
         if backend == "inductor":
             choose_products(model)
-        # Of the bound method: the model is as it was for all others.
+        # Compiling the bound method leaves the model itself unchanged for other contenders.
         self._forward = torch.compile(model.forward, fullgraph=True, dynamic=False, backend=backend)
         try:
             with torch.no_grad():
@@ -88,16 +91,16 @@ class CompiledStatic(Static):
         self.rewind()
 
     def feed(self, ids: Tensor, **more: Tensor) -> None:
-        """A compiled forward of `ids` [1, n]."""
+        """Call the compiled model with `ids` [1, n]."""
         held = {CACHE: self.cache, "use_cache": True, "logits_to_keep": 1}
         self._forward(input_ids=ids, **held)
 
 
 class Weir(Decoding):
-    """A step with a `StreamingCache`, past its budget, and how long its folds took.
+    """A step with a `StreamingCache`. The seconds of its folds are recorded.
 
     Attributes:
-        folds: seconds of each fold since the start, all layers together.
+        folds: the seconds of each fold, over all layers.
     """
 
     cache: StreamingCache
@@ -108,12 +111,12 @@ class Weir(Decoding):
         self.cache.on_fold = lambda folded: self.folds.append(folded.seconds)
 
     def step(self) -> None:
-        """One token of each row, as streams and servers feed it."""
+        """Decode one token of each row in the same way as streams and servers."""
         if self.cache.run_step(self.token[:, 0].tolist()) is None:
             super().step()
 
     def fill(self, tokens: int) -> None:
-        """Feed so many random tokens."""
+        """Feed `tokens` random tokens."""
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(self.model.config.vocab_size, (1, tokens), generator=generator)
         with torch.no_grad():
@@ -121,19 +124,19 @@ class Weir(Decoding):
                 self.feed(piece)
 
     def start_afresh(self) -> None:
-        """Feed tokens until the tail is empty, and forget the folds so far."""
+        """Feed tokens until the tail is empty, and clear `folds`."""
         if self.waiting:
             self.fill(self.cache.chunk - self.waiting)
         self.folds.clear()
 
     @property
     def waiting(self) -> int:
-        """Tokens in the tail."""
+        """The number of tokens in the tail, summed over rows."""
         return sum(self.cache.waiting)
 
     @property
     def read_bytes(self) -> int:
-        """Bytes of keys and values that a step reads, the tail half full."""
+        """The bytes of keys and values that a step reads when the tail is half full."""
         total = 0
         for layer in self.cache.stack:
             assert layer.state.slab is not None
@@ -144,20 +147,23 @@ class Weir(Decoding):
 
 
 def feed_prompt(ours: Weir, ids: Tensor) -> None:
-    """A prompt [1, n] from the start, as a stream feeds it."""
+    """Reset the cache and feed a prompt `ids` [1, n] in pieces, as a stream does."""
     ours.cache.reset()
     for part in ids.split(PIECE, dim=1):
         ours.feed(part)
 
 
 def hold_prompt(exact: Decoding, ids: Tensor) -> None:
-    """A prompt [1, n] from the start, at once, all of it kept."""
+    """Feed a prompt `ids` [1, n] in one call to a new `DynamicCache`, which keeps all of it."""
     exact.cache = DynamicCache(config=exact.model.config)
     exact.feed(ids)
 
 
 def full(setting: Setting, model: PreTrainedModel, policy: str, slots: int, more: str = "") -> Weir:
-    """A cache of a named policy, full, its tail empty; `more` stands behind the budget."""
+    """Return a full cache of a named policy, with an empty tail.
+
+    `more` is appended to the policy's arguments, after the budget.
+    """
     cache = Weir(model, f"{policy}(budget={slots}{more})", setting.sizes.chunk)
     cache.fill(slots + setting.sizes.chunk)
     cache.start_afresh()
@@ -167,8 +173,9 @@ def full(setting: Setting, model: PreTrainedModel, policy: str, slots: int, more
 def as_it_is_and_compiled(
     setting: Setting, policy: str, slots: int, more: str = ""
 ) -> dict[str, Weir]:
-    """A `full` cache, and the same with compiled steps where they can be compiled; what to add to
-    the name of a row for each.
+    """Return a full cache and, if steps can be compiled here, another one with compiled steps.
+
+    The keys of the result are what to add to the name of a row: "" and ", compiled".
     """
     caches = {"": full(setting, model_of(setting), policy, slots, more)}
     compiled = full_compiled(setting, twin_of(setting), policy, slots, more)
@@ -178,7 +185,10 @@ def as_it_is_and_compiled(
 def full_compiled(
     setting: Setting, model: PreTrainedModel, policy: str, slots: int, more: str = ""
 ) -> Weir | None:
-    """As `full`, with compiled steps, of which one has been made; None where none can be."""
+    """Return a full cache with compiled steps, or None if they cannot be compiled here.
+
+    One step has already been run, so that compiling is not timed.
+    """
     setting.say(f"compiling a step of {policy}")
     compile_steps(model, strict=True)
     cache = full(setting, model, policy, slots, more)
@@ -193,7 +203,7 @@ def full_compiled(
 
 
 def _fill(model: PreTrainedModel, cache: DynamicCache | StaticCache, tokens: int) -> None:
-    """Put random keys and values of so many tokens into every layer."""
+    """Put random keys and values of `tokens` tokens into every layer."""
     config = model.config
     shape = (1, config.num_key_value_heads, tokens, config.head_dim)
     generator = torch.Generator().manual_seed(0)

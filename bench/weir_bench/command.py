@@ -1,4 +1,4 @@
-"""`weir bench`: figures of speed and memory, each beside a peer in the same run."""
+"""The command `weir bench`: measures speed and memory of weir and of other libraries."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Dtype(StrEnum):
-    """What `--dtype` may be."""
+    """The values of `--dtype`."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"
@@ -80,7 +80,7 @@ def bench(
     if context.invoked_subcommand is not None:
         for name in filter(partial(was_given, context), context.params):
             option = "--json" if name == "as_json" else f"--{name.replace('_', '-')}"
-            raise WeirError(  # nobody would read it
+            raise WeirError(  # the subcommand would ignore the option
                 f"{option} is an option of weir bench. Write it after {context.invoked_subcommand}."
             )
         return
@@ -125,13 +125,13 @@ def bench(
 
 
 def say_measuring(what: str) -> None:
-    """Print what is being measured, on a terminal."""
+    """Print what is being measured, if messages go to a terminal."""
     if messages().is_terminal:
         say(f"measuring {what}")
 
 
 def _policies(text: str | None) -> tuple[str, ...]:
-    """The policies that were named, by commas."""
+    """Return the names in a comma-separated list of policies, after checking them."""
     if text is None:
         return ()
     from weir_bench.figures.decode import PLAIN
@@ -174,7 +174,7 @@ def figures(
     dtypes: bool = True,
     targets: bool = True,
 ) -> Table:
-    """A table of figures."""
+    """Return a table of figures for the terminal."""
     from rich.table import Table
 
     from weir_bench.report import number, target

@@ -1,6 +1,7 @@
-"""What a figure is: a name, something that measures it, and rows of ours beside a peer's.
+"""Figures of `weir bench`: their names, the functions that measure them, and their rows.
 
-Knows nothing about what is measured.
+A row compares a measurement of weir with one of a peer, the library it is compared with. This file
+does not depend on what is measured.
 """
 
 from __future__ import annotations
@@ -19,23 +20,25 @@ from weir.errors import WeirError
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large what is measured is; the defaults are those of the figures.
+    """Sizes of models, caches and prompts, and numbers of repetitions.
+
+    The defaults are the sizes of the published figures.
 
     Attributes:
-        layers, width, inner, vocabulary: of the model; the defaults are SmolLM2-135M's shape.
-        slots: of a policy, and of its peers' caches.
-        many_slots: of a policy in comparison with re-computation.
-        prompts: tokens of the prompts that are read under each policy, rising.
-        far: tokens of one whose time is worked out from those.
-        fed: tokens of the prompt whose memory is measured.
+        layers, width, inner, vocabulary: shape of the model, by default that of SmolLM2-135M.
+        slots: slots of a policy, and tokens in its peers' caches.
+        many_slots: the larger number of slots at which recomputation is timed.
+        prompts: lengths in tokens of the prompts that are timed under each policy, in rising order.
+        far: length of a longer prompt, whose time is extrapolated from `prompts`.
+        fed: length of the prompt whose peak memory is measured.
         chunk: tokens between two folds.
-        steps: decode steps of each contender where steps are timed.
-        folds: folds of each policy where folds are timed.
-        slow: times that something slow is done.
+        steps: timed decode steps of each contender.
+        folds: timed folds of each policy.
+        slow: repetitions of slow measurements.
         copied: bytes that are copied to measure the bandwidth.
-        backend: what `torch.compile` compiles steps with.
-        nano: whether rows are timed in the packaged model too, which has to be compiled for that,
-            and commands that answer with it.
+        backend: the backend of `torch.compile`.
+        nano: whether to also time rows on the packaged model nano, which must be compiled for this,
+            and the commands that load it.
     """
 
     layers: int = 30
@@ -74,7 +77,7 @@ QUICK = Sizes(
     backend="eager",
     nano=False,
 )
-"""A model and caches so small that everything has run in a minute; the figures say nothing."""
+"""Sizes so small that everything runs in a minute. The resulting figures are meaningless."""
 
 
 @dataclass(frozen=True)
@@ -82,12 +85,12 @@ class Setting:
     """How figures are measured.
 
     Attributes:
-        sizes: how large things are.
-        dtype: of models and caches.
-        flat: tokens of the long stream.
-        policies: of the figures that have a row for each policy, only these; none for all.
-        say: told what is under way.
-        on_mark: told what the long stream has shown, at every mark, so that it can be kept.
+        sizes: sizes and numbers of repetitions.
+        dtype: dtype of models and caches.
+        flat: length of the long stream in tokens.
+        policies: the policies to measure in figures that have a row for each policy. If empty, all.
+        say: called with a description of what is being measured.
+        on_mark: called with all measurements of the long stream so far, after each new one.
     """
 
     sizes: Sizes = field(default_factory=Sizes)
@@ -100,16 +103,16 @@ class Setting:
 
 @dataclass(frozen=True)
 class Row:
-    """One figure.
+    """A measurement of weir, one of a peer, and their ratio.
 
     Attributes:
-        what: ours ÷ the peer's, or the peer's ÷ ours, in words.
-        ours, peer: what was measured, in `unit`.
-        unit: of both.
-        ratio: of the two, as `what` says.
-        target: what the ratio is to reach; None where nobody asked.
-        least: whether the ratio is to be at least the target; at most otherwise.
-        note: which path ran, or what is to be known beside.
+        what: what was divided by what, in words.
+        ours, peer: the two measurements, in `unit`.
+        unit: the unit of both.
+        ratio: ours ÷ peer, or peer ÷ ours, as `what` says.
+        target: the limit of the ratio, or None if there is no target.
+        least: whether the target is a lower limit. Otherwise it is an upper limit.
+        note: which kernel ran, or another remark.
     """
 
     what: str
@@ -123,13 +126,13 @@ class Row:
 
     @property
     def met(self) -> bool | None:
-        """Whether the target was met; None where there is none."""
+        """Whether the target was met, or None if there is no target."""
         if self.target is None:
             return None
         return self.ratio >= self.target if self.least else self.ratio <= self.target
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, as JSON can hold it."""
+        """Return all fields, and whether the target was met, as JSON values."""
         return {**vars(self), "met": self.met}
 
 
@@ -144,27 +147,30 @@ def compare(
     least: bool = False,
     note: str = "",
 ) -> Row:
-    """A row of two measurements in seconds or bytes; `inverse` has the peer's ÷ ours."""
+    """Return a row of two measurements in seconds or bytes, converted to `unit`.
+
+    The ratio is ours ÷ peer, or peer ÷ ours if `inverse` is true.
+    """
     scale = {"s": 1.0, "ms": 1e3, "MB": 1e-6}[unit]
     ratio = peer / ours if inverse else ours / peer
     return Row(what, ours * scale, peer * scale, unit, ratio, target, least, note=note)
 
 
 class Skipped(Exception):
-    """A figure cannot be measured here; the message says why."""
+    """A figure cannot be measured on this machine. The message says why."""
 
 
 def run_python(code: str, *arguments: str, said: str = "", name: str = "") -> str:
-    """Run Python code in a process of its own, and return its standard output.
+    """Run Python code in a separate process, and return its standard output.
 
     Args:
-        code: what it runs.
-        arguments: of its command line.
-        said: its standard input.
-        name: what the message calls it; the arguments by default.
+        code: the Python code.
+        arguments: arguments of the process's command line.
+        said: the process's standard input.
+        name: how the error message names the process. By default, its arguments.
 
     Raises:
-        Skipped: it failed, and what it said last.
+        Skipped: the process failed. The message has the last line of its standard error.
     """
     command = [sys.executable, "-c", code, *arguments]
     done = subprocess.run(command, input=said, capture_output=True, text=True)
@@ -182,9 +188,9 @@ class Figure:
     """A group of rows that are measured together.
 
     Attributes:
-        measure: makes the rows, of a setting.
-        by_dtype: measured once for each dtype; otherwise once.
-        asked: only measured if asked for by name.
+        measure: measures and yields the rows, given a `Setting`.
+        by_dtype: whether to measure once for each dtype, instead of once.
+        asked: whether to measure only when the figure is requested by name.
     """
 
     measure: Callable[..., Iterator[Any]]
@@ -197,13 +203,13 @@ ORDER = (
     *("weights", "slots", "prefill", "kvpress"),
     *("batches", "deterministic", "flat", "kernel", "rows", "products", "prompts", "start"),
 )
-"""The figures as they stand in the table."""
+"""The order in which figures are measured, and listed in the table."""
 FIGURES: dict[str, Figure] = {}
 """Every figure by its name."""
 
 
 def register(figures: dict[str, Figure], name: str, **how: bool) -> Callable[[M], M]:
-    """Make what measures a figure known under a name; `how` as in `Figure`."""
+    """Return a decorator that registers a function as a figure. `how` has fields of `Figure`."""
 
     def add(measure: M) -> M:
         figures[name] = Figure(measure, **how)
@@ -216,14 +222,14 @@ figure = partial(register, FIGURES)
 
 
 def chosen(names: Sequence[str]) -> Sequence[str]:
-    """The figures that are meant; without names, all that need not be asked for."""
+    """Return the named figures. Without names, return all except those with `asked`."""
     known = sorted(FIGURES, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
     check_names("figure", names, known)
     return names or [name for name in known if not FIGURES[name].asked]
 
 
 def check_names(kind: str, names: Sequence[str], known: Collection[str]) -> None:
-    """Refuse names of figures or parts that there are not."""
+    """Raise an error if one of the names is not a known figure or part."""
     for name in names:
         if name not in known:
             raise WeirError(f"unknown {kind} {name!r}. Use one of {', '.join(known)}.")

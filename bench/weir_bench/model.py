@@ -1,6 +1,7 @@
-"""The model that figures are about, and how fast memory can be moved where they are made.
+"""The model that figures are measured with, and the memory bandwidth of this machine.
 
-A Llama of SmolLM2-135M's shape with random weights: time does not depend on what they are.
+The model is a Llama with SmolLM2-135M's shape and random weights, because the time of a step does
+not depend on the values of weights.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ from weir_bench.timing import in_turns, middle
 
 HEAD_DIM = 64
 GROUP = 3
-"""Query heads over a KV head."""
+"""Query heads that share a KV head."""
 
 
 def config(sizes: Sizes) -> LlamaConfig:
-    """SmolLM2-135M's configuration, for `sizes`; the window is long enough for every figure."""
+    """Return a configuration like SmolLM2-135M's, with the given sizes.
+
+    The context window is long enough for every figure.
+    """
     heads = sizes.width // HEAD_DIM
     return LlamaConfig(
         vocab_size=sizes.vocabulary,
@@ -39,7 +43,7 @@ def config(sizes: Sizes) -> LlamaConfig:
 
 
 def twin_of(setting: Setting) -> PreTrainedModel:
-    """Another object with the same weights, for what is done to one of them only."""
+    """Return a new model with the same weights as `model_of`, which the caller can change."""
     return _make(setting.sizes, setting.dtype)
 
 
@@ -52,18 +56,21 @@ _made = lru_cache(maxsize=2)(_make)
 
 
 def model_of(setting: Setting) -> PreTrainedModel:
-    """The model of a setting; the same object for the same setting."""
+    """Return the model of a setting. The same setting gives the same object."""
     return _made(setting.sizes, setting.dtype)
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
-    """Bytes of the weights that one step reads: all of them, for the embedding is the head too."""
+    """Return the bytes of weights that a step reads.
+
+    These are all weights, because the output head uses the embedding's matrix.
+    """
     return sum({p.data_ptr(): p.nbytes for p in model.parameters()}.values())
 
 
 @lru_cache(maxsize=2)
 def bandwidth(copied: int) -> float:
-    """Bytes a second of a plain copy of `copied` bytes, read and written ones together."""
+    """Return the bytes per second, read plus written, of a plain copy of `copied` bytes."""
     source = torch.ones(copied // 4)
     target = torch.zeros_like(source)
     taken = middle(in_turns({"copy": lambda: target.copy_(source)}, rounds=9))
@@ -71,5 +78,5 @@ def bandwidth(copied: int) -> float:
 
 
 def walk_path() -> str:
-    """Which way BalanceKV's walk goes here: a library's name, or `reference`."""
+    """Return which kernel runs BalanceKV's balancing walk here: a library's name, or `reference`."""
     return paths(torch.device("cpu"))["walk"]

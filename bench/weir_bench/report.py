@@ -1,4 +1,4 @@
-"""Figures written down: a Markdown table for the documentation."""
+"""Format the figures of `weir bench` as a Markdown table for the documentation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from weir_bench.run import Bench
 
 
 def markdown(bench: Bench) -> str:
-    """The table, and below it what the figures were made on and what was left out."""
+    """Return the table, followed by the machine and versions, and the figures not measured."""
     heads = ("figure", "dtype", "weir", "peer", "ratio", "target", "")
     rows = [
         (
@@ -28,7 +28,7 @@ def markdown(bench: Bench) -> str:
 
 
 def machine_line(bench: Bench) -> str:
-    """What the figures were made on, in a sentence."""
+    """Return one sentence with the processor, the versions and the kernels that were used."""
     facts = bench.machine
     kernels = ", ".join(f"{name} {way}" for name, way in facts["kernels"].items())
     layers = f"{facts['layers']} layers; " if "layers" in facts else ""
@@ -40,12 +40,12 @@ def machine_line(bench: Bench) -> str:
 
 
 def target(row: Row) -> str:
-    """What the ratio is to reach, in words of a table."""
+    """Return the target of a row for its table cell, such as "≤ 0.95". Without a target, ""."""
     if row.target is None:
         return ""
     return f"{'≥' if row.least else '≤'} {row.target:g}"
 
 
 def number(value: float) -> str:
-    """Three digits that matter."""
+    """Format a number with three significant digits, or as a whole number from 100 on."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -1,7 +1,7 @@
-"""Runs figures one after the other and collects their rows, with what they were made on.
+"""Measure figures one after the other, and collect their rows and facts about the machine.
 
-`figure` says what a figure is, `report` writes rows down; the other files measure. A figure is a
-ratio of things that took turns, so what else the machine does meets both.
+`figure.py` defines what a figure is, `report.py` formats the rows, and the other files measure. The
+two sides of a ratio are timed in turns, so that other load on the machine slows both.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from weir_bench.timing import settled
 
 _FILES = "around decode flat kernels kvpress policies prompts rows start".split()
 for _name in _FILES:
-    import_module(f"weir_bench.figures.{_name}")  # which registers its figures
+    import_module(f"weir_bench.figures.{_name}")  # importing it registers its figures
 
 
 @dataclass
 class Bench:
-    """What figures were made, and on what.
+    """The results of a run, with facts about the machine.
 
     Attributes:
-        machine: processor, threads, versions, and which way kernels went.
-        rows: (figure, dtype, row), as they came.
-        skipped: (figure, dtype, why).
-        marks: what the long stream showed at its marks, if it ran.
+        machine: processor, threads, versions, and which kernels ran.
+        rows: (figure, dtype, row), in the order of measurement.
+        skipped: (figure, dtype, reason) of figures that could not be measured.
+        marks: time and memory of the long stream at several positions, if it was measured.
     """
 
     machine: dict[str, Any]
@@ -42,7 +42,7 @@ class Bench:
     marks: list[dict[str, Any]] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, as JSON can hold it."""
+        """Return all results as JSON values."""
         return {
             "machine": self.machine,
             "rows": [{"figure": f, "dtype": d, **row.as_json()} for f, d, row in self.rows],
@@ -57,9 +57,10 @@ def measure(
     dtypes: Sequence[torch.dtype],
     on_row: Callable[[Bench], None] = lambda bench: None,
 ) -> Bench:
-    """Make figures of each dtype, or of the first where a figure does not depend on it.
+    """Measure figures in each dtype. A figure that does not depend on the dtype uses the first.
 
-    `on_row` is told after every row and every mark of the long stream, so that it can be kept.
+    `on_row` is called with the results so far after every row, every skipped figure and every
+    measurement of the long stream, so that they can be saved.
     """
     bench = Bench({**machine(), "layers": setting.sizes.layers})
 
@@ -84,7 +85,7 @@ def measure(
 
 
 def machine() -> dict[str, Any]:
-    """What figures are made on, and with; a GPU and its kernels where there is one."""
+    """Return facts about the machine, versions and kernels, including those of a GPU."""
     facts = {
         "processor": _processor(),
         "threads": torch.get_num_threads(),
@@ -101,7 +102,7 @@ def machine() -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """Its name, where the system tells."""
+    """Return the name of the processor, as far as the system gives it."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             for line in lines:

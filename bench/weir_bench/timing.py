@@ -1,6 +1,6 @@
-"""Timing in turns: each contender does one step, then the next, so that noise meets all of them.
+"""Time contenders in turns, one step each, so that noise affects all of them.
 
-Knows nothing about what is timed.
+This file does not depend on what is timed.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class Contender:
         raise NotImplementedError
 
     def rewind(self) -> None:
-        """Get ready for the next step; not timed."""
+        """Prepare the next step. This is not timed."""
 
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """No gradients, and Python's garbage is collected before instead of now and then."""
+    """Disable gradients and the garbage collector, after collecting garbage once."""
     gc.collect()
     was = gc.isenabled()
     gc.disable()
@@ -43,15 +43,15 @@ def undisturbed() -> Iterator[None]:
 
 @contextmanager
 def settled() -> Iterator[None]:
-    """Python's collector passes over what is there already: the libraries alone have a million
-    objects, and to walk through them takes longer than many a step that is timed.
+    """Exclude all existing objects from garbage collection.
 
-    Who had it pass over something already keeps just that.
+    The imported libraries alone have a million objects, and walking through them takes longer than
+    many of the timed steps. If some objects are already frozen, nothing else is frozen.
     """
     gc.collect()
     if gc.get_freeze_count():
-        # Python thaws everything or nothing: what was frozen here would stay so, and with it the
-        # garbage of one figure after the other.
+        # Python can only unfreeze all objects together. Objects frozen here would therefore stay
+        # frozen, and the garbage of one figure after the other would pile up.
         yield
         return
     gc.freeze()
@@ -62,7 +62,7 @@ def settled() -> Iterator[None]:
 
 
 def seconds(do: Callable[[], object]) -> float:
-    """How long something takes, the work of an accelerator in it."""
+    """Return how many seconds a call takes, including its work on an accelerator."""
     _wait()
     start = time.perf_counter()
     do()
@@ -73,14 +73,14 @@ def seconds(do: Callable[[], object]) -> float:
 def in_turns(
     contenders: Mapping[str, Contender | Callable[[], object]], rounds: int, warm: int = 1
 ) -> dict[str, list[float]]:
-    """Seconds of each step of each contender.
+    """Return the seconds of each step of each contender.
 
-    Every round begins with another contender, so that none always follows the same one.
+    Every round begins with a different contender.
 
     Args:
-        contenders: by name; a function is called.
-        rounds: steps of each that are timed.
-        warm: steps of each before, which are not.
+        contenders: contenders or functions by name. A step of a function is a call of it.
+        rounds: timed steps of each contender.
+        warm: untimed steps of each contender before the timed ones.
     """
     times: dict[str, list[float]] = {name: [] for name in contenders}
     order = list(contenders.items())
@@ -99,12 +99,12 @@ def in_turns(
 
 
 def middle(times: Mapping[str, list[float]]) -> dict[str, float]:
-    """The median of each contender's times."""
+    """Return the median of each contender's times."""
     return {name: median(taken) for name, taken in times.items()}
 
 
 def status_bytes(pid: int | str, name: str) -> int:
-    """A field of a process's status, in bytes; 0 where the system has no /proc."""
+    """Return a field of a process's status in bytes, or 0 on a system without /proc."""
     try:
         text = Path(f"/proc/{pid}/status").read_text("ascii")
     except OSError:

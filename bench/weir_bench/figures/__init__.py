@@ -1,1 +1,1 @@
-"""Each figure of `weir bench`, a file each; to import them registers them."""
+"""The figures of `weir bench`, which are registered when their files are imported."""

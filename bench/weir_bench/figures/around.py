@@ -1,4 +1,4 @@
-"""Figure of what a decode step does around its native call, which more threads do not shorten."""
+"""The time that a decode step spends outside its native kernel, where more threads do not help."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from weir_bench.timing import undisturbed
 
 @figure("around")
 def around(setting: Setting) -> Iterator[Row]:
-    """A step from tokens to logits, as streams and servers take it, against a call of the model."""
+    """Compare a step as streams and servers run it with a step through a call of the model."""
     sizes = setting.sizes
     cache = full_compiled(setting, twin_of(setting), PLAIN, sizes.slots)
     if cache is None or cache.cache.steps["run"] != "native":
@@ -30,7 +30,7 @@ def around(setting: Setting) -> Iterator[Row]:
     called = partial(cache.feed, cache.token)
     ways: dict[str, Callable[[], object]] = {"whole": cache.step, "called": called}
     with undisturbed():
-        for way in (*ways.values(), cache.step):  # the first makes the table
+        for way in (*ways.values(), cache.step):  # the first call builds the table of operations
             way()
         calls = {name: median(_count(way) for _ in range(3)) for name, way in ways.items()}
         times: dict[str, list[float]] = {name: [] for name in ways}
@@ -45,7 +45,7 @@ def around(setting: Setting) -> Iterator[Row]:
 
 
 def _count(step: Callable[[], object]) -> int:
-    """Calls of Python's and C's functions in a step."""
+    """Return how many Python and C functions a step calls."""
     found = 0
 
     def note(frame: Any, event: str, argument: Any) -> None:
@@ -61,7 +61,7 @@ def _count(step: Callable[[], object]) -> int:
 
 
 def _seconds_around(step: Callable[[], object], cache: Weir) -> float:
-    """Processor time of this thread in a step, without the native call; no fold is in it."""
+    """Return this thread's processor seconds in a step without a fold, minus the native kernel."""
     if cache.waiting + 1 >= cache.cache.chunk:
         step()
     with _timed_table() as inner:
@@ -72,7 +72,7 @@ def _seconds_around(step: Callable[[], object], cache: Weir) -> float:
 
 @contextmanager
 def _timed_table() -> Iterator[list[float]]:
-    """Note the processor time of each run of a table."""
+    """Yield a list to which each run of the native kernel adds its processor seconds."""
     table: Any = dispatch.decode_step(torch.device("cpu"))
     own, taken = table.run, list[float]()
 

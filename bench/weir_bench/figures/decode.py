@@ -1,6 +1,4 @@
-"""Figures of one decode step: beside transformers' caches, re-computation, quantized slots and
-weights.
-"""
+"""Figures of one decode step: transformers' caches, recomputation, quantized slots and weights."""
 
 from __future__ import annotations
 
@@ -35,12 +33,15 @@ PLAIN = "streaming_llm"
 COMPILED = ", compiled"
 COMPILED_STATIC = "compiled StaticCache"
 NEWEST = 64
-"""Exact slots at the end of a cache whose other slots are quantized."""
+"""The number of exact slots at the end of a cache whose other slots are quantized."""
 
 
 @figure("decode")
 def decode(setting: Setting) -> Iterator[Row]:
-    """`streaming_llm`, also compiled, against DynamicCache and StaticCache; the roofline."""
+    """Compare `streaming_llm` with DynamicCache, StaticCache and the roofline.
+
+    The roofline is the time that moving the bytes of a step takes at the bandwidth of a copy.
+    """
     sizes, model = setting.sizes, model_of(setting)
     ours = as_it_is_and_compiled(setting, PLAIN, sizes.slots)
     peers: dict[str, Contender] = {
@@ -67,19 +68,30 @@ def decode(setting: Setting) -> Iterator[Row]:
 
 
 def roofline(what: str, own: float, least: float, target: float, note: str = "") -> Row:
-    """The share of a step that moving its bytes would take."""
+    """Return a row for the share of a step's time that moving its bytes would take.
+
+    Args:
+        what: the kind of step, in words.
+        own: seconds of the step.
+        least: seconds that moving its bytes takes at the bandwidth of a copy.
+        target: the lower limit of the share.
+        note: a remark.
+    """
     what = f"share of the roofline, decode at batch 1, {what}"
     share = least / own
     return Row(what, own * 1e3, least * 1e3, "ms", share, target, True, note=note)
 
 
 def _fold(cache: Weir) -> float:
-    """Seconds of folds for each token: a median of steps does not see the few that fold."""
+    """Return the seconds of folds per token, which the median over all steps leaves out."""
     return mean(cache.folds or [0.0]) / cache.cache.chunk
 
 
 def _targets(kind: str, peers: Collection[str], share: float) -> dict[str, float]:
-    """The targets of a step beside each peer; `share` is that of the roofline of PyTorch's step."""
+    """Return the target of a step for each peer.
+
+    `share` is the part of a DynamicCache step that moving its bytes would take.
+    """
     if kind != COMPILED:
         return {"DynamicCache": 0.95, "StaticCache": 1.00}
     targets = {"DynamicCache": 0.35 if share < 0.5 else 0.75, "StaticCache": 1.00}
@@ -88,13 +100,14 @@ def _targets(kind: str, peers: Collection[str], share: float) -> dict[str, float
 
 @figure("recompute")
 def recompute(setting: Setting) -> Iterator[Row]:
-    """`streaming_llm` against `recompute`, per token, folds included.
+    """Compare the time per token of `recompute` with that of `streaming_llm`, including folds.
 
     The paper reports up to 22.2 times at 4,096 slots, on a GPU (StreamingLLM, Xiao et al. 2024,
     section 4.5).
     """
     sizes, model = setting.sizes, model_of(setting)
-    # The targets are for float32; in half precision the matrices of a prompt are much faster.
+    # The targets are for float32. In half precision, the matrix products of a prompt, and so
+    # recomputation, are much faster.
     asked = setting.dtype == torch.float32
     for slots, target in ((sizes.slots, 32.0), (sizes.many_slots, 80.0)):
         setting.say(f"re-computation of {slots:,} tokens")
@@ -103,7 +116,7 @@ def recompute(setting: Setting) -> Iterator[Row]:
         peer = Stream(model, f"recompute({slots})")
         peer.feed(ids)
         ours = as_it_is_and_compiled(setting, PLAIN, slots)
-        # A round of ours is all tokens between two folds, and the fold.
+        # A round of weir feeds all tokens between two folds, and includes the fold.
         rounds = {name: partial(_steps, each, sizes.chunk) for name, each in ours.items()}
         feeding = partial(peer.feed, ids[:1])
         times = middle(in_turns({**rounds, "peer": feeding}, sizes.slow, warm=1))
@@ -126,7 +139,7 @@ def _steps(cache: Weir, count: int) -> None:
 
 @figure("slots")
 def slots(setting: Setting) -> Iterator[Row]:
-    """`streaming_llm`, all but its newest tokens quantized, against itself; and what is read."""
+    """Compare `streaming_llm` with quantized and with exact slots. The newest slots stay exact."""
     sizes, model = setting.sizes, model_of(setting)
     plain = f"{PLAIN}(budget={sizes.slots})"
     newest = min(NEWEST, sizes.slots // 2)
@@ -148,7 +161,7 @@ def slots(setting: Setting) -> Iterator[Row]:
 
 @figure("weights")
 def weights(setting: Setting) -> Iterator[Row]:
-    """`streaming_llm` with int8 and int4 weights against the same model as it was."""
+    """Compare `streaming_llm` on a model with int8 or int4 weights with the original model."""
     if find_spec("torchao") is None:
         raise Skipped(describe_missing("this figure", "torchao"))
     slots = setting.sizes.slots
@@ -172,7 +185,7 @@ def weights(setting: Setting) -> Iterator[Row]:
 
 
 def _model(setting: Setting, bits: str) -> PreTrainedModel:
-    """The model of figures with weights of so few bits; all of them for none."""
+    """Return a new model with weights in a format such as int8, or unchanged weights for ""."""
     model = twin_of(setting)
     if bits:
         quantize_weights(model, bits)

@@ -1,4 +1,4 @@
-"""The figure of endless streams: a million tokens through `nano`, time and memory by decade."""
+"""The figure of endless streams: time and memory while nano reads a million tokens."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ POLICY = "streaming_llm(budget=256)"
 EARLY = 10_000
 CHUNK = 64
 STEPS = 256
-"""Decode steps timed at each mark."""
+"""Decode steps that are timed at each mark (a position at which the stream is measured)."""
 
 
 @figure("flat", by_dtype=False, asked=True)
 def flat(setting: Setting) -> Iterator[Row]:
-    """Time per token far out against that at 10,000 tokens, in turns."""
+    """Compare time and memory at the end of the stream with those at 10,000 tokens."""
     model, _ = load("nano")
     early, late, marks = run(Stream(model, POLICY, chunk=CHUNK), setting)
     token = torch.tensor([[5]])
@@ -45,7 +45,10 @@ def flat(setting: Setting) -> Iterator[Row]:
 
 
 def run(stream: Stream, setting: Setting) -> tuple[Stream, Stream, list[dict[str, Any]]]:
-    """(the stream as it was early on, as it is at its end, what it took at the marks between)."""
+    """Feed the long stream and measure it at each mark.
+
+    Returns the stream as it was after 10,000 tokens, the stream at its end, and the measurements.
+    """
     early = stream
     marks: list[dict[str, Any]] = []
     for mark in _marks(setting.flat):
@@ -62,14 +65,14 @@ def run(stream: Stream, setting: Setting) -> tuple[Stream, Stream, list[dict[str
 
 
 def _marks(tokens: int) -> list[int]:
-    """10,000, and 1, 2 and 5 times every power of ten beyond, up to `tokens`."""
+    """Return the marks: 1, 2 and 5 times each power of ten from 10,000 on, and `tokens`."""
     powers = [10**n for n in range(4, len(str(tokens)) + 1)]
     every = [m * power for power in powers for m in (1, 2, 5)]
     return sorted({EARLY, *(mark for mark in every if mark < tokens), tokens})
 
 
 def _read(stream: Stream, tokens: int) -> None:
-    """Feed random tokens until the stream has seen so many."""
+    """Feed random tokens until the stream has seen `tokens` tokens."""
     vocabulary = stream.model.config.vocab_size
     generator = torch.Generator().manual_seed(stream.seen)
     while (left := tokens - stream.seen) > 0:
@@ -77,7 +80,7 @@ def _read(stream: Stream, tokens: int) -> None:
 
 
 def _look(stream: Stream) -> dict[str, Any]:
-    """Decode `STEPS` tokens and time them, and look at the most memory of the process so far."""
+    """Time `STEPS` decode steps, and return their median, the cache's bytes and peak memory."""
     token = torch.tensor([[5]])
     with undisturbed():
         taken = [seconds(lambda: stream.feed(token)) for _ in range(STEPS)]
@@ -92,6 +95,6 @@ def _look(stream: Stream) -> dict[str, Any]:
 
 
 def _cycle(stream: Stream, token: Tensor) -> None:
-    """All tokens between two folds, and the fold."""
+    """Feed all tokens between two folds, which includes one fold."""
     for _ in range(CHUNK):
         stream.feed(token)

@@ -1,4 +1,4 @@
-"""The figure of the decode kernel on a GPU, beside a copy of as many bytes."""
+"""The figure of the decode kernel on a GPU, compared with a copy of as many bytes."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from weir_bench.timing import in_turns, middle
 HEADS = 8
 DIM = 128
 BATCH, SLOTS, GROUP = 32, 2048, 4
-"""Of the decode kernel: one layer of a Llama of eight billion parameters, with `HEADS` KV heads."""
+"""Batch size, slots, and query heads for each KV head, as in a layer of an 8B Llama."""
 
 
 @figure("kernel", by_dtype=False)
 def kernel(setting: Setting) -> Iterator[Row]:
-    """One layer's decode step of a Llama of eight billion parameters, bfloat16, on a GPU."""
+    """Measure the decode kernel of one layer of an 8B Llama in bfloat16 on a GPU."""
     if not torch.cuda.is_available():
         raise Skipped("this machine has no GPU")
     yield reached(torch.device("cuda"), BATCH, SLOTS, rounds=50)
 
 
 def reached(device: torch.device, batch: int, slots: int, rounds: int) -> Row:
-    """The kernel beside a copy of as many bytes as it has to read."""
+    """Return a row for the kernel's bandwidth ÷ that of a copy that moves as many bytes."""
     decode = kernels.decode(device)
     if decode is None:
         raise Skipped(f"there is no decode kernel for {device.type}; the extra .[gpu] installs it")
@@ -33,7 +33,7 @@ def reached(device: torch.device, batch: int, slots: int, rounds: int) -> Row:
     keys, values = torch.randn(2, batch, HEADS, slots, DIM, device=device).bfloat16()
     a, b = torch.zeros(2, batch, HEADS, slots, device=device)
     moved = sum(t.nbytes for t in (queries, keys, values, a, b))
-    source = torch.empty(moved // 2, dtype=torch.uint8, device=device)  # read, and written
+    source = torch.empty(moved // 2, dtype=torch.uint8, device=device)  # read and written
     target = torch.empty_like(source)
     both = {
         "ours": lambda: decode(queries, keys, values, a, b, DIM**-0.5),

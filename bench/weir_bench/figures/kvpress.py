@@ -1,7 +1,7 @@
-"""Figures beside kvpress: the same method, size and interval, in an environment of its own.
+"""Compare weir with kvpress: the same method, cache size and interval of compression.
 
-kvpress needs an older transformers than weir, so it runs in an environment of its own, which
-`make peers` makes, and takes turns with weir: while one does some steps the other waits.
+kvpress needs an older transformers than weir, so it runs in a separate environment, which
+`make peers` creates. The two take turns: while one does some steps, the other waits.
 """
 
 from __future__ import annotations
@@ -21,17 +21,23 @@ from weir_bench.peers.process import PeerProcess
 from weir_bench.timing import seconds, undisturbed
 
 METHODS = {"StreamingLLM": "streaming_llm", "SnapKV": "snapkv", "Knorm": "streaming_llm"}
-"""Its press, and the policy beside it; weir has no pool for the norms of keys."""
+"""kvpress's presses, and the policy that each is compared with.
+
+weir has no pool that ranks tokens by the norms of their keys, so Knorm has no equivalent.
+"""
 TURN = 8
-"""Steps in a turn."""
+"""Steps of each side in a turn."""
 REST = 0.03
-"""Seconds between turns, so that the threads of the one that waits have gone to sleep."""
+"""Seconds between turns, in which the threads of the side that has finished go to sleep."""
 CYCLES = 4
 
 
 @figure("kvpress")
 def kvpress(setting: Setting) -> Iterator[Row]:
-    """kvpress's DecodingPress against weir, a token, compression and folds included."""
+    """Compare the time per token of kvpress's DecodingPress and weir.
+
+    Compression and folds are included.
+    """
     sizes = setting.sizes
     for press, name in METHODS.items():
         setting.say(f"kvpress {press} compared with {name}")
@@ -74,7 +80,10 @@ def kvpress(setting: Setting) -> Iterator[Row]:
 
 
 def _per_token(taken: list[float], chunk: int) -> float:
-    """Seconds a token, every `chunk`-th of which compresses: the median of the others, and more."""
+    """Return the seconds per token of steps of which every `chunk`-th compresses.
+
+    This is the median of the other steps, plus the mean extra time of compression per token.
+    """
     compressing = taken[chunk - 1 :: chunk]
     between = median(t for place, t in enumerate(taken, 1) if place % chunk)
     return between + (mean(compressing) - between) / chunk

@@ -1,4 +1,4 @@
-"""Figures of policies: a decode step of each beside `streaming_llm`, and what its folds cost."""
+"""Figures of policies: a decode step of each compared with `streaming_llm`, and its folds."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from weir_bench.model import model_of, walk_path
 from weir_bench.timing import in_turns
 
 EASED = ("balancekv", "kcenter", "subgen")
-"""Policies whose folds were the dearest, and have a target of their own."""
+"""The policies whose folds used to take longest. They have a stricter target."""
 TIMED = 4
-"""Steps that are timed between two folds; the others are fed at once."""
+"""Steps that are timed between two folds. The tokens before them are fed in one call."""
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds of a step that does not fold (median) and of a fold of all layers (mean)."""
+    """The median seconds of a step without a fold, and the mean seconds of a fold of all layers."""
 
     step: float
     fold: float
@@ -33,13 +33,13 @@ class Pace:
 
     @property
     def token(self) -> float:
-        """Seconds per token."""
+        """Seconds per token, including its share of a fold."""
         return self.step + self.fold / self.chunk
 
 
 @figure("policies")
 def policies(setting: Setting) -> Iterator[Row]:
-    """Every policy of the same slots against `streaming_llm`."""
+    """Compare a decode step of every policy with `streaming_llm`, at the same number of slots."""
     names = wanted(setting, comparable())
     if not names:
         raise Skipped(f"{PLAIN} is the policy that others are compared with. Name another policy.")
@@ -56,7 +56,7 @@ def policies(setting: Setting) -> Iterator[Row]:
 
 @figure("folds")
 def folds(setting: Setting) -> Iterator[Row]:
-    """The time of folds over the tokens between two of them, over that of a step."""
+    """Compare the time of folds per token with the time of a decode step."""
     for name in wanted(setting, [PLAIN, *comparable()]):
         ours, _, _ = _beside_plain(setting, name)
         yield compare(
@@ -70,17 +70,17 @@ def folds(setting: Setting) -> Iterator[Row]:
 
 
 def wanted(setting: Setting, names: list[str]) -> list[str]:
-    """The names that a run asked for; all, where it named none."""
+    """Return those of `names` that the setting asks for, or all if it names no policies."""
     return [name for name in names if not setting.policies or name in setting.policies]
 
 
 def comparable() -> list[str]:
-    """The named policies with a budget, without the one they are compared with."""
+    """Return the names of policies with a budget, without `streaming_llm`."""
     return [name for name in budgeted() if name != PLAIN]
 
 
 def budgeted() -> list[str]:
-    """The named policies with a budget, without those that only a `Stream` runs."""
+    """Return the names of policies with a budget, without those that only a `Stream` can run."""
     return [
         name
         for name, policy in NAMED.items()
@@ -91,9 +91,9 @@ def budgeted() -> list[str]:
 
 @cache
 def _beside_plain(setting: Setting, name: str) -> tuple[Pace, Pace, bool]:
-    """(the policy's pace, that of `streaming_llm`, whether the policy reads attention).
+    """Return the pace of a policy, that of `streaming_llm`, and if the policy reads attention.
 
-    Timed once for both figures of a run.
+    The result is cached, because two figures of a run use it.
     """
     sizes, model = setting.sizes, model_of(setting)
     setting.say(f"{name} compared with {PLAIN}")

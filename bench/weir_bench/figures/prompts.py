@@ -1,7 +1,7 @@
-"""Figures of prompts: each policy beside exact attention, and peak memory.
+"""Figures of prompts: the time under each policy compared with exact attention, and peak memory.
 
-A prompt is multiplied with every weight, which no policy can spare it; what is left is attention,
-which grows with the prompt unless a policy holds it back, and folds.
+Every token of a prompt is multiplied with every weight, whatever the policy is. A policy only
+changes the time of attention, which otherwise grows with the prompt, and adds the time of folds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from weir_bench.timing import in_turns, status_bytes
 
 TARGETS = {8192: 0.75, 32768: 0.3}
 ROUNDS = 3
-"""How often each prompt is read; of one policy a prompt has taken a fifth longer than the next."""
+"""How often each prompt is read. Times of the same prompt have differed by a fifth."""
 STATUS = Path("/proc/self/status")
 CLEAR = Path("/proc/self/clear_refs")
 CHILD = f"""
@@ -35,12 +35,12 @@ sys.path.append({str(Path(__file__).parents[2])!r})
 from weir_bench.figures.prompts import child
 child()
 """
-"""The script of a process that feeds a prompt and prints its peak memory."""
+"""The code of a process that feeds a prompt and prints its peak memory."""
 
 
 @figure("prompts", asked=True)
 def prompts(setting: Setting) -> Iterator[Row]:
-    """Short and long prompts, and what they say of one that is far longer."""
+    """Time prompts of several lengths, and extrapolate to one that is far longer."""
     sizes, model = setting.sizes, model_of(setting)
     policies = {
         name: Weir(model, f"{name}(budget={sizes.slots})", sizes.chunk)
@@ -70,7 +70,7 @@ def prompts(setting: Setting) -> Iterator[Row]:
 def _beside_exact(
     setting: Setting, tokens: int, took: Mapping[str, float], note: str = ""
 ) -> Iterator[Row]:
-    """A row for each policy; `took` has its seconds, and those of exact attention."""
+    """Yield a row for each policy. `took` has the seconds by policy, and under "exact"."""
     for name, own in took.items():
         if name == "exact":
             continue
@@ -86,13 +86,13 @@ def _beside_exact(
 
 
 def _beyond(tokens: tuple[int, ...], took: list[float], far: int) -> float:
-    """What a longer prompt takes where every token past the budget takes as long as the last."""
+    """Extrapolate the seconds of a longer prompt, whose time grows linearly past the budget."""
     pace = (took[-1] - took[-2]) / (tokens[-1] - tokens[-2])
     return took[-1] + (far - tokens[-1]) * pace
 
 
 def _beyond_squared(tokens: tuple[int, ...], took: list[float], far: int) -> float:
-    """What it takes where time is p n + q n², as that of exact attention is."""
+    """Extrapolate the seconds of a longer prompt under exact attention, as p n + q n²."""
     first, second = (seconds / n for n, seconds in zip(tokens[-2:], took[-2:], strict=True))
     growth = max(0.0, (second - first) / (tokens[-1] - tokens[-2]))
     return far * (second + growth * (far - tokens[-1]))
@@ -100,7 +100,7 @@ def _beyond_squared(tokens: tuple[int, ...], took: list[float], far: int) -> flo
 
 @figure("prefill")
 def prefill(setting: Setting) -> Iterator[Row]:
-    """Extra memory of `prefill="chunked"` against `prefill="full"`."""
+    """Compare the peak extra memory of `prefill="chunked"` and `prefill="full"`."""
     if not STATUS.exists():
         raise Skipped("peak memory is read from /proc, which only Linux has")
     peak = {}
@@ -129,18 +129,18 @@ def _in_a_process(way: str, setting: Setting) -> int:
 
 
 def child() -> None:
-    """Feed the prompt that standard input describes, and print the peak of memory."""
+    """Feed the prompt that standard input describes, and print the peak extra memory in bytes."""
     what = json.load(sys.stdin)
     torch.set_num_threads(what["threads"])
-    # Tuples again, though none is needed here.
+    # JSON has turned `prompts` into a list, which `Sizes` cannot hash. It is not needed here.
     sizes = Sizes(**{**what["sizes"], "prompts": ()})
     model = model_of(Setting(sizes, getattr(torch, what["dtype"])))
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(sizes.vocabulary, (1, sizes.fed), generator=generator)
-    # What libraries allocate once, at their first call, is not the prompt's.
+    # This first call lets libraries allocate what they need once, which must not be counted.
     Stream(model, "streaming_llm(16)", chunk=8).feed(ids[:, :32])
     stream = Stream(model, f"streaming_llm({sizes.slots})", chunk=sizes.chunk, prefill=what["way"])
     before = status_bytes("self", "VmRSS")
-    CLEAR.write_text("5")  # the peak is counted from here on
+    CLEAR.write_text("5")  # reset the peak (VmHWM)
     stream.feed(ids)
     json.dump({"bytes": status_bytes("self", "VmHWM") - before}, sys.stdout)

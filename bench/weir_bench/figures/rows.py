@@ -1,4 +1,8 @@
-"""Figures of many streams at once: batches, ragged rows, products, and rows decoded one by one."""
+"""Figures of several rows in a batch: in step and ragged, matrix products, and rows one by one.
+
+Rows in step fold in the same call. Ragged rows have begun at different times, so that they fold in
+different calls.
+"""
 
 from __future__ import annotations
 
@@ -26,21 +30,24 @@ from weir_bench.timing import Contender, in_turns, middle
 POLICY = "streaming_llm"
 ROWS = 16
 ASKED = 1.5
-"""Milliseconds that a compiled step of `nano` may take."""
+"""Most milliseconds that a compiled step of nano should take."""
 BATCHES = (2, 4, 8, 16, 32, 64)
 SLOTS = 256
-"""Slots of a row: with more, 64 rows in step and as many ragged ones take many gigabytes."""
+"""Slots of a row. With more slots, 64 rows in step and 64 ragged rows need many gigabytes."""
 FEW = (1, 4, 16)
-"""Rows of steps with chosen products, and of an engine."""
+"""Numbers of rows in the figures `products` and `deterministic`."""
 MOST = 1 << 20
-"""Tokens of an answer: more than are ever timed."""
+"""The length limit of an answer in tokens, which no measurement reaches."""
 
 
 class RaggedRows(Weir):
-    """A step of a batch, each row past its budget.
+    """A step of a batch in which each row is past its budget.
+
+    Args:
+        later: how many tokens later each row begins than the first.
 
     Attributes:
-        folding: for every step, whether it folded.
+        folding: whether each step so far has folded.
     """
 
     def __init__(
@@ -56,14 +63,14 @@ class RaggedRows(Weir):
         self.folds.clear()
 
     def step(self) -> None:
-        """One forward of one token of each row."""
+        """Decode one token of each row, and record whether the step folded."""
         before = len(self.folds)
         super().step()
         self.folding.append(len(self.folds) > before)
 
 
 class QuietRows(Weir):
-    """A step of some rows past their budget, none of which folds in the next steps."""
+    """A step of rows past their budget, of which none folds in the next steps."""
 
     def __init__(
         self, model: PreTrainedModel, slots: int, chunk: int, rows: int, *, ragged: bool = False
@@ -71,7 +78,8 @@ class QuietRows(Weir):
         super().__init__(model, f"{POLICY}(budget={slots})", chunk)
         self.fill(slots + chunk)
         self.start_afresh()
-        # Rows of the same stream: to read a prompt for each would take minutes, and change nothing.
+        # All rows are copies of one, because reading a prompt for each would take minutes and the
+        # time of a step does not depend on the contents.
         self.cache.batch_repeat_interleave(rows)
         self.token = torch.ones(rows, 1, dtype=torch.int64)
         most = chunk // 2
@@ -83,7 +91,7 @@ class QuietRows(Weir):
 
 @figure("rows")
 def rows(setting: Setting) -> Iterator[Row]:
-    """`streaming_llm` on the model of the figures and on `nano`, as it is and compiled."""
+    """Time steps of 16 rows on the bench's model and on nano, without and with compiled steps."""
     sizes = setting.sizes
     models: dict[str, tuple[list[PreTrainedModel], int]] = {
         "": ([model_of(setting), twin_of(setting)], sizes.slots)
@@ -108,14 +116,15 @@ def rows(setting: Setting) -> Iterator[Row]:
 
 def _sixteen(model: PreTrainedModel, where: str, slots: int, setting: Setting) -> Iterator[Row]:
     policy, chunk = f"{POLICY}(budget={slots})", setting.sizes.chunk
-    # Rows that begin later by a number coprime to the chunk fold at different steps, all of them.
+    # The offsets are multiples of a number coprime to the chunk, so that all rows fold at
+    # different steps.
     later = [row * 37 % chunk for row in range(ROWS)]
     contenders = {
         "one": RaggedRows(model, policy, chunk, [0], slots),
         "in step": RaggedRows(model, policy, chunk, [0] * ROWS, slots),
         "ragged": RaggedRows(model, policy, chunk, later, slots),
     }
-    # Whole rounds of the tails, so that each is seen as full as it gets and as empty.
+    # A multiple of the chunk, so that every tail is timed at each of its lengths.
     rounds = max(2, setting.sizes.steps // chunk) * chunk
     times = in_turns(contenders, rounds, warm=3)
     plain = _without_folds(times, contenders, warm=3)
@@ -134,7 +143,16 @@ def _sixteen(model: PreTrainedModel, where: str, slots: int, setting: Setting) -
 def _pace(
     what: str, many: float, one: float, rows: int, target: float | None = None, note: str = ""
 ) -> Row:
-    """Tokens a second of a call of so many rows beside those of one row's call."""
+    """Return a row for the tokens per second of `rows` rows ÷ those of one row.
+
+    Args:
+        what: the comparison, in words.
+        many: seconds of a call with `rows` rows.
+        one: seconds of a call with one row.
+        rows: the number of rows.
+        target: the lower limit of the ratio.
+        note: a remark.
+    """
     ratio = rows * one / many
     return Row(
         what, many * 1e3 / rows, one * 1e3, "ms a token", ratio, target, least=True, note=note
@@ -144,20 +162,20 @@ def _pace(
 def _without_folds(
     times: Mapping[str, list[float]], contenders: Mapping[str, RaggedRows], warm: int
 ) -> dict[str, float]:
-    """The median of each contender's steps in rounds in which no cache folded."""
+    """Return the median of each contender's steps over the rounds in which no cache folded."""
     folding = zip(*(contender.folding[warm:] for contender in contenders.values()), strict=True)
     quiet = [not any(turn) for turn in folding]
     kept = {
         name: [took for took, free in zip(taken, quiet, strict=True) if free]
         for name, taken in times.items()
     }
-    # Where every round folds, as with very short tails, all of them are what there is.
+    # With very short tails, every round has a fold. Then all rounds are used.
     return {name: median(kept[name] or times[name]) for name in times}
 
 
 @figure("batches")
 def batches(setting: Setting) -> Iterator[Row]:
-    """Time a token, beside that of a row alone."""
+    """Compare the tokens per second of several rows with those of one row."""
     model, slots = model_of(setting), min(SLOTS, setting.sizes.slots)
     chunk = setting.sizes.chunk
     for rows in BATCHES:
@@ -176,10 +194,11 @@ def batches(setting: Setting) -> Iterator[Row]:
 
 @figure("products")
 def products(setting: Setting) -> Iterator[Row]:
-    """What `weir.choose_products` brings: `streaming_llm` for 1, 4 and 16 rows; for one also
-    `DynamicCache` and the roofline. Before that, what large pages of memory bring by themselves.
+    """Compare steps of 1, 4 and 16 rows with and without `weir.choose_products`.
 
-    Products are timed anew, and what is kept of this machine is left alone.
+    A first row shows the effect of large memory pages alone. One row is also compared with
+    `DynamicCache` and with the roofline. Products are timed again for this figure, and the choices
+    that are saved for this machine are not changed.
     """
     plain, chosen = model_of(setting), twin_of(setting)
     with ExitStack() as ending:
@@ -222,7 +241,7 @@ def products(setting: Setting) -> Iterator[Row]:
 
 
 def _read(model: PreTrainedModel) -> None:
-    """Read every weight."""
+    """Read every weight of a model once."""
     for weight in model.parameters():
         weight.sum()
 
@@ -232,7 +251,7 @@ def _read(model: PreTrainedModel) -> None:
     asked=True,
 )
 def deterministic(setting: Setting) -> Iterator[Row]:
-    """What `weir serve --deterministic` costs, on the model of the figures and on `nano`."""
+    """Measure the cost of `weir serve --deterministic` on the bench's model and on nano."""
     sizes = setting.sizes
     models = {"": model_of(setting), " of `nano`": load("nano", dtype=setting.dtype)[0]}
     for whose, model in models.items():
@@ -249,7 +268,10 @@ def deterministic(setting: Setting) -> Iterator[Row]:
 
 
 class Answering(Contender):
-    """A step of an engine in which every row answers."""
+    """A step of the server's engine in which every row answers.
+
+    `apart` decodes each row by itself, as `weir serve --deterministic` does.
+    """
 
     def __init__(
         self, model: PreTrainedModel, policy: str, chunk: int, rows: int, *, apart: bool
@@ -263,11 +285,11 @@ class Answering(Contender):
                 str(row), None, ids.tolist(), MOST, frozenset(), chooser, NoListener()
             )
             self._engine.submit(turn)
-        for _ in range(rows):  # a step reads one prompt or more
+        for _ in range(rows):  # each step reads at least one prompt
             self._engine.step()
 
     def step(self) -> None:
-        """A token of each answer."""
+        """Decode one token of each answer."""
         self._engine.step()
 
 
@@ -275,12 +297,12 @@ class NoListener:
     """A listener that ignores every answer."""
 
     def on_token(self, token: SampledToken) -> str | None:
-        """Let the answer go on."""
+        """Let the answer continue."""
         return None
 
     def on_finish(self, reason: str) -> None:
         """Ignore the end."""
 
     def on_failure(self, error: Exception) -> None:
-        """Raise the error: what is timed has to work."""
+        """Raise the error, because a failed answer must not be timed."""
         raise error

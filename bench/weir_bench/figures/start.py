@@ -1,8 +1,8 @@
-"""Figures of starting: from the command to its first word, beside what nobody can do without.
+"""Figures of starting: the time from a command to its end, compared with a minimal script.
 
-Each is a process of its own. PyTorch and transformers take seconds to import, whoever asks for
-them; the peer of a command that loads a model is a script that imports them, loads the same model
-and makes one token.
+Each runs in a separate process. Importing PyTorch and transformers takes seconds, which weir cannot
+avoid. A command that loads a model is therefore compared with a script that imports them, loads the
+same model and generates one token.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weir_bench.timing import in_turns, middle
 
 ROUNDS = 3
 HELP = "import typer, typer.core, click"
-"""What a help page is made with."""
+"""The script that `weir --help` is compared with: it imports what printing help needs."""
 NANO = str(resources.files("weir") / "assets" / "nano")
 ONE_TOKEN = f"""
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -38,12 +38,12 @@ next(stream.generate(max_new_tokens=1))
 MAIN = "from weir.cli import main; main()"
 TARGETS = {"`weir --help`": 1.5}
 LOADED = 1.1
-"""The most that a command which loads a model may take beside its peer."""
+"""The target of commands that load a model: their time ÷ that of the script."""
 
 
 @figure("start", by_dtype=False)
 def start(setting: Setting) -> Iterator[Row]:
-    """`weir --help`, a first token in Python, of `weir stream` and of `weir chat`."""
+    """Time `weir --help`, and a first token in Python, by `weir stream` and by `weir chat`."""
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder) / "text.txt"
         text.write_text("Once there was a river that nobody had seen the end of.\n", "utf-8")
@@ -59,7 +59,8 @@ def start(setting: Setting) -> Iterator[Row]:
                 one_token,
             ),
         }
-        # Each start takes seconds, whatever the model; without nano one way with a model will do.
+        # Each start takes seconds, however small the model. So without `sizes.nano`, only the help
+        # and one way to load a model are timed.
         for name, (ours, peer) in list(ways.items())[: None if setting.sizes.nano else 2]:
             setting.say(name)
             both = {"ours": ours, "peer": peer}
