@@ -78,5 +78,5 @@ def bandwidth(copied: int) -> float:
 
 
 def walk_path() -> str:
-    """Return which kernel runs BalanceKV's balancing walk here: a library's name, or `reference`."""
+    """Return what runs BalanceKV's balancing walk here: a library's name, or `reference`."""
     return paths(torch.device("cpu"))["walk"]
