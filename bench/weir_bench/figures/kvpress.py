@@ -23,7 +23,7 @@ from weir_bench.timing import seconds, undisturbed
 METHODS = {"StreamingLLM": "streaming_llm", "SnapKV": "snapkv", "Knorm": "streaming_llm"}
 """kvpress's presses, and the policy that each is compared with.
 
-weir has no pool that ranks tokens by the norms of their keys, so Knorm has no equivalent.
+Knorm is compared with `streaming_llm`, which is another method.
 """
 TURN = 8
 """Steps of each side in a turn."""

@@ -1,1 +1,1 @@
-"""`weir bench serve`: figures of a server under load, as its clients see it."""
+"""`weir bench serve`: measure a server under load from the clients' side."""

@@ -1,6 +1,6 @@
-"""A process of attackers: requests that cost a server much, break its rules or never end.
+"""Attack a server from a separate process: requests that are expensive, invalid or never end.
 
-Knows nothing about honest clients, nor about what is measured.
+This file does not depend on what is measured.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from typing import Any
 
 ATTACKERS = 6
 SLOW = 24
-"""Clients that send a body a byte at a time, and as many that send a head so."""
+"""The number of clients that send a body byte by byte, and of clients that send a head so."""
 ADDRESS = "127.0.0.2"
-"""Where the attackers come from: the address of another client."""
+"""The attackers' IP address, which differs from that of the honest clients."""
 SIZES = (1_000, 60_000, 1_000_000, 4_000_000, 15_900_000)
 TOO_LARGE = (16_000_001, 17_000_000, 40_000_000)
 CHAT, TEXT, RESPONSE = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -46,13 +46,11 @@ from weir_bench.serving import attackers
 attackers.%s(*sys.argv[1:])
 """
 START, START_REFUSED = (SCRIPT.replace("%s", name) for name in ("main", "send_refused"))
-"""The scripts of the process, which find this package in a clone. The second sends only bodies that
-are refused.
-"""
+"""The code of the attackers' process. The second script only sends bodies that are refused."""
 
 
 def make_bodies(model: str, size: int) -> dict[str, tuple[str, bytes]]:
-    """Bodies of some size that cost much to refuse: by kind, each with its path."""
+    """Return bodies of about `size` bytes that are expensive to refuse, as {kind: (path, body)}."""
 
     def repeat(before: str, what: str, after: str) -> bytes:
         times = max(1, (size - len(before) - len(after)) // len(what.encode()))
@@ -76,7 +74,7 @@ def make_bodies(model: str, size: int) -> dict[str, tuple[str, bytes]]:
         "a long word": (CHAT, repeat(user, "a", '"}]}')),
         "accents": (CHAT, repeat(user, "\u00e9", '"}]}')),
         "an answered word": (CHAT, repeat(user, "\u00e9", f'"}},{_ANSWERED}]}}')),
-        # For one character of four bytes, Python stores all characters of a text in four bytes.
+        # Because of one character that needs four bytes, Python uses four bytes for all of them.
         "a wide word": (CHAT, repeat(f"{user}\U0001f30a", "a", '"}]}')),
         "control tokens": (CHAT, repeat(user, "<|im_end|><|start|>", '"}]}')),
         "a history": (CHAT, repeat(head + '"messages":[', f"{_TURN}," * 2, "]}")),
@@ -106,13 +104,17 @@ def make_bodies(model: str, size: int) -> dict[str, tuple[str, bytes]]:
 
 
 class Attacker:
-    """A client that wishes a server ill.
+    """A client that sends hostile requests.
 
     Args:
-        bodies: of `make_bodies`, by their size.
-        file: of a session of the server's (`export_session`).
-        notes: what happened, and the seconds that an answer took; 0 where there was none.
-        address: that it comes from.
+        port: the server's port.
+        model: the server's name of its model.
+        number: the seed of the attacker's random choices.
+        bodies: the result of `make_bodies` for each size.
+        file: a session that the server has exported (`export_session`).
+        notes: the list to which the attacker adds what happened, and the seconds until an answer,
+            or 0 if there was none.
+        address: the IP address to send from.
     """
 
     def __init__(
@@ -143,7 +145,7 @@ class Attacker:
         }
 
     def attack(self, until: float) -> None:
-        """Send hostile requests until a time of `time.monotonic`."""
+        """Send hostile requests until `time.monotonic()` reaches `until`."""
         while time.monotonic() < until:
             (way,) = self._chance.choices(list(self._ways), list(self._ways.values()))
             try:
@@ -160,7 +162,7 @@ class Attacker:
         )
 
     def ask(self, what: str, method: str, path: str, *heads: str, body: bytes = b"") -> None:
-        """Send a request as it stands, and note the status of its answer."""
+        """Send a request exactly as given, and note the status of the answer."""
         began = time.monotonic()
         head = "\r\n".join([f"{method} {path} HTTP/1.1", "Host: localhost", *heads, "", ""])
         status = "closed"
@@ -172,11 +174,11 @@ class Attacker:
                 answer.read()
                 status = str(answer.status)
             except (OSError, http.client.HTTPException):
-                pass  # refused before all of it was sent
+                pass  # the server refused the request before all of it was sent
         self._note(f"{what} {status}", None if status == "closed" else began)
 
     def post(self, what: str, path: str, body: bytes, *heads: str) -> None:
-        """Send a body whole, and note the answer."""
+        """Send a complete body, and note the status of the answer."""
         self.ask(what, "POST", path, f"Content-Length: {len(body)}", *heads, body=body)
 
     def _send_body(self) -> None:
@@ -188,7 +190,7 @@ class Attacker:
         return self._chance.choice(list(self._bodies[size].items()))
 
     def _hang_up(self) -> None:
-        """Send a part of a body, and be gone."""
+        """Send a part of a body, then close the connection."""
         _, (path, body) = self._some_body()
         with self._connect() as connection:
             head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\n{_JSON}\r\n"
@@ -197,7 +199,7 @@ class Attacker:
         self._note("hung up")
 
     def _leave(self) -> None:
-        """Ask for a long answer, and leave in the middle of it, with a reset or without."""
+        """Request a long answer, and close the connection during it, with or without a reset."""
         body = (
             f'{{"model":"{self._model}","stream":true,"max_tokens":4000,"messages":'
             '[{"role":"user","content":"a"}]}'
@@ -215,13 +217,13 @@ class Attacker:
         self._note("left")
 
     def _send_session(self) -> None:
-        """Send a session's file that is not what was exported."""
+        """Send a corrupted version of an exported session."""
         kind, file = spoil_session(self._file, self._chance)
         heads = ["Content-Type: application/octet-stream"]
         self.post(f"a session {kind}", IMPORT, file, *heads)
 
     def _send_tricks(self) -> None:
-        """Send a request whose head is not as it should be."""
+        """Send a request with an unusual or invalid head."""
         chat = json.dumps(
             {"model": self._model, "max_tokens": 1, "messages": [{"role": "user", "content": "a"}]}
         ).encode()
@@ -256,7 +258,7 @@ class Attacker:
             self.ask(what, "POST", CHAT, *heads, body=chunked)
 
     def _go_astray(self) -> None:
-        """Ask for what is not there."""
+        """Request something that does not exist."""
         name = "".join(self._chance.choices("abc/.%20?&", k=self._chance.choice((1, 20, 2000))))
         what, method, path = self._chance.choice(
             (
@@ -277,12 +279,12 @@ class Attacker:
         self.ask(what, method, path, *(socket_heads if what == "a socket" else ()))
 
     def _send_too_much(self) -> None:
-        """Send more than a body may have."""
+        """Send a body that is larger than the server allows."""
         size = self._chance.choice(TOO_LARGE)
         self.post("too large", CHAT, b" " * size, _JSON)
 
     def dawdle(self, until: float, head: str) -> None:
-        """Send the beginning of a request, and then a byte at a time."""
+        """Send the beginning of a request, and then a byte every half second."""
         while time.monotonic() < until:
             try:
                 with self._connect() as slow:
@@ -296,7 +298,7 @@ class Attacker:
 
 
 def export_session(port: int, model: str) -> bytes:
-    """Talk to a server and export the session; no bytes if it does not answer."""
+    """Have a short chat and return the exported session, or no bytes if the server fails."""
     try:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         said = {"model": model, "max_tokens": 8, "messages": [{"role": "user", "content": "a"}]}
@@ -310,8 +312,9 @@ def export_session(port: int, model: str) -> bytes:
 
 
 def spoil_session(file: bytes, chance: random.Random) -> tuple[str, bytes]:
-    """Spoil a session's file in one of many ways, some with checksums that are right again; say
-    how.
+    """Corrupt an exported session at random, and return the kind of corruption and the new file.
+
+    Except when the file is cut, the checksums are computed again where possible.
     """
     length = int.from_bytes(file[:8], "little")
     header, data = json.loads(file[8 : 8 + length]), bytearray(file[8 + length :])
@@ -346,9 +349,9 @@ def spoil_session(file: bytes, chance: random.Random) -> tuple[str, bytes]:
 
 
 def refused_bodies(model: str) -> list[Callable[[Attacker], None]]:
-    """What each of six attackers sends again and again: bodies that are refused, at any cost.
+    """Return six functions with which attackers send bodies that the server refuses.
 
-    A server must be started with a `--max-prompt` that long words and many messages exceed.
+    The server must be started with a `--max-prompt` that long words and many messages exceed.
     """
     huge, large = SIZES[-1], SIZES[-2]
     bodies = {size: make_bodies(model, size) for size in (huge, large)}
@@ -377,13 +380,13 @@ def refused_bodies(model: str) -> list[Callable[[Attacker], None]]:
 
 
 def _slow_heads() -> list[str]:
-    """Beginnings of requests: one lacks a body, the other the rest of its head."""
+    """Return the beginnings of two requests: one without a body, one with an incomplete head."""
     start = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\n"
     return [f"{start}{_JSON}\r\nContent-Length: 1000\r\n\r\n", f"{start}X-Slow:"]
 
 
 def send_refused(port: str, model: str, seconds: str) -> None:
-    """Send bodies that are refused, from six clients; print as JSON what became of them."""
+    """Send bodies that are refused from six clients, and print the outcomes as JSON."""
     until = time.monotonic() + float(seconds)
     notes: list[tuple[str, float]] = []
 
@@ -399,7 +402,7 @@ def send_refused(port: str, model: str, seconds: str) -> None:
 
 
 def main(port: str, model: str, seconds: str) -> None:
-    """Attack a server from many threads; print as JSON what became of it."""
+    """Attack a server from many threads, and print the outcomes as JSON."""
     until = time.monotonic() + float(seconds)
     bodies = {size: make_bodies(model, size) for size in SIZES}
     notes: list[tuple[str, float]] = []
@@ -426,7 +429,7 @@ def _run_all(threads: list[threading.Thread]) -> None:
 
 
 def _told(notes: list[tuple[str, float]]) -> dict[str, Any]:
-    """What became of requests: how many there were, of which status, and how long they took."""
+    """Summarize the outcomes: the number of requests, their statuses, and how long they took."""
     worst: dict[str, float] = {}
     for what, took in sorted(notes):
         if took:

@@ -1,4 +1,4 @@
-"""`weir bench serve`: a server under load, as its clients see it."""
+"""The command `weir bench serve`: measures a server under load from the clients' side."""
 
 from __future__ import annotations
 

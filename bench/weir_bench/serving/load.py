@@ -1,7 +1,4 @@
-"""Many conversations at once, as fast as each is answered.
-
-N clients, each of which says the next thing when it has its answer.
-"""
+"""A closed loop of clients: each sends its next message as soon as it has its answer."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from weir_bench.serving.server import Server
 from weir_bench.serving.talk import Reply, Talk, something
 
 WORK = 100_000
-"""Numbers that are added up to see how busy the machine is; some two milliseconds."""
+"""The size of a sum that is timed to see how busy the machine is. It takes about 2 ms."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +25,10 @@ class Manner:
     """How clients talk.
 
     Attributes:
-        words: of each thing said; the tokenizers of the figures make some four tokens of one.
-        tokens: of each answer.
-        seed: of what is said and when.
+        words: words of each message. The tokenizers of the figures make about four tokens of a
+            word.
+        tokens: largest number of tokens of each answer.
+        seed: part of the seed of each client's messages.
     """
 
     words: int = 4
@@ -40,20 +38,20 @@ class Manner:
 
 @dataclass
 class Heard:
-    """What all clients of a run heard.
+    """The measurements of a run of clients.
 
     Attributes:
-        what: the run, in words.
-        clients: at once.
-        spans: (since, until) of what is measured, by `time.perf_counter`; one for each round.
-        replies: answers of which a part came then.
-        errors: what went wrong, each time.
-        memory: (seconds since the start, bytes) of the server.
-        worked: seconds that processors worked for the server, with what was done before and after
-            it was measured.
-        work: (seconds since the start, seconds) that some work of always the same size took beside
-            it: what else the machine was doing.
-        processor: (when, seconds) that processors had worked for the server until then.
+        what: description of the run.
+        clients: number of concurrent clients.
+        spans: (since, until) of the measured periods, by `time.perf_counter`, one for each round.
+        replies: answers of which a part arrived after measuring had begun.
+        errors: the message of each failed turn.
+        memory: (seconds since the start, bytes) of the server's memory.
+        worked: the server's processor seconds in the whole run, including the time before and
+            after the measured period.
+        work: (seconds since the start, seconds) that a sum of fixed size took. This shows how busy
+            the machine was otherwise.
+        processor: (time, the server's processor seconds until then).
     """
 
     what: str
@@ -68,12 +66,12 @@ class Heard:
 
     @property
     def seconds(self) -> float:
-        """How long was measured, all rounds together."""
+        """The length of the measured periods of all rounds, in seconds."""
         return sum(until - since for since, until in self.spans)
 
     @property
     def pace(self) -> float:
-        """Tokens of answers a second, all clients together."""
+        """Tokens of answers per second, over all clients."""
         tokens = 0.0
         for reply in self.replies:
             inside = sum(self._within(when) for when in reply.arrived)
@@ -82,17 +80,17 @@ class Heard:
 
     @property
     def worked_a_token(self) -> float:
-        """Seconds that processors worked for each token of an answer."""
+        """The server's processor seconds for each token of an answer."""
         return self.worked / max(1, sum(reply.tokens for reply in self.replies))
 
     @property
     def first(self) -> list[float]:
-        """Seconds to the first token of each turn that was asked for meanwhile."""
+        """Seconds to the first token of each turn that was sent in a measured period."""
         return [reply.first for reply in self.replies if self._within(reply.asked)]
 
     @property
     def between(self) -> list[float]:
-        """Seconds between tokens."""
+        """Seconds between consecutive tokens of an answer."""
         return [
             after - before
             for reply in self.replies
@@ -102,7 +100,7 @@ class Heard:
 
     @property
     def worked_between(self) -> list[float]:
-        """Seconds that processors worked for the server between two tokens of an answer."""
+        """The server's processor seconds between consecutive tokens of an answer."""
         return self._worked(
             pair
             for reply in self.replies
@@ -111,7 +109,7 @@ class Heard:
 
     @property
     def worked_first(self) -> list[float]:
-        """Seconds that they worked until the first token of each turn."""
+        """The server's processor seconds until the first token of each turn."""
         return self._worked((reply.asked, reply.arrived[0]) for reply in self.replies)
 
     def _worked(self, pairs: Iterable[tuple[float, float]]) -> list[float]:
@@ -121,16 +119,17 @@ class Heard:
         return [float(seconds) for (seconds,) in spent]
 
     def third(self, number: int) -> Heard:
-        """The first, second or third third of a run of one round: 0, 1 or 2."""
+        """Return the first (0), second (1) or last (2) third of a run of one round."""
         ((since, until),) = self.spans
         third = (until - since) / 3
         return replace(self, spans=[(since + number * third, since + (number + 1) * third)])
 
     @property
     def worked_within(self) -> float | None:
-        """Seconds that processors worked for each token, from the first look at them to the last.
+        """The server's processor seconds per token, from the first to the last reading.
 
-        None where nobody looked twice, no token came meanwhile or the system does not tell.
+        The readings are the entries of `processor`. Only entries in a measured period count. None if there are fewer than two, if no token
+        arrived between them, or if the system has no processor times.
         """
         inside = [look for look in self.processor if self._within(look[0])]
         if len(inside) < 2:
@@ -143,7 +142,7 @@ class Heard:
         return any(since <= when < until for since, until in self.spans)
 
     def as_json(self) -> dict[str, Any]:
-        """The measurements as JSON values."""
+        """Return the measurements as JSON values."""
         return {
             "what": self.what,
             "clients": self.clients,
@@ -161,7 +160,7 @@ class Heard:
 
 
 def together(what: str, rounds: Sequence[Heard]) -> Heard:
-    """Rounds of one contender as one run."""
+    """Join the rounds of one contender to one run."""
     lists = ("spans", "replies", "errors", "memory", "work")
     joined: dict[str, list[Any]] = {
         name: [item for each in rounds for item in getattr(each, name)] for name in lists
@@ -171,7 +170,7 @@ def together(what: str, rounds: Sequence[Heard]) -> Heard:
 
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float]:
-    """p50, p95 and p99 in milliseconds; none of nothing."""
+    """Return p50, p95 and p99 in milliseconds, or {} if there are no values."""
     if not seconds:
         return {}
     cuts = quantiles([*seconds, *seconds[:1]], n=100, method="inclusive")
@@ -189,10 +188,19 @@ async def closed(
     every: float = 1.0,
     on_sample: Callable[[Heard], None] = lambda heard: None,
 ) -> Heard:
-    """Every client talks without a pause; conversations go on where they stand, and then rest.
+    """Let every client chat without a pause for some time, and return the measurements.
 
-    `warm` seconds come before the `seconds` that are measured. Every `every` seconds the server's
-    memory is read, and `on_sample` is called.
+    Conversations continue from their current state, so that later calls can continue them again.
+
+    Args:
+        server: the server to measure.
+        talks: the conversations, one for each client.
+        manner: how clients talk.
+        what: description of the run.
+        seconds: length of the measured period.
+        warm: seconds before the measured period.
+        every: seconds between two readings of the server's memory and processor time.
+        on_sample: called with the measurements so far after each reading.
     """
     start, before = time.perf_counter(), server.worked
     since = start + warm
@@ -206,7 +214,7 @@ async def closed(
                 reply = await talk.turn(something(chance, manner.words), manner.tokens)
             except WeirError as error:
                 heard.errors.append(str(error))
-                await asyncio.sleep(0.05)  # a server that refuses all is not asked without a pause
+                await asyncio.sleep(0.05)  # do not flood a server that refuses every request
             else:
                 if reply.arrived[-1] >= since:
                     heard.replies.append(reply)
@@ -227,7 +235,7 @@ async def closed(
     finally:
         watching.cancel()
         for talk in talks:
-            talk.close()  # a connection is of one event loop
+            talk.close()  # a connection cannot be used in another event loop
     heard.worked = server.worked - before
     heard.memory.append((time.perf_counter() - start, server.memory))
     return heard

@@ -1,7 +1,7 @@
-"""Folders with models that servers are measured with: whatever is asked, they answer at length.
+"""Make the folders with the models that servers are measured with.
 
-A model with a chat template is asked in it and ends where its answer's length says; nano has none,
-and would end with its line.
+Models without a chat template, such as nano, get a simple one. Otherwise, their answers would end
+with the first line.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ TEMPLATE = (
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 SHAPES = {"135m": Sizes(), "tiny": QUICK}
-"""Random models by what they are called: SmolLM2-135M's shape, and one that is only quick."""
+"""Names and sizes of random models: SmolLM2-135M's shape, and a tiny one for quick runs."""
 
 
 def make_folder(name: str, folder: Path) -> Path:
-    """A folder with a model for `weir serve` and its peers, in float32.
+    """Make a folder with a float32 model for `weir serve` and its peers, and return its path.
 
     Args:
         name: "nano", "135m" (random, of SmolLM2-135M's shape), "tiny" (random), a folder or a Hub
             id.
-        folder: where it is put; it is made.
+        folder: the folder to create.
 
     Raises:
-        WeirError: there is no such model.
+        WeirError: the model does not exist, or the folder cannot be written.
     """
     disable_progress_bar()
     model: PreTrainedModel
@@ -57,7 +57,10 @@ def make_folder(name: str, folder: Path) -> Path:
 
 
 def words(size: int) -> PreTrainedTokenizerFast:
-    """A tokenizer that reads bytes and writes words: each of its tokens is text of its own."""
+    """Return a tokenizer of `size` tokens that encodes bytes.
+
+    Every token, including those that no text is encoded to, decodes to a text of its own.
+    """
     known = sorted(pre_tokenizers.ByteLevel.alphabet())
     letters = string.ascii_lowercase
     made = ("Ġ" + "".join(w) for n in (2, 3, 4) for w in itertools.product(letters, repeat=n))

@@ -1,6 +1,6 @@
-"""What a part of `weir bench serve` is: something that measures, and rows and runs that it makes.
+"""Parts of `weir bench serve`: each is a function that measures, and yields rows and runs.
 
-Knows nothing about what is measured.
+This file does not depend on what is measured.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ class Plan:
 
     Attributes:
         model: "nano", "135m", "tiny", a folder or a Hub id.
-        folder: where the model is, with a chat template (`models.make_folder`).
-        scratch: a folder for what is written meanwhile; both are made by `measure`.
+        folder: folder of the model, with a chat template (`models.make_folder`).
+        scratch: folder for temporary files. `measure` makes both folders.
         budget: slots of `streaming_llm`, the policy of all parts.
-        sessions: at once, beside one.
-        seconds: of each run.
+        sessions: number of concurrent sessions.
+        seconds: length of each run.
         rounds: how often the contenders take turns.
         far, near: tokens of the long and the short session.
-        minutes: of the soak.
+        minutes: length of the parts soak, attack and refused.
         manner: how clients talk.
-        say: told what is under way.
-        on_heard: told what a long run has heard so far.
+        say: called with a description of what is being measured.
+        on_heard: called with the measurements of a long run so far.
     """
 
     model: str
@@ -55,12 +55,12 @@ class Plan:
 
     @property
     def policy(self) -> str:
-        """Of every server."""
+        """The policy of every `weir serve`."""
         return f"streaming_llm(budget={self.budget})"
 
     @property
     def options(self) -> list[str]:
-        """Of every `weir serve`, but for its rows."""
+        """The options that every `weir serve` has in common."""
         return ["--policy", self.policy]
 
 
@@ -74,15 +74,15 @@ QUICK: dict[str, Any] = {
     "minutes": 0.02,
     "manner": Manner(words=2, tokens=8),
 }
-"""Sizes so small that everything has run in a minute or two; the figures say nothing."""
+"""Sizes so small that everything runs in a minute or two. The figures are meaningless."""
 
 PARTS: dict[str, Figure] = {}
-"""Every part by its name: what makes rows and runs of a plan."""
+"""Every part by its name. Its function yields rows and runs, given a `Plan`."""
 part = partial(register, PARTS)
 
 
 def chosen(names: Sequence[str]) -> Sequence[str]:
-    """The parts that are meant; without names, all that need not be asked for."""
+    """Return the named parts. Without names, return all except those with `asked`."""
     check_names("part", names, sorted(PARTS))
     return names or [name for name, each in PARTS.items() if not each.asked]
 
@@ -90,7 +90,10 @@ def chosen(names: Sequence[str]) -> Sequence[str]:
 def take_turns(
     plan: Plan, contenders: Mapping[str, tuple[Server, Sequence[Talk]]], *, strict: bool = False
 ) -> dict[str, list[Heard]]:
-    """Closed loops of several contenders, a round of each in turn, after one that warms up."""
+    """Run a closed loop of each contender in turn, after one round for warming up.
+
+    With `strict`, an error in the first round is raised.
+    """
     heards: dict[str, list[Heard]] = {name: [] for name in contenders}
     for turn in range(plan.rounds + 1):
         for name, (server, talks) in contenders.items():
@@ -110,11 +113,11 @@ def compare_pace(
     *,
     least: bool = False,
 ) -> Row:
-    """A row of tokens per second of rounds that took turns."""
+    """Return a row that compares the tokens per second of rounds that took turns."""
     own, other = ([heard.pace for heard in rounds] for rounds in (ours, peer))
     return Row(what, median(own), median(other), "tokens/s", ratio(own, other), target, least)
 
 
 def ratio(ours: list[float], peer: list[float]) -> float:
-    """The median of the ratios of what took turns."""
+    """Return the median ratio of values that were measured in the same rounds."""
     return median(a / max(b, 1e-9) for a, b in zip(ours, peer, strict=True))

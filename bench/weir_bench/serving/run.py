@@ -1,4 +1,4 @@
-"""Measures the parts that are asked for, and collects their rows and runs."""
+"""Measure the requested parts, and collect their rows and runs."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from weir_bench.serving.models import make_folder
 from weir_bench.serving.part import PARTS, Plan, chosen
 from weir_bench.serving.parts import attack, compaction, disk, far, pace, peer, refused, soak
 
-_MEASURE = (pace, far, disk, compaction, peer, soak, attack, refused)  # they register
+_MEASURE = (pace, far, disk, compaction, peer, soak, attack, refused)  # imported to register them
 
 
 @dataclass
 class Served(Bench):
-    """What was measured of servers, and on what."""
+    """The results of `weir bench serve`, with facts about the machine."""
 
     command: str = ""
     runs: list[tuple[str, Heard]] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, as JSON can hold it."""
+        """Return all results as JSON values."""
         runs = [{"part": name, **heard.as_json()} for name, heard in self.runs]
         return {"command": self.command, **super().as_json(), "runs": runs}
 
@@ -37,7 +37,10 @@ class Served(Bench):
 def measure(
     plan: Plan, names: Sequence[str], on_more: Callable[[Served], None] = lambda served: None
 ) -> Served:
-    """Measure parts; `on_more` is told of every row and run, and now and then in a long one."""
+    """Measure parts, and return their results.
+
+    `on_more` is called with the results so far after every row and run, and during long runs.
+    """
     wanted = chosen(names)
     command = shlex.join(["weir", *sys.argv[1:]])
     served = Served(machine_of(), command=command)

@@ -1,4 +1,4 @@
-"""A server as a process of its own, and what it takes while it is measured."""
+"""Run a server in a separate process, and read its memory and processor time."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from weir.errors import WeirError
 from weir_bench.timing import status_bytes
 
 WAIT = 300.0
-"""Seconds that a server may take until it serves."""
+"""Seconds that a server may take to start."""
 START = "import sys; from weir.cli import main; main()"
 
 
 @dataclass(frozen=True)
 class Server:
-    """A server that runs at a port of this machine, and what it calls its model."""
+    """A server process, its port on this machine, and its name of the model."""
 
     process: subprocess.Popen[bytes]
     port: int
@@ -32,13 +32,16 @@ class Server:
 
     @property
     def memory(self) -> int:
-        """Bytes of its resident memory and its workers' own; 0 where the system has no /proc."""
+        """Bytes of the server's resident memory, plus the unshared memory of its child processes.
+
+        0 on a system without /proc.
+        """
         own = status_bytes(self.process.pid, "VmRSS")
         return own + sum(status_bytes(worker, "RssAnon") for worker in self.workers)
 
     @property
     def workers(self) -> list[int]:
-        """Processes that it has started, which share what they have not written to with it."""
+        """Ids of the server's child processes, which share unmodified memory with it."""
         try:
             text = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
         except OSError:
@@ -47,23 +50,23 @@ class Server:
 
     @property
     def worked(self) -> float:
-        """Seconds that processors worked for its own process; 0 where the system has no /proc."""
+        """The server's processor seconds without its children, or 0 on a system without /proc."""
         try:
             text = Path(f"/proc/{self.process.pid}/stat").read_text("ascii")
         except OSError:
             return 0.0
-        fields = text.rpartition(")")[2].split()  # from the third field on; a name may have spaces
+        fields = text.rpartition(")")[2].split()  # fields from the third on
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     @property
     def running(self) -> bool:
-        """Whether it has not ended."""
+        """Whether the process is still running."""
         return self.process.poll() is None
 
 
 @contextlib.contextmanager
 def weir_serves(model: Path, *options: str | int) -> Iterator[Server]:
-    """`weir serve` of a model's folder, at a port that is free."""
+    """Run `weir serve` with a model's folder on a free port."""
     words = [sys.executable, "-c", START, "serve", str(model), "--name", "model", "--port", "0"]
     with _running([*words, *map(str, options)]) as (process, said):
         port = int(_found(process, said, r"http://\S+:(\d+)/v1"))
@@ -73,7 +76,7 @@ def weir_serves(model: Path, *options: str | int) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def transformers_serves(model: Path, *options: str | int) -> Iterator[Server]:
-    """`transformers serve --continuous-batching` of a model's folder, in float32 on the CPU."""
+    """Run `transformers serve --continuous-batching` with a model's folder in float32 on CPU."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = int(free.getsockname()[1])
@@ -88,7 +91,7 @@ def transformers_serves(model: Path, *options: str | int) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def _running(command: Sequence[str]) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-    """A process and the file that it writes its lines to; it is ended at the end."""
+    """Yield a process and the file with its output, and end the process afterwards."""
     with tempfile.TemporaryDirectory(prefix="weir-bench-") as folder:
         log = Path(folder) / "log"
         with log.open("wb") as said:
@@ -105,7 +108,7 @@ def _running(command: Sequence[str]) -> Iterator[tuple[subprocess.Popen[bytes], 
 
 
 def _wait_for(process: subprocess.Popen[bytes], port: int) -> None:
-    """Returns when a server answers at a port."""
+    """Wait until a server accepts connections at a port."""
     until = time.monotonic() + WAIT
     while time.monotonic() < until and process.poll() is None:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
@@ -115,7 +118,7 @@ def _wait_for(process: subprocess.Popen[bytes], port: int) -> None:
 
 
 def _found(process: subprocess.Popen[bytes], log: Path, what: str) -> str:
-    """What the first group of a pattern matches in the lines of a process, once it does."""
+    """Wait until a pattern matches the output of a process, and return its first group."""
     until = time.monotonic() + WAIT
     while True:
         over = process.poll() is not None or time.monotonic() > until

@@ -1,6 +1,6 @@
-"""Conversations as clients have them: each turn says something new and waits for the answer.
+"""Conversations of a client with a server: each turn sends a message and waits for the answer.
 
-Knows what is said on the wire and when it came, nothing about how many talk at once.
+This file makes requests and reads answers. `load.py` runs several conversations concurrently.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ SAID = "time of year may have made many people who would have been there know th
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer, as its client saw it.
+    """An answer, as its client received it.
 
     Attributes:
         asked: when the request was sent, by `time.perf_counter`.
-        arrived: when each piece of text came.
-        tokens: of the answer, as the server counts.
-        read: tokens of the prompt that were not known already.
-        prompt: all tokens of the conversation before it.
-        text: all of it.
+        arrived: when each piece of text arrived.
+        tokens: tokens of the answer, as counted by the server.
+        read: tokens of the prompt that the server had not cached.
+        prompt: all tokens of the prompt, including the earlier conversation.
+        text: the text of the answer.
     """
 
     asked: float
@@ -39,15 +39,15 @@ class Reply:
 
     @property
     def first(self) -> float:
-        """Seconds until the first text."""
+        """Seconds from the request to the first text."""
         return self.arrived[0] - self.asked
 
 
 @dataclass
 class Talk:
-    """One conversation through `/v1/chat/completions`, whose client sends its whole history.
+    """A conversation through `/v1/chat/completions`, whose client sends the whole history.
 
-    `more` has fields of every request that only some servers know.
+    `more` has additional fields of every request, which only some servers support.
     """
 
     port: int
@@ -61,13 +61,13 @@ class Talk:
         self._wire = Wire(self.port)
 
     def close(self) -> None:
-        """Hang up; the conversation may go on later."""
+        """Close the connection. The conversation can continue later."""
         self._wire.close()
 
     async def turn(self, words: str, tokens: int) -> Reply:
-        """Say something and hear the answer."""
+        """Send a message and return the answer."""
         common = {"model": self.model, "temperature": 0, "stream": True, **self.more}
-        # Made before the clock starts: the client's own work is not the server's.
+        # Encode the request before the clock starts, so that only the server's work is timed.
         data = json.dumps({**common, **self.body(words, tokens)}).encode()
         arrived: list[float] = []
         texts: list[str] = []
@@ -90,13 +90,13 @@ class Talk:
         return Reply(asked, tuple(arrived), written, prompt - known, prompt, said)
 
     def body(self, words: str, tokens: int) -> dict[str, Any]:
-        """The fields of a request that says something."""
+        """Return the fields of a request with a message and a limit on the answer's tokens."""
         messages = [*self.messages, {"role": "user", "content": words}]
         options = {"stream_options": {"include_usage": True}}
         return {"max_tokens": tokens, "messages": messages, **options}
 
     def hear(self, event: dict[str, Any]) -> tuple[str | None, dict[str, Any] | None]:
-        """The text in an event, and the tokens used, where it tells."""
+        """Return the text in an event and the numbers of tokens, if it has them."""
         if "error" in event:
             raise WeirError(f"the answer failed: {event['error'].get('message')}")
         deltas = [choice.get("delta") or {} for choice in event.get("choices") or ()]
@@ -105,18 +105,18 @@ class Talk:
 
 @dataclass
 class ById(Talk):
-    """One conversation through `/v1/responses`, whose client names what it goes on from."""
+    """A conversation through `/v1/responses`, whose client names the previous response."""
 
     last: str | None = None
 
     path: ClassVar[str] = "/v1/responses"
 
     def body(self, words: str, tokens: int) -> dict[str, Any]:
-        """The fields of a request that says something."""
+        """Return the fields of a request with a message and a limit on the answer's tokens."""
         return {"input": words, "previous_response_id": self.last, "max_output_tokens": tokens}
 
     def hear(self, event: dict[str, Any]) -> tuple[str | None, dict[str, Any] | None]:
-        """The text in an event, and the tokens used under the names of chats."""
+        """Return the text in an event and the numbers of tokens, named as in chat completions."""
         kind = event.get("type")
         if kind in ("error", "response.failed"):
             raise WeirError(f"the answer failed: {event}")
@@ -131,6 +131,6 @@ class ById(Talk):
 
 
 def something(chance: random.Random, words: int) -> str:
-    """So many words to say, no two times the same."""
+    """Return a message of random words."""
     vocabulary = SAID.split()
     return " ".join(chance.choice(vocabulary) for _ in range(words))

@@ -1,7 +1,7 @@
-"""Requests over a plain socket, and when each event of an answer arrived.
+"""A minimal HTTP client that records when each event of an answer arrives.
 
-A client's own work would be timed as the server's, and both share the machine: so this is as little
-of HTTP as a server of OpenAI's API needs. Knows nothing about what is asked.
+The client and the server share the machine, so the client's work adds to the measured times.
+Therefore this file implements only the part of HTTP that servers with OpenAI's API need.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from weir.errors import WeirError, quote
 
 
 class Wire:
-    """One connection to a server on this machine, opened again where it was closed."""
+    """A connection to a server on this machine, which is opened again if it was closed."""
 
     def __init__(self, port: int) -> None:
         self._port = port
         self._open: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def events(self, path: str, body: bytes) -> AsyncIterator[tuple[float, Any]]:
-        """Post a JSON body that asks for a stream; each event's data and when it arrived."""
+        """Post a JSON body that asks for a stream, and yield each event's arrival time and data."""
         reader, status, headers = await self._asked("POST", path, body)
         if status != 200 or "event-stream" not in headers.get("content-type", ""):
             raise WeirError(f"{path} answers {status}: {quote(await _whole(reader, headers))}")
@@ -39,11 +39,11 @@ class Wire:
                             yield now, json.loads(data)
             whole = True
         finally:
-            if not whole:  # what is left of the answer would be taken for the next
+            if not whole:  # the rest of this answer would be read as the next one
                 self.close()
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         if self._open is not None:
             self._open[1].close()
         self._open = None
@@ -51,7 +51,7 @@ class Wire:
     async def _asked(
         self, method: str, path: str, body: bytes
     ) -> tuple[asyncio.StreamReader, int, dict[str, str]]:
-        """Send a request and read the head of its answer."""
+        """Send a request, and return the reader of its answer, the status and the headers."""
         head = (
             f"{method} {path} HTTP/1.1\r\nHost: localhost:{self._port}\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -67,7 +67,7 @@ class Wire:
                 break
             except (OSError, asyncio.IncompleteReadError) as error:
                 self.close()
-                if new or not again:  # one that was kept may have been closed meanwhile
+                if new or not again:  # retry once: the server may have closed a kept connection
                     raise WeirError(f"the server does not answer: {error}") from None
         named = [line.partition(":") for line in lines if line]
         headers = {name.strip().lower(): value.strip() for name, _, value in named}
@@ -84,7 +84,7 @@ async def _whole(reader: asyncio.StreamReader, headers: dict[str, str]) -> str:
 
 
 async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """The chunks of a body (RFC 9112, section 7.1)."""
+    """Yield the chunks of a body (RFC 9112, section 7.1)."""
     try:
         while size := int(await reader.readuntil(b"\r\n"), 16):
             yield (await reader.readexactly(size + 2))[:-2]

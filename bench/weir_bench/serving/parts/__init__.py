@@ -1,1 +1,1 @@
-"""Measurements of a server, one part a file."""
+"""The parts of `weir bench serve`, one in each file."""

@@ -1,4 +1,4 @@
-"""Hostile requests beside honest clients: nothing of the server's own fails, and nobody waits."""
+"""Measure whether hostile requests make the server fail, or its honest clients wait."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from weir_bench.serving.talk import Talk
 
 HONEST = 4
 ALLOWED = 0.25
-"""Seconds of a processor by which a token may be later than without attackers."""
+"""Processor seconds between two tokens that attackers may add."""
 PROMPT = 4000
-"""Tokens that a request may feed: to read a million would be the model's own work."""
+"""The server's `--max-prompt`, so that attackers cannot keep the model busy with long prompts."""
 
 
 @part("attack", asked=True)
 def attack(plan: Plan) -> Iterator[Row | Heard]:
-    """Honest clients alone, and then beside attackers in a process of their own."""
+    """Measure honest clients alone, and then while a separate process attacks the server."""
     seconds = plan.minutes * 60
     with weir_serves(plan.folder, *plan.options, "--rows", 8, "--max-prompt", PROMPT) as server:
         with _asking_health(server) as health_alone:
@@ -90,7 +90,7 @@ def _honest(server: Server, plan: Plan, seconds: float, what: str) -> Heard:
 
 @contextmanager
 def _asking_health(server: Server) -> Iterator[list[float]]:
-    """Ask for /health four times a second meanwhile; seconds that each answer took."""
+    """Request /health four times a second, and yield a list of the seconds each answer took."""
     took, over = [], threading.Event()
 
     def ask() -> None:

@@ -1,8 +1,8 @@
-"""What others do where a conversation gets too long: summarize it, and read the summary anew.
+"""Compare endless sessions with a common alternative: summarizing a conversation that gets long.
 
-A client of a server with a window asks for a summary when the conversation has reached 80 % of it,
-and goes on with the summary alone. The cache is lost with it: the summary is written, then read,
-while the user waits.
+A client of a server with a context window asks for a summary when the conversation has reached 80 %
+of the window, and continues with the summary alone. While the user waits, the summary is written
+and then read again, because the cache of the old conversation is of no use.
 """
 
 from __future__ import annotations
@@ -19,20 +19,23 @@ from weir_bench.serving.talk import Reply, Talk
 FULL = 0.8
 """The share of the window at which a conversation is summarized."""
 SUMMARY = 0.2
-"""The share of the window that a summary has."""
+"""The largest share of the window that a summary takes."""
 ASK = "Summarize all of this."
 
 
 @dataclass
 class Compacting(Talk):
-    """A conversation whose client keeps it within a window."""
+    """A conversation whose client summarizes it to stay within a window."""
 
     window: int = 2048
     _held: int = 0
     compactions: int = 0
 
     async def turn(self, words: str, tokens: int) -> Reply:
-        """Say something and hear the answer, after a summary where one is due."""
+        """Send a message and return the answer, after a summary if the window is nearly full.
+
+        The time to the first token then includes the summary.
+        """
         began: float | None = None
         if self._held + tokens > FULL * self.window:
             asked = await super().turn(ASK, max(1, int(SUMMARY * self.window)))
@@ -48,7 +51,7 @@ class Compacting(Talk):
 
 @part("compaction")
 def compaction(plan: Plan) -> Iterator[Row | Heard]:
-    """Endless and summarizing clients of the same server and bytes: the window is the budget."""
+    """Compare endless and summarizing clients of the same server, with the budget as the window."""
     few = max(1, plan.sessions // 4)
     with weir_serves(plan.folder, *plan.options, "--rows", few) as server:
         ours = [Talk(server.port, server.model) for _ in range(few)]

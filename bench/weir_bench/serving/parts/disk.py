@@ -1,4 +1,4 @@
-"""A row that goes to disk and comes back."""
+"""Time how long a row takes to be saved on disk and to be loaded again."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from weir_bench.timing import undisturbed
 CHUNK = 64
 TIMES = 20
 MOST = 20.0
-"""Milliseconds that a row of nano may take to come back."""
+"""The target for loading a row of nano, in milliseconds."""
 
 
 @part("disk")
 def disk(plan: Plan) -> Iterator[Row | Heard]:
-    """What an evicted session costs its next turn, and what each turn's end costs."""
+    """Time loading a row, which the next turn of an evicted session waits for, and saving one."""
     model, _ = load(str(plan.folder), dtype="float32")
     cache = StreamingCache(model, plan.policy, chunk=CHUNK, batch=2)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
@@ -62,7 +62,7 @@ def disk(plan: Plan) -> Iterator[Row | Heard]:
 
 
 def _save(store: SessionStore, name: str, checkpoint: Checkpoint) -> None:
-    """Save a turn and wait until it is safe."""
+    """Save a turn and wait until it is safely on disk."""
     safe = threading.Event()
     wrong: list[Exception] = []
 

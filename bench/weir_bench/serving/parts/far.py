@@ -1,4 +1,4 @@
-"""How long a turn waits for its first token, by how long its conversation is already."""
+"""Measure the time to a turn's first token in long and in short conversations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ TURNS = 10
 
 @part("far")
 def far(plan: Plan) -> Iterator[Row | Heard]:
-    """After --far tokens and after --near: by id, by the history, and with a history not known."""
+    """Compare the time to the first token after `--far` tokens with that after `--near`.
+
+    The client names the previous response by its id, or sends the whole history. A history that
+    the server does not know is measured too.
+    """
     with weir_serves(plan.folder, *plan.options, "--rows", 4) as server:
         plan.say(f"reading {plan.far:,} tokens")
         yield asyncio.run(_by(server, plan, Talk, "found by its history", None))
@@ -29,7 +33,7 @@ def far(plan: Plan) -> Iterator[Row | Heard]:
 
 
 async def _by(server: Server, plan: Plan, kind: type[Talk], how: str, target: float | None) -> Row:
-    """Turns of a long and of a short session, one after the other."""
+    """Return a row for the time to the first token in a long ÷ in a short session."""
     chance = random.Random(plan.manner.seed)
     long, short = (kind(server.port, server.model) for _ in range(2))
     try:
@@ -47,7 +51,7 @@ async def _by(server: Server, plan: Plan, kind: type[Talk], how: str, target: fl
 
 
 async def _resent(server: Server, plan: Plan) -> Row:
-    """A turn whose whole history is sent and not known, beside one whose history is."""
+    """Return a row for the time to the first token with an unknown ÷ with a known history."""
     chance = random.Random(plan.manner.seed + 1)
     talk = Talk(server.port, server.model)
     try:
@@ -67,7 +71,7 @@ async def _resent(server: Server, plan: Plan) -> Row:
 
 
 async def _begun(talk: Talk, tokens: int, chance: random.Random) -> int:
-    """Begin a conversation with some tokens; how many the server read."""
+    """Begin a conversation with about `tokens` tokens, and return how many the server read."""
     sample = (await talk.turn(something(chance, 100), 1)).read
     return (await talk.turn(something(chance, max(1, 100 * tokens // sample)), 1)).read + sample
 

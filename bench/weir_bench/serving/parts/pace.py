@@ -1,4 +1,4 @@
-"""Many sessions beside one."""
+"""Compare many concurrent sessions with a single one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weir_bench.serving.talk import Talk
 
 @part("pace")
 def pace(plan: Plan) -> Iterator[Row | Heard]:
-    """Tokens per second through HTTP, and processor time a token."""
+    """Compare tokens per second through HTTP, and processor time per token."""
     many = plan.sessions
     with weir_serves(plan.folder, *plan.options, "--rows", many) as server:
         plan.say(f"{many} sessions beside one")

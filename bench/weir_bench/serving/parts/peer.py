@@ -1,7 +1,7 @@
-"""`transformers serve --continuous-batching` beside `weir serve`, with as many bytes.
+"""Compare `weir serve` with `transformers serve --continuous-batching`, with equally large caches.
 
-Its conversations cannot be longer than its memory: its clients forget everything and begin again
-where a conversation has come to its share of that.
+A conversation of `transformers serve` cannot be longer than its share of the cache. When it has
+reached that length, its client forgets everything and begins again.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from weir_bench.serving.server import Server, transformers_serves, weir_serves
 from weir_bench.serving.talk import Reply, Talk
 
 BLOCK = 32
-"""Tokens of a block of its memory."""
+"""Tokens in a block of the cache of `transformers serve`."""
 CHUNK = 64
-"""Slots of a row beside its budget."""
+"""Slots of a weir row in addition to its budget."""
 
 
 @dataclass
 class Forgetting(Talk):
-    """A conversation that begins anew where it would not fit any more."""
+    """A conversation that begins again when it would no longer fit into its window."""
 
     window: int = 1024
     _held: int = 0
 
     async def turn(self, words: str, tokens: int) -> Reply:
-        """Say something and hear the answer, from the beginning where there is no room."""
+        """Send a message and return the answer, in a new conversation if there is no room."""
         if self._held + 2 * tokens > self.window:
             self.messages, self._held = [], 0
         reply = await super().turn(words, tokens)
@@ -40,7 +40,7 @@ class Forgetting(Talk):
 
 @part("transformers")
 def transformers(plan: Plan) -> Iterator[Row | Heard]:
-    """The same clients at both servers, a round each."""
+    """Let the same number of clients talk to both servers, in turns."""
     for needed in ("fastapi", "uvicorn", "openai"):
         if importlib.util.find_spec(needed) is None:
             raise Skipped(f"transformers serve needs {needed}: pip install 'transformers[serving]'")

@@ -17,18 +17,18 @@ from weir_bench.serving.part import Plan, part
 from weir_bench.serving.server import weir_serves
 
 PROMPT = 4000
-"""Tokens that a request may feed."""
+"""The server's `--max-prompt`, which some of the bodies exceed."""
 SIZES = (200, 60_000, 1_000_000)
-"""Bytes of the bodies whose answers are waited for."""
+"""Approximate sizes in bytes of the bodies whose answers are timed."""
 PAUSE = 0.1
-"""Seconds between two of them."""
+"""Seconds between two of these bodies."""
 TARGET = 1.0
-"""Seconds that the longest wait may take."""
+"""The target for the longest wait, in seconds."""
 
 
 @part("refused", asked=True)
 def refused(plan: Plan) -> Iterator[Row | Heard]:
-    """Send bodies that are refused, alone and then beside six clients that do the same."""
+    """Time refused bodies, first alone and then while six other clients send refused bodies too."""
     seconds = min(plan.minutes * 60, 60.0)
     with weir_serves(plan.folder, *plan.options, "--rows", 8, "--max-prompt", PROMPT) as server:
         alone = _send(server.port, server.model, seconds / 3)
@@ -38,7 +38,7 @@ def refused(plan: Plan) -> Iterator[Row | Heard]:
             [*command, str(seconds + 5)], stdout=subprocess.PIPE, text=True
         ) as process:
             try:
-                time.sleep(2.5)  # until they have made their bodies
+                time.sleep(2.5)  # until the attackers have made their bodies
                 beside = _send(server.port, server.model, seconds)
                 told = json.loads(process.communicate(timeout=seconds + 300)[0])
             finally:
@@ -63,7 +63,7 @@ def refused(plan: Plan) -> Iterator[Row | Heard]:
 
 
 def _send(port: int, model: str, seconds: float) -> list[tuple[str, float]]:
-    """Send bodies of every kind in turn; return the kind and seconds of each answer."""
+    """Send bodies of every kind in turn, and return the kind and seconds of each refusal."""
     bodies = [
         (f"{kind} of {size:,} bytes", path, body)
         for size in SIZES

@@ -1,4 +1,4 @@
-"""A long time under load: memory does not grow, and nobody waits longer at its end."""
+"""Measure whether memory or waiting times grow when a server is under load for a long time."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from weir_bench.serving.server import weir_serves
 from weir_bench.serving.talk import Talk
 
 WARM = 1 / 6
-"""The share of the run after which memory is compared: rows, threads and pools have been used."""
+"""The share of the run after which memory must not grow any more.
+
+By then, all rows, threads and memory pools have been used.
+"""
 
 
 @part("soak", asked=True)
 def soak(plan: Plan) -> Iterator[Row | Heard]:
-    """Endless conversations for --minutes, a row for each, ends of turns on disk."""
+    """Run endless conversations for `--minutes`, with a row for each. Turns are saved on disk."""
     seconds = plan.minutes * 60
     data = plan.scratch / "soak"
     rows = ("--rows", str(plan.sessions), "--data", str(data), "--disk", "1GB")
