@@ -128,8 +128,9 @@ class Heard:
     def worked_within(self) -> float | None:
         """The server's processor seconds per token, from the first to the last reading.
 
-        The readings are the entries of `processor`. Only entries in a measured period count. None if there are fewer than two, if no token
-        arrived between them, or if the system has no processor times.
+        The readings are the entries of `processor`. Only entries in a measured period count. None
+        if there are fewer than two, if no token arrived between them, or if the system has no
+        processor times.
         """
         inside = [look for look in self.processor if self._within(look[0])]
         if len(inside) < 2:
