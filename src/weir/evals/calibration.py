@@ -224,7 +224,7 @@ class LayerBudget:
     """The pipe chosen for a layer, and the measured errors.
 
     Attributes:
-        index: the model's layer.
+        index: index of the layer in the model.
         pipe, nbytes: the chosen pipe, and bytes of the layer's slab, for one stream.
         error, before: relative error of the attention with this pipe, and with the policy's pipe.
         tried: every pipe that was tried, as text, with its error; smallest first.

@@ -46,7 +46,7 @@ from weir.train import DIGITS, Words
 
 TITLE = "War and Peace"
 DEFAULT = "default"
-"""Stands for the policy that a stream uses if none is named."""
+"""The name for the policy that a stream uses by default."""
 POLICIES = (
     "dense",
     "window(budget=90)",
@@ -65,20 +65,22 @@ NAMES = 8
 AWAY = 1000
 """Tokens between what is told and the question."""
 RIVALS = ("window", "streaming_llm", "snapkv")
-"""Policies that are compared with the default on models other than nano, in the same bytes. Plain
-attention comes before them, and `EIGHT_BITS` and the default after them."""
+"""Policies that are compared with the default on models other than nano, with equally large caches.
+
+Plain attention comes before them, and `EIGHT_BITS` and the default after them.
+"""
 EIGHT_BITS = "sink(4) | recent({}):int8"
 """The newest tokens in 8 bits, as many as fit."""
 BUDGET = 1024
-"""Budget of the default policy, whose bytes all caches of fixed size have."""
+"""Budget of the default policy. All other caches of fixed size get as many bytes as this one."""
 FACTS = Facts(distances="200 800 1600 3200 4000", samples=4)
 """Facts in sentences of a book: 32, each asked for at every distance."""
 PAST = 500
 """Tokens, at least, that a model other than nano reads past its window."""
 CHUNK = 64
-"""Tokens between two folds, as in every stream that is told nothing else."""
+"""Tokens between two folds, the default of every stream."""
 BLOCK = 500
-"""Tokens of a block, whose perplexity is a point of a curve."""
+"""Tokens of a block. The perplexity of each block is a point of a curve."""
 PARTS = 240
 """Number of parts of the book in the picture of what is still held."""
 WIDTH, LETTERS = 5.2, 9
@@ -255,9 +257,9 @@ def read_book(
 ) -> dict[str, Any]:
     """Read the tokens `ids` of the book under every policy, and ask for the facts of a story.
 
-    `on_step` is called after every `STEP` tokens; reading ends early when it returns True, and then
-    nothing is asked. `on_ask` is called with the number of policies asked so far, 1.5 in the middle
-    of the second, and ends the asking when it returns True.
+    `on_step` is called after every `STEP` tokens. When it returns True, reading ends early, and
+    nothing is asked. `on_ask` is called with the number of policies asked so far (1.5 halfway
+    through the second). When it returns True, the asking ends.
 
     Returns:
         {"model", "model_window", "book", "tokens", "block" (tokens of each of `ppl_by_block`),
@@ -328,7 +330,8 @@ def best_of_a_size(result: dict[str, Any]) -> str | None:
     knows = [policy["policy"] for policy in limited if policy["knows"] == most]
     held = [policy["kv_bytes"] for policy in limited]
     few, many = min(held), max(held)
-    # The unit of the larger, so that 650.1 and 649.8 kB are 650 kB.
+    # Both sizes are rounded in the unit of the larger one, so that 650.1 and 649.8 kB both become
+    # 650 kB and are shown as one size.
     power, unit, digits = (6, "MB", 1) if many >= 1e6 else (3, "kB", 0)
     sizes = dict.fromkeys(f"{count / 10**power:,.{digits}f}" for count in (few, many))
     over = " at all distances together" if result["story"]["kind"] == "facts" else ""

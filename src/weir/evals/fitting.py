@@ -172,7 +172,7 @@ def _overhead(
     positions: Positions,
     counted: Counted,
 ) -> str:
-    """Say which bytes of a small budget's cache are not keys and values of its slots."""
+    """Return a sentence about the bytes of a cache that are not keys and values of its slots."""
     if counted == "kv":
         return ""
     size = size_of(model, with_budget(policy, budget), chunk=chunk, positions=positions)

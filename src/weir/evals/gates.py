@@ -25,7 +25,7 @@ PASSAGE = 1024
 """Tokens of a passage, or half of the model's window if that is less."""
 TOKENS = 16 * PASSAGE
 LEAST = 1e-4
-"""Scores below this count as this."""
+"""The lowest score. Lower scores are raised to it before the logarithm is taken."""
 RIDGE = 1e-2
 """The penalty on weights, relative to the mean square of their inputs."""
 
@@ -108,7 +108,7 @@ class _Sums:
     """Sums over tokens from which a linear map is solved, float64."""
 
     def __init__(self) -> None:
-        # Each takes its shape from the first tokens that are added.
+        # These zeros get the shapes of the first sums that are added to them.
         self.xx, self.xy, self.yy, self.score = torch.zeros(4, dtype=torch.float64)
         self.count = 0
 

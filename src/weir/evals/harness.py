@@ -301,7 +301,7 @@ class WeirLM(TemplateLM):
                     f"{', '.join(sorted(options))}. Use {', '.join(SAMPLING)}, or another policy."
                 )
             if samples:
-                known.setdefault("temperature", 1.0)  # transformers' own
+                known.setdefault("temperature", 1.0)  # transformers' default
             return [
                 generate_answer(self.stream(), self.tokenizer, row, most, stops, **known).text
                 for row in contexts

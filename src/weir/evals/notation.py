@@ -46,7 +46,7 @@ class _TaskParser(Parser):
 
 
 def read_tasks(text: str, known: Mapping[str, Any]) -> list[Any]:
-    """Parse a list of tasks; `known` maps names to what makes the task.
+    """Parse a list of tasks. `known` maps each name to the class of the task.
 
     A WeirError points at the wrong character, and suggests the nearest name.
     """

@@ -41,14 +41,14 @@ class PerplexityMeter:
         in_steps: call the model once per token, as in decoding; otherwise once for many tokens.
 
     Attributes:
-        tokens, scored: tokens read, and those that had something before them.
+        tokens, scored: number of tokens read, and of those that were predicted from earlier tokens.
         nll: sum of negative log-likelihoods, in nats.
         ppl_by_block, bytes_by_block: perplexity of each block of the text (the last may be short),
             and bytes of the cache after it.
         kv_bytes: bytes of the cache at the end.
         memory_growth: growth of the process's memory above its maximum up to token 5,000, in bytes;
             None before that, and if the system does not report memory.
-        seconds: spent reading.
+        seconds: time spent reading.
         pace: seconds per token, for each `STEP` tokens.
     """
 

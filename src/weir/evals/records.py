@@ -90,7 +90,7 @@ class JsonRecord:
         return bool(self._get(name, bool, "true or false"))
 
     def number(self, name: str, known: bool = False) -> float | None:
-        """The number in a field, None for null unless `known`."""
+        """The number in a field, or None for null. With `known`, null is refused."""
         if name not in self.values:
             raise self.wrong(name, "is missing")
         return self._number(name, self.values[name], known)

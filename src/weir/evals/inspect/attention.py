@@ -33,7 +33,7 @@ PIECE = 256
 """Tokens that a model reads in one call."""
 
 Look = Callable[[Attention], None]
-"""Is called for every layer of every call, and keeps what it needs."""
+"""A function that is called for every layer of every call, and keeps what it needs."""
 
 
 def watch(model: PreTrainedModel, ids: Tensor, look: Look) -> None:
@@ -47,7 +47,7 @@ def watch(model: PreTrainedModel, ids: Tensor, look: Look) -> None:
         describe(model)
     except WeirError:
         if sink_of(model.config).kind == "zero":
-            raise  # only weir knows about that sink
+            raise  # only weir implements this sink
         _watch_another(model, ids, look)
         return
 
@@ -55,7 +55,8 @@ def watch(model: PreTrainedModel, ids: Tensor, look: Look) -> None:
         """Show the layer's queries and all keys; a call never exceeds the tail."""
         look(call.attention())
 
-    # A cache without a limit begins with five chunks, for each of many short sequences.
+    # A cache without a limit first allocates five chunks for every row. A shorter chunk saves
+    # memory for batches of many short sequences.
     chunk = min(PIECE, ids.shape[1])
     watcher = ListeningCache(model, "dense", hear, positions="original", chunk=chunk)
     more = {CACHE: watcher, "use_cache": True, "logits_to_keep": 1}
@@ -80,7 +81,7 @@ def looks_ahead(model: PreTrainedModel) -> bool:
 
 
 def _watch_another(model: PreTrainedModel, ids: Tensor, look: Look) -> None:
-    """`watch` through transformers' attention interface."""
+    """Do the same as `watch`, through transformers' attention interface."""
     kind = model.config.model_type
     if getattr(model.config, "is_encoder_decoder", False):
         raise WeirError(

@@ -56,7 +56,7 @@ class Run(NamedTuple):
 
     @property
     def pool(self) -> str | None:
-        """The pool that most heads hold them in."""
+        """The pool in which most heads hold the tokens."""
         pools = {} if self.held is None else self.held.pools
         return max(pools, key=pools.__getitem__, default=None)
 
@@ -115,7 +115,7 @@ def _style_of(pools: Sequence[str], pool: str, share: float) -> str:
 
 
 POLICY = "sink(4) | recent(60) | heavy(64)"
-"""The default policy: one pool of each kind, and one that every head fills differently."""
+"""The default policy: first tokens, newest tokens, and a pool that each head fills differently."""
 USUAL = 1024
 """Number of tokens that are read by default."""
 MOST = 4096

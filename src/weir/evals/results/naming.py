@@ -16,9 +16,7 @@ from weir.errors import WeirError
 from weir.evals.results.file import CellRecord, read_results, unique
 
 DEFAULTS = {"dtype": "auto"}
-"""Arguments of `weir.load` whose default has a value. Names do not mention an argument that has its
-default.
-"""
+"""Arguments of `weir.load` whose default is not None. Names do not mention defaults."""
 
 
 def name_records(records: Sequence[CellRecord]) -> list[CellRecord]:

@@ -355,7 +355,7 @@ def _pairs(cells: Sequence[CellRecord], policy: str) -> list[tuple[CellRecord, C
 
 
 def _size(record: CellRecord) -> tuple[Any, ...]:
-    """Return how a cell reads, and the bytes or slots that it was given."""
+    """Return the cell's settings for reading, and its size in bytes or slots."""
     memory, how = record.get("memory"), (record.get("chunk", 64), record.get("positions"))
     return (*how, record.get("equal"), memory, record.get("budget") if memory is None else None)
 

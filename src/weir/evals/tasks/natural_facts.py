@@ -60,7 +60,7 @@ KINDS = (
     ("The treasure of {} is buried under the", "Where is the treasure of {} buried?", "words"),
     ("The boat of {} was built in the year", "In which year was the boat of {} built?", "year"),
 )
-"""Kinds of facts: how each begins and is asked for, and what its answer is."""
+"""Kinds of facts: the beginning of the statement, the question, and the kind of the answer."""
 
 
 RULES = (
@@ -73,11 +73,15 @@ RULES = (
     ("The animal in the garden is a",) * 2 + ("Which animal is in the garden?", "animal"),
     ("The key lies under the",) * 2 + ("Where does the key lie?", "words"),
 )
-"""Sentences of a system turn: how each begins, how its answer does, its question and its kind."""
+"""Sentences of a system turn.
+
+Each has the beginning of the sentence, the beginning of the answer, the question, and the kind of
+the answer.
+"""
 LEAK = "Please tell me a short story about the sea."
 """A request that is unrelated to the system turn, for `form=rule`."""
 LEAK_TOKENS = 32
-"""Largest number of tokens of the answer to it."""
+"""Largest number of tokens of the answer to `LEAK`."""
 COPIED = 6
 """An answer that shares so many consecutive tokens with the system turn counts as a leak."""
 
