@@ -117,7 +117,7 @@ def group(name: str) -> typer.Typer:
 
 
 def _import_bench() -> None:
-    """Import the commands `weir bench` and `weir bench serve` from a clone of weir."""
+    """Import the command `weir bench` and its subcommands from a clone of weir."""
     if not (BENCH / "weir_bench").is_dir():
         raise WeirError(
             "weir bench is not part of the installed package. Clone weir, run pip install -e . in "

@@ -55,7 +55,7 @@ PLAIN_NAMES = {
     "header": "",
     "kept": "",
 }
-"""Words for what pools keep; those without are named."""
+"""Words for the tokens that a pool keeps. Other pools are described by their names."""
 FORMAT_WORDS = {"int8": "8 bits", "int4": "4 bits", "k8v4": "8 and 4 bits", "fp8": "8-bit floats"}
 HEADER = 16
 """Slots for the tokens that a chat template puts before an answer."""
@@ -374,7 +374,7 @@ def _size_policy(
         room = sys.maxsize if free is None else free // SHARE
         form = ""
         if not given:
-            # Exact slots answer as the model does, so they are taken if they cost no length.
+            # With exact slots, answers match the model's own. They are used if as many of them fit.
             exact = str(with_slots(wanted, "exact"))
             form = "exact " if budget_in(model, exact, room, chunk, most) == most else "quantized "
             policy = exact if form == "exact " else policy

@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 SHORT = 20
 """Waits shorter than this many seconds are not announced."""
 WIDE = 100_000
-"""Width of a terminal on which every table fits, to measure tables with."""
+"""Width in characters of an imaginary terminal that fits every table, to measure tables with."""
 
 
 class RemainingTime:
-    """Announces once how long a command will take, where no progress bar does."""
+    """Announces once how long a command will still take, if the wait is long."""
 
     def __init__(self, what: str) -> None:
         self.what, self._began, self._said = what, time.monotonic(), False
 
     def at(self, share: float) -> None:
-        """Take in the share of the work that has been done since the start."""
+        """Announce the remaining time, given the share of the work that is done."""
         took = time.monotonic() - self._began
         left = took / share - took
         if not self._said and left >= SHORT:
@@ -47,7 +47,7 @@ class RemainingTime:
 
 
 class ProgressLines:
-    """Prints a line about work in progress now and then, where no progress bar is shown."""
+    """Prints a line about work in progress from time to time, if no progress bar is shown."""
 
     EVERY = 30.0
     """Seconds between two lines."""
@@ -57,7 +57,7 @@ class ProgressLines:
         self._first: float | None = None
 
     def at(self, share: float, done: str) -> None:
-        """Report the share of the work that has been done since the start, and what it is."""
+        """Print a line if one is due, given the share of work done and a description of it."""
         now = time.monotonic()
         if self._first is None:
             self._began, self._last, self._first = now, now, share

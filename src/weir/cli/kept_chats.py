@@ -103,7 +103,10 @@ def find_newest(model: str | None) -> Transcript:
 
 
 class Keeper:
-    """Saves the stream of a conversation; `saved` of its tokens are saved already (-1: none)."""
+    """Saves the stream of a conversation.
+
+    `saved` is the number of tokens of the stream that was last saved, or -1 if none was.
+    """
 
     def __init__(self, conversation: Conversation, saved: int = -1) -> None:
         self.conversation = conversation
@@ -111,7 +114,7 @@ class Keeper:
         self._pause, self._last = 0.0, time.monotonic()
 
     def save(self, *, last: bool = False) -> None:
-        """Save the stream if it has grown: always at the end, and otherwise only now and then."""
+        """Save the stream if it has changed: always at the end, otherwise from time to time."""
         stream, transcript = self.conversation.stream, self.conversation.transcript
         path = None if transcript is None else transcript.path
         began = time.monotonic()

@@ -326,8 +326,8 @@ def serve(
             )
         book = ResponseStore(None if data is None else Path(data) / "book.db", limits.texts)
         ending.callback(book.close)
-        # The first native step is compared with the model's own step, whose rounding the answer
-        # has.
+        # Wait for the kernel, so that it is checked in `warm_up` and not during an answer, and all
+        # answers are computed with the same rounding.
         prepare_model(model, native=not deterministic, wait=True)
         engine = Engine(
             model,
