@@ -1,1 +1,1 @@
-"""`weir bench peers`: weir beside llama.cpp, OpenVINO GenAI and transformers, on SmolLM2."""
+"""`weir bench peers`: compare weir with llama.cpp, OpenVINO GenAI and transformers."""

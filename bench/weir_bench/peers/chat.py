@@ -1,8 +1,8 @@
-"""An endless chat through a server: far past the window, does it still answer, soon and well?
+"""Measure how fast and how well servers answer in a chat far longer than the context window.
 
-weir's client sends its whole history. llama.cpp's server refuses a history that is longer than its
-context, with context shift too, so its client leaves out the oldest turns, and the server moves
-what it still has of the others (cache reuse).
+weir's client sends the whole history. llama.cpp's server refuses a history that is longer than its
+context, even with context shift. Its client therefore leaves out the oldest turns, and the server
+moves the cached tokens of the other turns to their new positions (cache reuse).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weir_bench.serving.talk import Reply, Talk
 
 SYSTEM = "You are a helpful assistant named Max."
 NAME, NAMED = "What is your name?", "max"
-"""What the system turn is asked for, and the word that the answer has where it is obeyed."""
+"""A question about the system prompt, and the word that a correct answer contains."""
 QUESTIONS = (
     "Which flowers are red?",
     "What is the largest ocean?",
@@ -36,29 +36,29 @@ QUESTIONS = (
     "Tell me something about the moon.",
 )
 ANSWER = 48
-"""Tokens of an answer at most."""
+"""The largest number of tokens of an answer."""
 OFTEN = 5
-"""Every so many turns the name is asked for."""
+"""Every fifth turn asks for the name."""
 JUDGED = 5
-"""The last so many answers are judged."""
+"""The number of answers at the end of a chat that are checked with `is_sane`."""
 PLAIN_TURNS = 10
-"""Turns past the window of a chat whose every turn reads the whole window anew."""
+"""Turns past the window for a server that reads the whole window again in every turn."""
 
 Chat = Callable[[int], dict[str, Any]]
 
 
 @dataclass
 class Shifting(Talk):
-    """A conversation whose client leaves out its oldest turns when it is refused.
+    """A conversation whose client leaves out the oldest turns when the server refuses its length.
 
     Attributes:
-        left_out: pairs of messages.
+        left_out: the number of turns (pairs of messages) that were left out.
     """
 
     left_out: int = 0
 
     async def turn(self, words: str, tokens: int) -> Reply:
-        """Say something and hear the answer; the time begins with the first try."""
+        """Send a message and return the answer. Its time includes requests that were refused."""
         asked: float | None = None
         while True:
             began = asyncio.get_running_loop().time()
@@ -77,7 +77,7 @@ class Shifting(Talk):
 def endless_chats(
     engines: Sequence[EngineSetup], threads: int, window: int
 ) -> Iterator[tuple[str, Chat]]:
-    """Each chat by its name, for the servers of those that are compared."""
+    """Yield the name and the function of each chat, for those of the engines that take part."""
     for each in engines:
         if each.name == "weir q4_1":
             yield "weir serve, q4_1", functools.partial(_weir, window)
@@ -104,7 +104,10 @@ def _llamacpp(
 
 
 async def _talked(talk: Talk, memory: Callable[[], int], window: int, turns: int) -> dict[str, Any]:
-    """A chat of so many turns past the window; the first question comes again and at the end."""
+    """Chat until `turns` turns are past the window, and return the measurements.
+
+    The name is asked for in the first turn, in every fifth turn after it, and in the last turn.
+    """
     talk.messages = [{"role": "system", "content": SYSTEM}]
     replies: list[Reply] = []
     past = 0
@@ -141,13 +144,13 @@ async def _talked(talk: Talk, memory: Callable[[], int], window: int, turns: int
 
 
 def _pace(reply: Reply) -> float:
-    """Tokens a second of an answer, after its first."""
+    """Return the tokens per second of an answer after its first token."""
     took = reply.arrived[-1] - reply.arrived[0]
     return (reply.tokens - 1) / took if took and reply.tokens > 1 else 0.0
 
 
 def is_sane(text: str) -> bool:
-    """Whether a text is words that do not go round in circles."""
+    """Return whether a text consists mostly of words, and does not repeat itself much."""
     words = re.findall(r"[a-z']+", text.lower())
     threes = list(zip(words, words[1:], words[2:], strict=False))
     if not threes:

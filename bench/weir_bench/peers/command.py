@@ -1,4 +1,4 @@
-"""`weir bench peers`: weir beside what a user would pick instead."""
+"""The command `weir bench peers`: compares weir with other engines that a user could choose."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engines that are compared, each in each precision that it has, and how one is started."""
+"""The engines that are compared, in each of their precisions, and how they are started."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ POLICY = "weir(budget={window})"
 """weir's default policy."""
 COMPILED = ", compiled"
 MODELS = {"smollm2": "Q4_1", "tinyllama": "Q4_0"}
-"""SmolLM2 and a random model of 1.1 billion parameters (`sides/random_model.py`), each with the
-precision of the file whose tokenizer all peers read with."""
+"""The models: SmolLM2, and a random model of 1.1 billion parameters (`sides/random_model.py`).
+
+The value is the precision of the file from which the tokenizer is read.
+"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,15 +27,15 @@ class EngineSetup:
     """An engine with a model in some precision.
 
     Attributes:
-        name: what tables call it.
-        home: its environment below .peers; "" for weir's own.
-        script: the file in `sides` that it runs.
-        bits: of most of its weights; those of as many take turns.
-        kind: the file of the model that it reads.
-        given: what its side is told.
-        main: the one of its engine that long prompts, many rows and starts are measured with.
-        compiles: its steps are measured twice, as they are and compiled.
-        model: the model that it reads, one of `MODELS`.
+        name: its name in tables.
+        home: its environment's folder in `.peers`, or "" for weir's own environment.
+        script: the file in `sides` that its process runs.
+        bits: bits of most of its weights. Setups with the same number are measured in turns.
+        kind: the precision of the model's file.
+        given: settings that are passed to its script.
+        main: whether to measure it also with long prompts, many rows and starts.
+        compiles: whether to measure its steps twice, without and with compiled steps.
+        model: its model, one of `MODELS`.
     """
 
     name: str
@@ -47,9 +49,9 @@ class EngineSetup:
     model: str = "smollm2"
 
     def start(self, threads: int, window: int, ids: Sequence[int] = (), **more: Any) -> PeerProcess:
-        """Start its process."""
+        """Start its process. `more` has further settings for its script."""
         environment = dict(more.pop("environment", {}))
-        if self.given.get("weights") in BITS:  # torchao's
+        if self.given.get("weights") in BITS:  # these formats need torchao
             paths = (str(HOME / "torchao"), os.environ.get("PYTHONPATH", ""))
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         wanted = {
@@ -68,7 +70,7 @@ class EngineSetup:
 
 
 def model_file(kind: str, model: str = "smollm2") -> Path:
-    """A model's file in a precision."""
+    """Return the path of a model's file in a precision."""
     path = HOME / "models" / f"{model}-{kind}.gguf"
     if not path.exists():
         raise WeirError(
@@ -107,7 +109,7 @@ def _native(kind: str, bits: int, model: str = "smollm2") -> EngineSetup:
 
 
 def _large(kind: str, bits: int) -> EngineSetup:
-    """weir with a file of the model of 1.1 billion parameters, as it is loaded by default."""
+    """Return weir with a file of the model of 1.1 billion parameters, with default settings."""
     given = {"dtype": "auto", "policy": POLICY}
     name = f"weir {kind} tinyllama"
     return EngineSetup(name, "", "torch_side.py", bits, kind, given, True, True, "tinyllama")
@@ -142,7 +144,7 @@ ENGINES = (
 
 
 def chosen(names: Sequence[str], model: str = "smollm2") -> list[EngineSetup]:
-    """The engines with a model whose names begin so; all without names."""
+    """Return a model's engines whose names begin with one of `names`, or all without names."""
     if model not in MODELS:
         raise WeirError(f"unknown model {model!r}. Use one of {', '.join(MODELS)}.")
     engines = [each for each in ENGINES if each.model == model]

@@ -1,6 +1,7 @@
 """The parts of `weir bench peers`: steps and prompts, rows, starts, endless chats and quality.
 
-Engines of as many bits take turns, a few steps each, so that what else the machine does meets all.
+Engines whose weights have the same number of bits take turns of a few steps, so that other load on
+the machine slows all of them.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from weir_bench.peers.quality import TASKS, read_tasks
 from weir_bench.peers.results import Results
 
 CLOCK = 8
-"""Steps of each in a turn."""
+"""Steps of each engine in a turn."""
 REST = 0.03
-"""Seconds between turns, so that the threads of the one that waits have gone to sleep."""
+"""Seconds between turns, in which the threads of the engine that has finished go to sleep."""
 
 
 @dataclass(frozen=True)
@@ -34,19 +35,19 @@ class PeerPlan:
     """How peers are measured.
 
     Attributes:
-        engines: who.
-        threads: counts that each computes with, rising.
-        ids: tokens of a text that all read.
-        say: told what is under way.
+        engines: the engines to measure.
+        threads: numbers of threads to measure with, in rising order.
+        ids: token ids of a text that all engines read.
+        say: called with a description of what is being measured.
         window: slots of weir's policy, and tokens of the chat's context.
-        behind: tokens in front of a step, rising.
-        prompt, long: tokens of prompts; the long one is for the main engines, and leaves room for
-            an answer in SmolLM2's 8,192.
-        rounds: turns of each.
-        rows: conversations at once.
-        held: tokens of each of those.
-        turns: of a chat, past its window.
-        tasks: of quality.
+        behind: numbers of tokens before a timed step, in rising order.
+        prompt, long: lengths of prompts in tokens. The long one is for main engines only, and
+            leaves room for an answer in SmolLM2's window of 8,192 tokens.
+        rounds: turns of each engine.
+        rows: numbers of concurrent conversations.
+        held: tokens of each of these conversations before the timed steps.
+        turns: turns of a chat after it has passed the window.
+        tasks: tasks of the part quality.
     """
 
     engines: Sequence[EngineSetup]
@@ -79,8 +80,8 @@ QUICK: dict[str, Any] = {
 
 
 def steps(plan: PeerPlan, results: Results) -> None:
-    """Prompts, steps behind some tokens, and memory, by threads and bits."""
-    for threads in reversed(plan.threads):  # long contexts are read soonest with all of them
+    """Measure prompts, decode steps and memory, for each number of threads and of bits."""
+    for threads in reversed(plan.threads):  # the most threads read long contexts first
         most = threads == plan.threads[-1]
         for bits in sorted({each.bits for each in plan.engines}):
             wanted = []
@@ -105,7 +106,10 @@ Running = dict[EngineSetup, PeerProcess]
 def _running(
     plan: PeerPlan, results: Results, engines: Sequence[EngineSetup], threads: int, **more: Any
 ) -> Iterator[Running]:
-    """Processes of some engines, ended at the end; who cannot start is missing."""
+    """Yield the running processes of some engines, and end them afterwards.
+
+    An engine that cannot start is recorded as missing.
+    """
     found: Running = {}
     with ExitStack() as ending:
         for each in engines:
@@ -114,7 +118,7 @@ def _running(
                 peer = each.start(threads, plan.window, plan.ids, **more)
                 found[each] = ending.enter_context(peer)
                 results.facts.setdefault("versions", {})[each.home or "weir"] = peer.ask("facts")
-                peer.ask("read", tokens=128)  # kernels are compiled here, not while timed
+                peer.ask("read", tokens=128)  # so that kernels are not compiled while timed
             except WeirError as error:
                 found.pop(each, None)
                 results.miss(each.name, error)
@@ -124,11 +128,14 @@ def _running(
 def _in_turns(
     results: Results, running: Running, rounds: int, do: str, **given: Any
 ) -> dict[EngineSetup, list[Any]]:
-    """What each answers, asked again and again; who fails is missing from then on."""
+    """Call a method of each engine in turn, and return each engine's results of all rounds.
+
+    An engine that fails is recorded as missing and not called again.
+    """
     found: dict[EngineSetup, list[Any]] = {each: [] for each in running}
     for _ in range(rounds):
         for each, peer in list(running.items()):
-            if each not in found:  # failed before
+            if each not in found:  # it has failed in an earlier round
                 continue
             time.sleep(REST)
             try:
@@ -142,7 +149,11 @@ def _in_turns(
 
 
 def _steps(plan: PeerPlan, results: Results, running: Running, threads: int, kind: str) -> None:
-    """Steps and memory of all as they are; or of those compiled that can be, the others beside."""
+    """Measure the steps and memory of all engines.
+
+    If `kind` is `COMPILED`, the engines that can compile their steps do so first. The others are
+    measured again next to them.
+    """
     named = {each: each.name + (kind if each.compiles else "") for each in running}
     if kind and not any(each.compiles for each in running):
         return
@@ -155,7 +166,7 @@ def _steps(plan: PeerPlan, results: Results, running: Running, threads: int, kin
             except WeirError as error:
                 results.miss(named[each], error)
                 running.pop(each)
-    for behind in plan.behind[:: -1 if kind else 1]:  # what is held is not read again
+    for behind in plan.behind[:: -1 if kind else 1]:  # begins where the cache is now
         asked = {"behind": behind, "count": CLOCK}
         for each, taken in _in_turns(results, running, plan.rounds, "steps", **asked).items():
             times = [seconds for turn in taken for seconds in turn]
@@ -174,7 +185,7 @@ def _steps(plan: PeerPlan, results: Results, running: Running, threads: int, kin
 
 
 def long_prompts(plan: PeerPlan, results: Results) -> None:
-    """A prompt as long as the model's window, by the main engines with all threads."""
+    """Measure a prompt that nearly fills the model's window, for the main engines."""
     threads = plan.threads[-1]
     for each in plan.engines:
         named = {"who": each.name, "threads": threads, "tokens": plan.long}
@@ -186,7 +197,7 @@ def long_prompts(plan: PeerPlan, results: Results) -> None:
 
 
 def rows(plan: PeerPlan, results: Results) -> None:
-    """Tokens a second of several conversations at once, by the main engines."""
+    """Measure the tokens per second of several concurrent conversations, for the main engines."""
     threads = plan.threads[-1]
     for each in plan.engines:
         name = each.name + (COMPILED if each.compiles else "")
@@ -210,11 +221,15 @@ def rows(plan: PeerPlan, results: Results) -> None:
 
 
 def starts(plan: PeerPlan, results: Results) -> None:
-    """Seconds from the command to the first token: nothing kept, then what the first start kept."""
+    """Measure the seconds from the command to the first token, of a first and of a next start.
+
+    The first start has no files from earlier ones. The next start has what the first one saved,
+    such as compiled kernels.
+    """
     threads = plan.threads[-1]
     for each in plan.engines:
         if each.bits == 8:
-            continue  # as those of 4 and 32
+            continue  # starts like those of 4 and 32 bits
         for kind in ("", COMPILED) if each.compiles else ("",):
             name = each.name + kind
             if not each.main or results.find("start", who=name, kept=True):
@@ -244,7 +259,7 @@ def _start(plan: PeerPlan, each: EngineSetup, threads: int, kept: Path, *, compi
 
 
 def _forget(path: Path) -> None:
-    """Have the system forget what it holds of a file in memory, where it lets one ask."""
+    """Ask the system to drop a file from its page cache, if it supports that."""
     if hasattr(os, "posix_fadvise"):
         file = os.open(path, os.O_RDONLY)
         try:
@@ -254,7 +269,7 @@ def _forget(path: Path) -> None:
 
 
 def chats(plan: PeerPlan, results: Results) -> None:
-    """An endless chat through each server, with all threads."""
+    """Measure an endless chat through each server, with all threads."""
     for name, chat in endless_chats(plan.engines, plan.threads[-1], plan.window):
         if results.find("chat", who=name):
             continue
@@ -266,7 +281,7 @@ def chats(plan: PeerPlan, results: Results) -> None:
 
 
 def quality(plan: PeerPlan, results: Results) -> None:
-    """What caches of as many slots still know, with all threads."""
+    """Measure what caches with the same number of slots still know, with all threads."""
     plan.say("what caches of as many slots still know")
     read_tasks(results, plan.threads[-1], plan.tasks)
 
@@ -279,7 +294,7 @@ PARTS: dict[str, Callable[[PeerPlan, Results], None]] = {
     "start": starts,
     "quality": quality,
 }
-"""In the order in which they are measured; "steps" has short prompts and memory too."""
+"""The parts in the order of measurement. "steps" also measures short prompts and memory."""
 
 
 def measured(plan: PeerPlan, results: Results, names: Sequence[str]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""A peer as a process of its own environment, which is asked in lines of JSON."""
+"""Run a peer as a process in its own environment, and exchange lines of JSON with it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ HOME = ROOT / ".peers"
 """Where `make peers` puts environments and models."""
 SIDES = Path(__file__).with_name("sides")
 WAIT = 900.0
-"""Seconds that an answer may take."""
+"""The most seconds to wait for an answer."""
 
 
 def python_of(home: str) -> str:
-    """The Python of a peer's environment; weir's own for ""."""
+    """Return the path of the Python in a peer's environment, or of this Python for ""."""
     if not home:
         return sys.executable
     python = HOME / home / "bin" / "python"
@@ -35,7 +35,7 @@ def python_of(home: str) -> str:
 
 
 class PeerProcess:
-    """A peer that runs, and what it takes."""
+    """A running peer."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class PeerProcess:
     ) -> None:
         python, threads = python_of(home), str(wanted["threads"])
         variables = {**os.environ, "OMP_NUM_THREADS": threads, **(environment or {})}
-        # Closed in `close`, like the process.
+        # `close` closes this file and ends the process.
         self._said = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
             [python, str(SIDES / script)],
@@ -64,17 +64,17 @@ class PeerProcess:
             raise
 
     def ask(self, do: str, **given: Any) -> Any:
-        """Call a method of the peer."""
+        """Call the peer's method `do`, and return its result."""
         return self._send({"do": do, **given})
 
     @property
     def peak(self) -> int:
-        """The most bytes of memory it has had; 0 where the system has no /proc."""
+        """The peer's peak memory in bytes, or 0 on a system without /proc."""
         return status_bytes(self.pid, "VmHWM")
 
     @property
     def memory(self) -> int:
-        """Bytes of memory it has now."""
+        """The peer's current memory in bytes, or 0 on a system without /proc."""
         return status_bytes(self.pid, "VmRSS")
 
     def close(self) -> None:
@@ -109,7 +109,7 @@ class PeerProcess:
         return answer["made"]
 
     def _ended(self) -> str:
-        """Why the process has ended, in a sentence."""
+        """Return the reason why the process has ended, in a sentence."""
         code = self._process.wait()
         if -code in (signal.SIGILL, signal.SIGTRAP):
             return "it was built with instructions that this processor does not have"

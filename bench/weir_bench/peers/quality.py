@@ -1,14 +1,15 @@
-"""Quality of nano's answers from caches of as many slots: weir beside kvpress and others.
+"""Compare the quality of nano with caches of the same number of slots: weir, kvpress and others.
 
-Peers read token ids that weir's own tasks make, in a file that needs no weir. Four tasks on the
-packaged model, whose window is 512 tokens:
+weir makes the tasks and writes their token ids to a file, which peers can read without weir. There
+are four tasks for the packaged model nano, whose context window is 512 tokens:
 
-- `window`: 16 stretches of 512 tokens, each a text of its own, so that no position is one that the
-  model was not trained on; the last 256 tokens of each count. 128 slots.
-- `near`: 16 texts of book in which names with numbers are said and asked for again after 16 to 256
-  tokens, as `weir eval --tasks recall` has them, and never past the window. 128 slots.
-- `stream`: the first 6,000 tokens of the packaged book, one long text. 256 slots.
-- `far`: as `near`, up to 1,024 tokens. 256 slots.
+- `window`: 16 separate texts of 512 tokens, so that all positions are in the range that the model
+  was trained on. The perplexity of the last 256 tokens of each text counts. 128 slots.
+- `near`: 16 texts from a book with inserted facts, each a name with a number. Each number is asked
+  for after 16 to 256 tokens, as in `weir eval --tasks recall`. The texts fit into the window.
+  128 slots.
+- `stream`: the first 6,000 tokens of the packaged book as one text, for perplexity. 256 slots.
+- `far`: like `near`, but numbers are asked for after up to 1,024 tokens. 256 slots.
 """
 
 from __future__ import annotations
@@ -39,14 +40,18 @@ READERS = {
     "kvpress": "kvpress",
     "keys_values": "keys_values",
 }
-"""The environment of each peer; its script is `sides/NAME_reading.py`."""
+"""The environment of each peer ("" for weir's own). Its script is `sides/NAME_reading.py`."""
 HALVES = (("window", "near", 128), ("stream", "far", 256))
-"""Tasks of perplexity and of recall that share a number of slots."""
+"""Pairs of tasks with the same number of slots: one for perplexity, and one for recall."""
 TASKS = tuple(task for half in HALVES for task in half[:2])
 
 
 def make_tasks() -> dict[str, Tensor]:
-    """Make the tasks: of each `ids` [rows, tokens], and where a peer is judged."""
+    """Make the tensors of all tasks.
+
+    Each task has `ids` [rows, tokens]. Tasks of recall also have the places, distances and digits
+    of the numbers that are asked for.
+    """
     _, tokenizer = weir.load("nano")
     words = Words.of(tokenizer)
     prose = read_stream(tokenizer, None, TOKENS, None).ids
@@ -74,7 +79,7 @@ def make_tasks() -> dict[str, Tensor]:
 
 
 def read_tasks(results: Results, threads: int, tasks: tuple[str, ...] = TASKS) -> None:
-    """Let every peer's caches read the tasks; what is in the results already is not read again."""
+    """Let every peer's caches read the tasks, except those that are already in the results."""
     with tempfile.TemporaryDirectory(prefix="weir-bench-") as folder:
         save_file(make_tasks(), file := str(Path(folder) / "tasks.safetensors"))
         for peer, home in READERS.items():
@@ -100,7 +105,7 @@ def _ask(results: Results, side: PeerProcess, task: str, name: str, peer: str) -
 
 
 def quality_tables(results: Results) -> Iterator[TextTable]:
-    """Yield a table for each number of slots, the best perplexity first."""
+    """Yield a table for each number of slots, sorted by perplexity (lowest first)."""
     found: dict[str, dict[str, Any]] = {}
     for each in results.figures:
         if each["part"] == "quality":
@@ -118,7 +123,7 @@ def quality_tables(results: Results) -> Iterator[TextTable]:
 
 
 def _shown(who: str, slots: int) -> str:
-    """The name of a cache, with the numbers that `weir_reading` puts into a policy."""
+    """Return the name of a cache, with the numbers that `weir_reading` inserts into a policy."""
     few = slots // 4
     for name, number in (("slots", slots), ("few", few), ("most", slots - few - 4)):
         who = who.replace(f"{{{name}}}", str(number))

@@ -25,7 +25,7 @@ NEAREST = (
         for kind in ("Q4_0", "Q8_0", "Q4_K_M")
     ),
 )
-"""Steps that are compared, with the most that their ratio should be, on one thread and on all."""
+"""Pairs of engines whose steps are compared: (ours, peer, target on one thread, target on all)."""
 READ = (
     ("weir q4_1", "llama.cpp Q4_1", 0.4),
     ("weir q8_0", "llama.cpp Q8_0", 0.4),
@@ -34,7 +34,7 @@ READ = (
         for kind in ("Q4_0", "Q8_0", "Q4_K_M")
     ),
 )
-"""Prompts that are compared, with the most that their ratio should be."""
+"""Pairs of engines whose prompts are compared: (ours, peer, target of the ratio)."""
 
 
 def markdown(results: Results) -> str:
@@ -111,7 +111,7 @@ def _ratios(results: Results, threads: list[int]) -> list[list[str]]:
 
     for who, peer, one, many in NEAREST:
         targets = [one if count == 1 else many for count in threads]
-        compiled = who.endswith(COMPILED)  # each is compared with what it took turns with
+        compiled = who.endswith(COMPILED)  # compare measurements that took turns
         values = [
             _ratio(*(step(name, count, compiled) for name in (who, peer))) for count in threads
         ]

@@ -1,4 +1,4 @@
-"""What was measured so far, in a file that is written after every figure; a run goes on from it."""
+"""The results so far, in a file that is written after every figure and that a run can continue."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from weir.errors import WeirError, quote
 
 @dataclass
 class Results:
-    """Figures, each under a part and the facts that name it.
+    """Figures, each identified by its part and by facts such as the engine and the threads.
 
     Attributes:
-        path: the file; None for none.
-        facts: date, machine, versions and command of the run that began it.
-        figures: each with "part", the facts that name it, and what was measured.
-        missing: peers that could not be measured, and why.
+        path: the file, or None if results are not saved.
+        facts: date, machine, versions and command of the run that began the file.
+        figures: the figures, each with "part", the facts that identify it, and the measurements.
+        missing: peers that could not be measured, with the reason.
     """
 
     path: Path | None
@@ -30,7 +30,10 @@ class Results:
 
     @classmethod
     def at(cls, path: Path | None, facts: dict[str, Any]) -> Results:
-        """Those of a file, or none yet; peers that were missing are tried again."""
+        """Read the results in a file, or begin without results if it does not exist.
+
+        Peers that were missing in the file are tried again.
+        """
         if path is None or not path.exists():
             return cls(path, facts)
         found = read_results(path)
@@ -38,7 +41,7 @@ class Results:
         return cls(path, {**found.facts, "sessions": sessions}, found.figures)
 
     def find(self, part: str, **named: Any) -> dict[str, Any] | None:
-        """The figure of such a name, if it was measured."""
+        """Return the first figure of a part with the given facts, or None."""
         wanted = {"part": part, **named}
         for figure in self.figures:
             if wanted.items() <= figure.items():
@@ -46,7 +49,7 @@ class Results:
         return None
 
     def add(self, part: str, named: dict[str, Any], measured: dict[str, Any]) -> None:
-        """Keep a figure, in place of one of the same name, and write the file."""
+        """Add a figure, in place of an earlier one with the same facts, and write the file."""
         old = self.find(part, **named)
         if old is not None:
             self.figures.remove(old)
@@ -54,16 +57,16 @@ class Results:
         self.write()
 
     def miss(self, who: str, why: object) -> None:
-        """Keep why a peer cannot be measured, and write the file."""
+        """Record why a peer cannot be measured, and write the file."""
         self.missing[who] = str(why)
         self.write()
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, as JSON can hold it."""
+        """Return all results as JSON values."""
         return {**self.facts, "missing": self.missing, "figures": self.figures}
 
     def write(self) -> None:
-        """Write the file as a whole, so that none is ever half written."""
+        """Replace the file as a whole, so that it is never half written."""
         if self.path is None:
             return
         part = self.path.with_suffix(".part")
@@ -76,7 +79,7 @@ class Results:
 
 
 def read_results(path: Path) -> Results:
-    """The results in a file."""
+    """Read the results in a file."""
     try:
         found = json.loads(path.read_text("utf-8"))
         return Results(

@@ -1,1 +1,4 @@
-"""The peers' sides: scripts that run in environments of their own, without weir."""
+"""The scripts of the peers (their sides), which run in separate processes.
+
+Most of them run in an environment without weir.
+"""

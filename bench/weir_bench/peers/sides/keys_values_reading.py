@@ -1,7 +1,8 @@
-"""keys_values' caches (awslabs) on the tasks of `quality`, around nano in LitGPT's layout.
+"""Read the tasks of `quality` with the caches of the package keys_values (awslabs).
 
-Its caches hold `cache_length` tokens and nothing beside them, so each gets weir's slots and chunk
-together. Texts come in pieces of the chunk, from an empty cache. Positions are those of the text.
+nano is converted to LitGPT's layout. A cache holds `cache_length` tokens in total, so it gets as
+many as weir's slots and chunk together. Texts are read in pieces of the size of a chunk. Positions
+are those of the text.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ CACHES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 LONGEST = 20_000
 WINDOW = 512
 EAGER: Mapping[str, Any] = {"use_eager_sdpa_always": True}
-"""Without it 0.2.0 looks for a table that its wheel does not have."""
+"""An option without which version 0.2.0 looks for a table that its wheel does not contain."""
 
 
 def make_model() -> GPT:
-    """nano as LitGPT has a Llama."""
+    """Make nano as a LitGPT model."""
     facts = json.loads((NANO / "config.json").read_text("utf-8"))
     config = Config(
         name="nano",
@@ -79,7 +80,7 @@ def make_model() -> GPT:
 
 
 class Kept:
-    """nano under one of its caches."""
+    """nano with one of the caches."""
 
     def __init__(
         self, model: GPT, name: str, options: Mapping[str, Any], rows: int, slots: int
@@ -100,7 +101,7 @@ class Kept:
 
 
 def _held(caches: Iterable[torch.nn.Module]) -> list[Tensor]:
-    """The tensors that caches hold, and what is in them of the package's; what is shared once."""
+    """Return the tensors in the caches and in the package's objects inside them, each once."""
     found: dict[int, Tensor] = {}
     waiting: list[Any] = list(caches)
     seen: set[int] = set()
@@ -117,7 +118,7 @@ def _held(caches: Iterable[torch.nn.Module]) -> list[Tensor]:
 
 
 def offers() -> Mapping[str, Begin]:
-    """Each cache by its name."""
+    """Return functions that make each cache, by name."""
     model = make_model()
     return {shown: partial(Kept, model, *cache) for shown, cache in CACHES.items()}
 

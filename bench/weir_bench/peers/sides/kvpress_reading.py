@@ -1,7 +1,8 @@
-"""kvpress's presses on the tasks of `quality`, in a DecodingPress that compresses every 64 tokens.
+"""Read the tasks of `quality` with kvpress's presses.
 
-A DecodingPress compresses after so many calls of one token each, so texts are read token by token.
-Positions are those of the text, as in its own pipeline.
+Each press is in a DecodingPress that compresses every 64 tokens. A DecodingPress counts calls with
+one token each, so texts are read token by token. Positions are those of the text, as in kvpress's
+own pipeline.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 
 class OrderedStreamingLLMPress(StreamingLLMPress):  # type: ignore[misc]
-    """StreamingLLMPress whose tokens stay in the order of the text.
+    """A StreamingLLMPress whose tokens stay in the order of the text.
 
-    kvpress keeps them in the order of `topk`. Presses that judge by the place in the cache then
-    take the wrong ones for the first and the newest from the second compression on.
+    kvpress stores kept tokens in the order of `topk`. From the second compression on, presses that
+    judge tokens by their place in the cache then mistake other tokens for the first or the newest.
     """
 
     def compress(
@@ -60,7 +61,7 @@ PRESSES: Mapping[str, Callable[[], Any]] = {
 
 
 class Pressed:
-    """nano under a press, its hooks in place until the next is made."""
+    """nano under a press. The press's hooks stay in place until the next `Pressed` is made."""
 
     _hooks = ExitStack()
 
@@ -92,7 +93,7 @@ class Pressed:
 
 
 def offers() -> Mapping[str, Begin]:
-    """Each press by its name."""
+    """Return functions that make nano under each press, by name."""
     model = AutoModelForCausalLM.from_pretrained(NANO, dtype=torch.float32).eval()
     return {name: partial(Pressed, model, press) for name, press in PRESSES.items()}
 

@@ -1,4 +1,4 @@
-"""kvpress's side of a figure, in the environment of its own that it needs."""
+"""Time decode steps with kvpress, in the separate environment that it needs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ PRESSES = {"StreamingLLM": StreamingLLMPress, "Knorm": KnormPress}
 
 
 class KvpressSide:
-    """A model under a press, its cache full, its next step the first after a compression.
+    """A model under a press with a full cache, which has just been compressed.
 
     Args:
-        wanted: "config", "dtype" and "threads" of the model; "press", its target "slots", and the
-            "chunk" of tokens between two compressions.
+        wanted: the settings "config", "dtype" and "threads" of the model, "press", the press's
+            target size "slots", and "chunk", the number of tokens between two compressions.
     """
 
     def __init__(self, wanted: dict[str, Any]) -> None:
@@ -39,7 +39,7 @@ class KvpressSide:
         self.steps(chunk)  # until it has compressed for the first time
 
     def steps(self, count: int) -> list[float]:
-        """Seconds of each of some steps."""
+        """Run `count` decode steps, and return the seconds of each."""
         token = torch.ones(1, 1, dtype=torch.int64)
         return [timed(lambda: self._feed(token)) for _ in range(count)]
 
@@ -52,7 +52,7 @@ class KvpressSide:
 
 
 def press_of(name: str, chunk: int) -> Any:
-    """A press; SnapKV's window is to be shorter than what comes between two compressions."""
+    """Return a press. SnapKV's window must be shorter than the chunk between two compressions."""
     return SnapKVPress(window_size=chunk // 2) if name == "SnapKV" else PRESSES[name]()
 
 

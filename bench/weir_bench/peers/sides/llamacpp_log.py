@@ -1,4 +1,4 @@
-"""Messages of llama.cpp: errors alone."""
+"""Start llama.cpp so that it prints errors only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import llama_cpp
 
 WARNING = 3
-"""Level of llama.cpp's warnings; errors are above it."""
+"""The level of llama.cpp's warnings. Errors have a higher level."""
 
 
 def _say(level: int, text: bytes, _: object) -> None:
@@ -17,7 +17,7 @@ def _say(level: int, text: bytes, _: object) -> None:
 
 
 _LOG = llama_cpp.llama_log_callback(_say)
-"""The callback, which llama.cpp holds by address only."""
+"""The callback. This reference keeps it alive, because llama.cpp stores only its address."""
 
 
 def start() -> None:

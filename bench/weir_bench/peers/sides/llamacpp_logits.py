@@ -1,9 +1,10 @@
-"""Logits of llama.cpp for some GGUF files, for tests that compare weir's with them.
+"""Print llama.cpp's logits for GGUF files, for tests that compare weir's logits with them.
 
     .peers/llamacpp_native/bin/python llamacpp_logits.py '[3, 1, 4]' one.gguf other.gguf
 
-Prints a line of JSON for each file: logits [tokens, vocabulary], or null if it cannot be loaded,
-which standard error explains. Keys and values are float32, and no window of a layer is forgotten.
+Prints a line of JSON for each file: logits [tokens, vocabulary], or null if the file cannot be
+loaded. Standard error then has the reason. Keys and values are float32, and layers with a sliding
+window keep all tokens in the cache.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def main(ids: list[int], files: list[str]) -> None:
 
 
 def logits(ids: list[int], file: str) -> list[list[float]] | None:
-    """Read some tokens with a file's model, and return the logits behind each."""
+    """Read tokens with a file's model, and return the logits after each token."""
     model = llama_cpp.llama_model_load_from_file(
         file.encode(), llama_cpp.llama_model_default_params()
     )

@@ -1,6 +1,7 @@
-"""llama.cpp's side as `pip install llama-cpp-python` compiles it for this machine.
+"""Time llama.cpp as `pip install llama-cpp-python` compiles it for this machine.
 
-Its library is called as llama.cpp's own programs call it. A token is chosen by the largest logit.
+The library is called in the same way as by llama.cpp's own programs. The next token is the one with
+the largest logit.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 from protocol import gaps, serve, timed
 
 TOGETHER = 512
-"""Tokens of a prompt that are read at a time, llama.cpp's default."""
+"""Tokens of a prompt that are read at a time, as by default in llama.cpp."""
 
 
 class NativeLlamaCpp:
@@ -50,7 +51,7 @@ class NativeLlamaCpp:
         self._held = 0
 
     def facts(self) -> dict[str, Any]:
-        """Its version, and the instructions that it was built with."""
+        """Return the version, and the processor instructions that the build uses."""
         built = llama_cpp.llama_print_system_info().decode().partition("CPU :")[2]
         names = [word.partition("=")[0].strip() for word in built.split("|") if "= 1" in word]
         return {
@@ -59,7 +60,7 @@ class NativeLlamaCpp:
         }
 
     def first(self) -> None:
-        """Make the first token of an answer."""
+        """Generate the first token of an answer."""
         text, found = b"Once there was a river", (ctypes.c_int32 * 64)()
         count = llama_cpp.llama_tokenize(self._vocab, text, len(text), found, 64, True, False)
         self._forget()
@@ -67,7 +68,7 @@ class NativeLlamaCpp:
         self._largest()
 
     def read(self, tokens: int) -> float:
-        """Seconds of a prompt, read from its beginning."""
+        """Return the seconds to read a prompt of `tokens` tokens with an empty cache."""
         self._forget()
 
         def prompt() -> int:
@@ -79,7 +80,7 @@ class NativeLlamaCpp:
         return took
 
     def steps(self, behind: int, count: int) -> list[float]:
-        """Seconds of some steps behind so many tokens."""
+        """Return the seconds of each of `count` decode steps after `behind` tokens."""
         if self._held != behind:
             self.read(behind)
         token, times = self._ids[0], [time.perf_counter()]
@@ -91,7 +92,10 @@ class NativeLlamaCpp:
         return gaps(times)[1:]
 
     def rows(self, rows: int, behind: int, count: int) -> list[float]:
-        """Seconds of each call that decodes a token of several conversations."""
+        """Return the seconds of each of `count` calls that decode a token of each of `rows` rows.
+
+        Every row has `behind` tokens before.
+        """
         self._forget()
         self._feed(self._ids[:behind], 0)
         for row in range(1, rows):
@@ -106,7 +110,7 @@ class NativeLlamaCpp:
         return gaps(times)[2:]
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of weights, and of the cache that is in use."""
+        """Return the bytes of the weights, and of the part of the cache that is in use."""
         cache = llama_cpp.llama_state_seq_get_size(self._context, 0)
         return {"weights": Path(self._file).stat().st_size, "cache": int(cache)}
 
@@ -115,7 +119,7 @@ class NativeLlamaCpp:
         self._held = 0
 
     def _feed(self, ids: list[int], start: int) -> None:
-        """Read tokens of the first sequence; the last one gets logits."""
+        """Read tokens of the first sequence. Only the last token gets logits."""
         places = [(token, start + n, 0, n == len(ids) - 1) for n, token in enumerate(ids)]
         for begin in range(0, len(places), TOGETHER):
             self._fill(places[begin : begin + TOGETHER])
@@ -131,7 +135,7 @@ class NativeLlamaCpp:
             raise ValueError(f"llama_decode failed: {status}")
 
     def _largest(self, row: int = -1) -> int:
-        """Return the token of the largest logit."""
+        """Return the token with the largest logit."""
         count = llama_cpp.llama_vocab_n_tokens(self._vocab)
         logits = llama_cpp.llama_get_logits_ith(self._context, row)
         return int(np.ctypeslib.as_array(logits, shape=(count,)).argmax())

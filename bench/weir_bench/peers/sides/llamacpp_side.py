@@ -1,8 +1,8 @@
-"""llama.cpp's side: its own server from the package xllamacpp, asked in its process.
+"""Time llama.cpp through its own server, which the package xllamacpp runs in this process.
 
-Times of steps are those from one streamed token to the next. A long context is read once and kept
-in a slot file, which all weights of a model and a kind of attention share: times do not depend on
-its numbers.
+The time of a step is the time between two streamed tokens. A long context is read once and saved in
+a slot file. All precisions of a model share this file, one for each kind of attention, because
+times do not depend on the values in the cache.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class LlamaCpp:
     """A model in llama.cpp's server.
 
     Args:
-        wanted: "file", "threads", "flash", "context", "slots" and "shift" of the server, "ids" to
-            read, and a folder "kept" for slot files.
+        wanted: the server's settings "file", "threads", "flash", "context", "slots" and "shift",
+            the "ids" to read, and "kept", a folder for slot files.
     """
 
     def __init__(self, wanted: dict[str, Any]) -> None:
@@ -49,27 +49,27 @@ class LlamaCpp:
         self._server = xllamacpp.Server(params)
 
     def facts(self) -> dict[str, Any]:
-        """Its versions, and the instructions that it was built with."""
+        """Return the version, and the processor instructions that the build uses."""
         built = xllamacpp.get_system_info().partition("CPU :")[2]
         names = [word.partition("=")[0].strip() for word in built.split("|") if "= 1" in word]
         return {"version": f"xllamacpp {version('xllamacpp')}", "built": " ".join(names)}
 
     def url(self) -> str:
-        """Where it serves."""
+        """Return the server's address."""
         return str(self._server.listening_address)
 
     def first(self) -> None:
-        """Make the first token of an answer."""
+        """Generate the first token of an answer."""
         self._server.handle_completions({"prompt": "Once there was a river", "n_predict": 1})
 
     def read(self, tokens: int) -> float:
-        """Seconds of a prompt, read from its beginning."""
+        """Return the seconds to read a prompt of `tokens` tokens without cached tokens."""
         body = {"prompt": self._ids[:tokens], "n_predict": 1, "cache_prompt": False}
         self._held = tokens
         return float(self._ask(body)["timings"]["prompt_ms"]) / 1e3
 
     def steps(self, behind: int, count: int) -> list[float]:
-        """Seconds of some steps behind so many tokens."""
+        """Return the seconds of each of `count` decode steps after `behind` tokens."""
         model = Path(self._file).stem.partition("-")[0]
         file = f"{model}-{'flash' if self._flash else 'plain'}-{behind}"
         if self._held != behind and (self._kept / file).exists():
@@ -81,7 +81,7 @@ class LlamaCpp:
         return gaps(self._stream(self._ids[:behind], count + 2)[1:])
 
     def rows(self, rows: int, behind: int, count: int) -> list[float]:
-        """Seconds a call while several conversations are answered at once."""
+        """Return the mean seconds to decode a token of each of `rows` concurrent conversations."""
         begin = len(self._ids) // (rows + 1)
         asked = [self._ids[begin * row : begin * row + behind] for row in range(rows)]
         times: list[list[float]] = [[] for _ in asked]
@@ -100,7 +100,7 @@ class LlamaCpp:
         return [(until - since) * rows / inside]
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of weights, and of the cache that is in use."""
+        """Return the bytes of the weights, and of the part of the cache that is in use."""
         return {"weights": Path(self._file).stat().st_size, "cache": self._token * self._held}
 
     def _stream(self, prompt: list[int], tokens: int) -> list[float]:
@@ -131,9 +131,7 @@ class LlamaCpp:
 
 
 def _bytes_of_token(file: str) -> int:
-    """Return the bytes of a token in the cache of a llama model, which has keys and values of 16
-    bits.
-    """
+    """Return the bytes of a token in a Llama model's cache, with 16-bit keys and values."""
     fields = GGUFReader(file).fields
     named = "block_count", "embedding_length", "attention.head_count", "attention.head_count_kv"
     layers, width, heads, kv_heads = (int(fields[f"llama.{name}"].contents()) for name in named)

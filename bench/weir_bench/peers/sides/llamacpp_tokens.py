@@ -1,9 +1,9 @@
-"""Token ids of llama.cpp for the vocabularies of some GGUF files, for tests that compare weir's.
+"""Print llama.cpp's token ids for GGUF files, for tests that compare weir's tokenizers with them.
 
     .peers/llamacpp_native/bin/python llamacpp_tokens.py one.gguf other.gguf <texts.json
 
-Prints a line of JSON for each file: the ids of each text, and all tokens that end an answer; or
-null if the file cannot be loaded, which standard error explains.
+Prints a line of JSON for each file: the ids of each text, and all tokens that end an answer. If a
+file cannot be loaded, the line is null, and standard error has the reason.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import llamacpp_log
 
 
 def main(texts: list[str], files: list[str]) -> None:
-    """Print what each file makes of the texts."""
+    """Print the ids of the texts for each file."""
     llamacpp_log.start()
     for file in files:
         sys.stdout.write(json.dumps(tokens(texts, file)) + "\n")
 
 
 def tokens(texts: list[str], file: str) -> dict[str, Any] | None:
-    """Return the ids of each text and the ids that end an answer; None for a file that fails."""
+    """Return the ids of each text and the ids that end an answer, or None if loading fails."""
     params = llama_cpp.llama_model_default_params()
     params.vocab_only = True
     model = llama_cpp.llama_model_load_from_file(file.encode(), params)
@@ -41,7 +41,7 @@ def tokens(texts: list[str], file: str) -> dict[str, Any] | None:
 
 
 def _ids(vocabulary: Any, text: bytes) -> list[int]:
-    """Return the ids of a text, with special tokens found and added."""
+    """Return the ids of a text. Special tokens in it are recognized, and others are added."""
     room = (llama_cpp.llama_token * (len(text) + 8))()
     count = llama_cpp.llama_tokenize(vocabulary, text, len(text), room, len(room), True, True)
     if count < 0:

@@ -1,7 +1,7 @@
-"""OpenVINO GenAI's side: an LLMPipeline of a GGUF file, with paged attention.
+"""Time OpenVINO GenAI: an LLMPipeline of a GGUF file, with paged attention.
 
-It reads GGUF by itself (Q4_0, Q4_1, Q8_0 and more; 32-bit floats are refused), so nothing has to be
-converted. With eviction its prompts are read each time: prefixes are kept without it only.
+OpenVINO GenAI reads GGUF files directly (Q4_0, Q4_1, Q8_0 and more, but not 32-bit floats). With
+eviction, it reads every prompt from its beginning, because it cannot cache prefixes then.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ import openvino_genai
 from protocol import gaps, serve, timed
 
 START, RECENT, MOST = 32, 256, 1024
-"""Tokens that eviction keeps: the first, the newest, and all together."""
+"""Numbers of tokens that eviction keeps: the first, the newest, and all together."""
 
 
 class Times(openvino_genai.StreamerBase):  # type: ignore[misc]
-    """A listener that notes when tokens come."""
+    """A listener that records when tokens arrive."""
 
     def __init__(self) -> None:
         super().__init__()
         self.times: list[float] = []
 
     def write(self, token: Any) -> Any:
-        """Note a token, or several that come at once."""
+        """Record the time of a token, or of several that arrive together."""
         self.times += [time.perf_counter()] * (len(token) if isinstance(token, list) else 1)
         return openvino_genai.StreamingStatus.RUNNING
 
     def end(self) -> None:
-        """Do nothing: the last token was noted."""
+        """Do nothing, because all tokens were recorded."""
 
 
 class OpenVINO:
     """A model in OpenVINO GenAI.
 
     Args:
-        wanted: "file" and "threads", whether to "evict", "ids" to read, and a folder "kept" for
-            compiled models.
+        wanted: the settings "file" and "threads", whether to "evict", the "ids" to read, and
+            "kept", a folder for compiled models.
     """
 
     def __init__(self, wanted: dict[str, Any]) -> None:
@@ -63,28 +63,31 @@ class OpenVINO:
         self._evicts = wanted["evict"]
 
     def facts(self) -> dict[str, Any]:
-        """Its versions, and the precision that it multiplies in here."""
+        """Return the version, and the optimizations that it can use on this processor."""
         core = openvino.Core()
         able = core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
         return {"version": f"openvino-genai {openvino_genai.__version__}", "built": " ".join(able)}
 
     def first(self) -> None:
-        """Make the first token of an answer."""
+        """Generate the first token of an answer."""
         self._pipe.generate("Once there was a river", max_new_tokens=1)
 
     def read(self, tokens: int) -> float:
-        """Seconds of a prompt, read from its beginning: no other has the same first token."""
+        """Return the seconds to read a prompt of `tokens` tokens.
+
+        The first token is different in each call, so that no cached prefix can be used.
+        """
         self._ids[0] += 1
         return timed(lambda: self._generate([self._ids[:tokens]], 1))
 
     def steps(self, behind: int, count: int) -> list[float]:
-        """Seconds of some steps behind so many tokens."""
+        """Return the seconds of each of `count` decode steps after `behind` tokens."""
         listener = Times()
         self._generate([self._ids[:behind]], count + 2, listener)
         return gaps(listener.times[1:])
 
     def rows(self, rows: int, behind: int, count: int) -> list[float]:
-        """Seconds a call while several conversations are answered at once."""
+        """Return the mean seconds to decode a token of each of `rows` concurrent conversations."""
         begin = len(self._ids) // (rows + 1)
         asked = [self._ids[begin * row : begin * row + behind] for row in range(rows)]
         self._generate(asked, 1)
@@ -92,7 +95,7 @@ class OpenVINO:
         return [(timed(lambda: self._generate(asked, count + 2)) - short) / count]
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of weights as stored; the pipeline does not tell what its cache takes."""
+        """Return the bytes of the model's file. The pipeline does not report its cache's size."""
         return {"weights": Path(self._file).stat().st_size}
 
     def _generate(self, asked: list[list[int]], tokens: int, *listener: Any) -> None:

@@ -1,7 +1,7 @@
-"""How a peer is asked: lines of JSON on standard input and output, in an environment of its own.
+"""The protocol of a peer's process: lines of JSON on its standard input and output.
 
-The first line says what to build; each line after it names a method and its arguments. Knows
-nothing about weir or any peer, and needs nothing but Python.
+The first line has the settings of the object to build. Each further line has the name of a method
+and its arguments. This file needs only Python, so that it runs in every peer's environment.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 
 def serve(build: Callable[[dict[str, Any]], Any]) -> None:
-    """Build what the first line asks for, then call its methods as the others ask."""
+    """Build an object from the first line, then call the method that each further line names."""
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # libraries print to standard output too
 
@@ -33,19 +33,19 @@ def serve(build: Callable[[dict[str, Any]], Any]) -> None:
             else:
                 made = getattr(side, asked.pop("do"))(**asked)
             say({"made": made})
-        except Exception as error:  # what a peer raises is its answer
+        except Exception as error:  # the caller gets a peer's exception as its answer
             told = (str(error).strip().splitlines() or [""])[-1]
             name = type(error).__name__
             say({"error": told[:300] if name == "WeirError" else f"{name}: {told[:300]}"})
 
 
 def gaps(times: list[float]) -> list[float]:
-    """Seconds from each of some times to the next."""
+    """Return the seconds from each time to the next."""
     return [after - before for before, after in itertools.pairwise(times)]
 
 
 def timed(do: Callable[[], object]) -> float:
-    """Return how long something takes."""
+    """Return the seconds that a call takes."""
     start = time.perf_counter()
     do()
     return time.perf_counter() - start

@@ -34,7 +34,7 @@ FIELDS = {
 
 
 def main() -> None:
-    """Write a file for each mix of blocks that is not there yet."""
+    """Write a file for each mix of block types whose file does not exist yet."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--mixes", nargs="+", default=MIXES, choices=MIXES)
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def write(path: Path, mix: str, source: Path) -> None:
-    """Write a file of random weights with the vocabulary of another."""
+    """Write a file of random weights, with the vocabulary of the file `source`."""
     writer = GGUFWriter(path, "llama")
     copy_fields(GGUFReader(source), writer)
     rng = np.random.default_rng(0)
@@ -112,13 +112,13 @@ def random_blocks(
     """Return random blocks [rows, bytes] of numbers that keep a layer's outputs near one."""
     numbers, size = GGML_QUANT_SIZES[kind]
     blocks = rng.integers(0, 256, (rows, columns // numbers, size), np.uint8)
-    # The step that makes uniform codes numbers of a standard deviation of one.
+    # With a block scale of 1 / step, uniformly random codes have a standard deviation of one.
     step, place = {"Q4_0": (4.6, 0), "Q8_0": (73.9, 0), "Q4_K": (257, 0), "Q6_K": (1367, 208)}[
         kind.name
     ]
     put = _half(1 / step / np.sqrt(columns))
     blocks[..., place : place + 2] = put
-    if kind.name == "Q4_K":  # minima that bring the mean to zero
+    if kind.name == "Q4_K":  # minima that make the mean zero
         blocks[..., 2:4] = _half(7.5 / step / np.sqrt(columns))
     return blocks.reshape(rows, -1)
 
@@ -128,7 +128,7 @@ def _half(number: float) -> np.ndarray:
 
 
 def copy_fields(reader: GGUFReader, writer: GGUFWriter) -> None:
-    """Copy the fields of SmolLM2's file, with this model's sizes and the first of its tokens."""
+    """Copy the fields of SmolLM2's file, with this model's sizes and only the first tokens."""
     tokens: list[str] = reader.fields["tokenizer.ggml.tokens"].contents()[:VOCABULARY]
     known = set(tokens)
     shortened: dict[str, Callable[[list[Any]], list[Any]]] = {

@@ -1,8 +1,8 @@
-"""Quality of caches: every text is read once, token after token, and each token is predicted.
+"""Measure the quality of caches: a model reads each text once and predicts each next token.
 
-Knows torch, and neither weir nor any peer; scripts that run in environments of their own import it.
-Nothing is generated: the right tokens are fed, whatever a peer would have said, so all read the
-same text and as many tokens of it.
+Nothing is generated. The tokens of the text are fed whatever the model predicts, so all peers read
+the same tokens. This file needs only PyTorch and safetensors, because scripts in environments
+without weir import it.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 PIECE = 64
-"""Tokens handed over at once; how many go through the model together is a peer's affair."""
+"""Tokens that a peer gets at a time. It can pass them through the model in smaller pieces."""
 SLOTS = {"stream": 256, "far": 256, "window": 128, "near": 128}
 COUNTED = 256
-"""Of a `window` text the last so many tokens count."""
+"""How many tokens at the end of a text of the task `window` count."""
 NANO = Path(__file__).parents[4] / "src" / "weir" / "assets" / "nano"
 
 
 class Peer(Protocol):
-    """A cache with new texts in it."""
+    """A model with a cache, which reads a batch of texts."""
 
     def feed(self, ids: Tensor) -> Tensor:
-        """Read ids [rows, tokens]; logits [rows, tokens, vocabulary]."""
+        """Read ids [rows, tokens], and return logits [rows, tokens, vocabulary]."""
 
     def nbytes(self) -> int:
-        """Bytes that one row takes now."""
+        """Return the bytes that one row takes now."""
 
 
 Begin = Callable[[int, int], Peer]
-"""Rows and slots to a peer that has read nothing."""
+"""A function that makes a peer with an empty cache, given the numbers of rows and slots."""
 
 
 @dataclass
 class Found:
-    """What a peer answered.
+    """A peer's predictions.
 
     Attributes:
-        nll: of each token but the first [rows, tokens - 1], in nats.
-        said: the likeliest token after each [rows, tokens].
-        kv_bytes: the most that a row took.
+        nll: negative log-likelihood of each token except the first [rows, tokens - 1], in nats.
+        said: the likeliest token after each token [rows, tokens].
+        kv_bytes: the most bytes that a row took.
     """
 
     nll: Tensor
@@ -57,9 +57,9 @@ class Found:
 
 
 def read(peer: Peer, ids: Tensor) -> Found:
-    """Read texts ids [rows, tokens] in pieces."""
+    """Let a peer read texts with ids [rows, tokens] in pieces."""
     said, nll, kv_bytes = [], [], 0
-    wanted = ids.roll(-1, dims=1)[..., None]  # behind the last token nothing is wanted
+    wanted = ids.roll(-1, dims=1)[..., None]  # the last token's target is not used
     for piece, after in zip(ids.split(PIECE, 1), wanted.split(PIECE, 1), strict=True):
         logits = peer.feed(piece).float()
         kv_bytes = max(kv_bytes, peer.nbytes())
@@ -69,7 +69,7 @@ def read(peer: Peer, ids: Tensor) -> Found:
 
 
 def ask(begin: Begin, task: str, facts: Mapping[str, Tensor]) -> dict[str, Any]:
-    """One task: perplexity of prose, or the share of numbers that came back."""
+    """Run a task, and return the perplexity, or the share of numbers that were recalled."""
     ids, slots = facts[f"{task}.ids"], SLOTS[task]
     found = read(begin(len(ids), slots), ids)
     record: dict[str, Any] = {"slots": slots, "tokens": ids.shape[1], "rows": len(ids)}
@@ -89,12 +89,12 @@ def ask(begin: Begin, task: str, facts: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 class Reader:
-    """The caches of one peer, each asked for its tasks by name.
+    """The caches of a peer, which run tasks by name.
 
     Args:
-        packages: whose versions are told.
-        offers: makes the caches by name.
-        wanted: "threads", and the file of "tasks".
+        packages: the packages whose versions `facts` returns.
+        offers: returns functions that make each cache, by name.
+        wanted: the settings "threads", and "tasks", the path of the tasks' file.
     """
 
     def __init__(
@@ -106,21 +106,21 @@ class Reader:
         self._tasks = load_file(wanted["tasks"])
 
     def facts(self) -> dict[str, str]:
-        """Versions of the packages, and of Python."""
+        """Return the versions of the packages and of Python."""
         versions = ", ".join(f"{name} {version(name)}" for name in self._packages)
         return {"version": versions, "built": f"Python {platform.python_version()}"}
 
     def names(self) -> list[str]:
-        """The names of the caches."""
+        """Return the names of the caches."""
         return list(self._offers)
 
     def ask(self, name: str, task: str) -> dict[str, Any]:
-        """Figures of one cache on one task."""
+        """Run a task with a cache, and return its results."""
         return ask(self._offers[name], task, self._tasks)
 
 
 def tensors_of(*what: Any) -> Iterator[Tensor]:
-    """All tensors in what is given, however deep."""
+    """Yield all tensors in the arguments, including those in nested lists, tuples and mappings."""
     for each in what:
         if isinstance(each, Tensor):
             yield each
@@ -131,5 +131,5 @@ def tensors_of(*what: Any) -> Iterator[Tensor]:
 
 
 def size_of(*what: Any) -> int:
-    """Bytes of all tensors in what is given."""
+    """Return the bytes of all tensors in the arguments."""
     return sum(tensor.nbytes for tensor in tensors_of(*what))

@@ -1,4 +1,4 @@
-"""weir's side, and that of transformers' DynamicCache: both run in weir's environment."""
+"""Time weir, and transformers with a DynamicCache. Both run in weir's environment."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from weir.models import CACHE, stored_bytes
 
 
 class TransformersSide:
-    """A model with `DynamicCache`.
+    """A model with a `DynamicCache`.
 
     Args:
-        wanted: "file", "threads", "dtype" and "weights" of the model, "ids" to read.
+        wanted: the settings "file", "threads", "dtype" and "weights" of the model, and the "ids"
+            to read.
     """
 
     def __init__(self, wanted: dict[str, Any]) -> None:
@@ -32,22 +33,22 @@ class TransformersSide:
         self.cache: Any = None
 
     def facts(self) -> dict[str, Any]:
-        """Versions, and which way weir's kernels go."""
+        """Return versions, and the processor instructions that PyTorch uses."""
         versions = f"PyTorch {torch.__version__}, transformers {transformers.__version__}"
         return {"version": versions, "built": torch.backends.cpu.get_cpu_capability()}
 
     def first(self) -> None:
-        """Make the first token of an answer."""
+        """Generate the first token of an answer."""
         given = self.tokenizer("Once there was a river", return_tensors="pt")
         self.model.generate(**given, max_new_tokens=1)
 
     def read(self, tokens: int) -> float:
-        """Seconds of a prompt, read from its beginning."""
+        """Return the seconds to read a prompt of `tokens` tokens with an empty cache."""
         self.cache, self.held = DynamicCache(config=self.model.config), tokens
         return timed(lambda: self._feed(self.ids[:, :tokens]))
 
     def steps(self, behind: int, count: int) -> list[float]:
-        """Seconds of some steps behind so many tokens."""
+        """Return the seconds of each of `count` decode steps after `behind` tokens."""
         if self.held != behind:
             self.cache, self.held = self._full(1, behind), behind
         times = [timed(lambda: self._feed(self.ids[:, :1])) for _ in range(count + 1)]
@@ -55,13 +56,16 @@ class TransformersSide:
         return times[1:]
 
     def rows(self, rows: int, behind: int, count: int) -> list[float]:
-        """Seconds of each call that decodes a token of several conversations."""
+        """Return the seconds of each of `count` calls that decode a token of each of `rows` rows.
+
+        Every row has `behind` tokens before.
+        """
         self.cache, self.held = self._full(rows, behind), 0
         token = self.ids[:, :1].expand(rows, 1)
         return [timed(lambda: self._feed(token)) for _ in range(count + 2)][2:]
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of weights and of the cache."""
+        """Return the bytes of the weights and of the cache."""
         layers = self.cache.layers
         cache = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
         return {"weights": stored_bytes(self.model), "cache": cache}
@@ -71,7 +75,7 @@ class TransformersSide:
         told.logits[:, -1].argmax(dim=-1).tolist()
 
     def _full(self, rows: int, tokens: int) -> DynamicCache:
-        """A cache that holds so many random tokens."""
+        """Return a cache with random keys and values of `tokens` tokens in each of `rows` rows."""
         config = self.model.config
         shape = (rows, config.num_key_value_heads, tokens, config.head_dim)
         cache = DynamicCache(config=config)
@@ -82,10 +86,10 @@ class TransformersSide:
 
 
 class WeirSide(TransformersSide):
-    """A model with a stream of weir.
+    """A model with a weir stream.
 
     Args:
-        wanted: as of `TransformersSide`, and "policy".
+        wanted: the settings of `TransformersSide`, and "policy".
     """
 
     def __init__(self, wanted: dict[str, Any]) -> None:
@@ -96,7 +100,7 @@ class WeirSide(TransformersSide):
             self.compile()
 
     def facts(self) -> dict[str, Any]:
-        """Versions of weir, PyTorch and Python."""
+        """Return the versions of weir and Python, in addition to those of `TransformersSide`."""
         facts = super().facts()
         versions = (
             f"weir {weir.__version__}, {facts['version']}, Python {platform.python_version()}"
@@ -104,22 +108,25 @@ class WeirSide(TransformersSide):
         return {**facts, "version": versions}
 
     def compile(self) -> None:
-        """Compile steps from here on; the first waits, and fails where it cannot be compiled."""
+        """Compile steps from now on. The first step raises an error if it cannot be compiled."""
         weir.compile_steps(self.model, strict=True)
 
     def first(self) -> None:
-        """Make the first token of an answer, and the second: a compiled step is one."""
+        """Generate the first token of an answer and feed it, which runs one decode step."""
         given = self.tokenizer("Once there was a river", return_tensors="pt")
         self.stream.feed(given.input_ids)
         list(self.stream.generate(max_new_tokens=1, stop=[]))
 
     def read(self, tokens: int) -> float:
-        """Seconds of a prompt, read from its beginning."""
+        """Return the seconds to read a prompt of `tokens` tokens with an empty cache."""
         self.stream, self.held = weir.Stream(self.model, self.policy), tokens
         return timed(lambda: self.stream.feed(self.ids[:, :tokens]))
 
     def steps(self, behind: int, count: int) -> list[float]:
-        """Seconds of some tokens behind so many; folds fall on one in 64 of them."""
+        """Return the seconds of each of `count` tokens after `behind` tokens.
+
+        One token in 64 includes a fold.
+        """
         if self.held > behind:
             self.stream, self.held = weir.Stream(self.model, self.policy), 0
         if self.held < behind:
@@ -129,7 +136,10 @@ class WeirSide(TransformersSide):
         return [timed(lambda: next(tokens)) for _ in range(count + 1)][1:]
 
     def rows(self, rows: int, behind: int, count: int) -> list[float]:
-        """Seconds of each call that decodes a token of several conversations."""
+        """Return the seconds of each of `count` calls that decode a token of each of `rows` rows.
+
+        Every row has `behind` tokens before.
+        """
         self.cache, self.held = weir.StreamingCache(self.model, self.policy), 1 << 30
         for piece in self.ids[:, :behind].split(512, dim=1):
             self._feed(piece)
@@ -138,7 +148,7 @@ class WeirSide(TransformersSide):
         return [timed(lambda: self._feed(token)) for _ in range(count + 2)][2:]
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of weights and of the cache."""
+        """Return the bytes of the weights and of the cache."""
         return {"weights": stored_bytes(self.model), "cache": self.stream.nbytes}
 
 

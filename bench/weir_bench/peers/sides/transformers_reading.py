@@ -1,6 +1,7 @@
-"""transformers' caches on the tasks of `quality`: all tokens, a fixed number, a window, four bits.
+"""Read the tasks of `quality` with the caches of transformers.
 
-Quantized caches need `optimum-quanto` or `hqq`, which are not measured where they are missing.
+The caches keep all tokens, a fixed number of them, a sliding window, or 4-bit values. Caches with 4
+bits need `optimum-quanto` or `hqq`, and are not measured if the package is missing.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from transformers import (
 
 
 class Cached:
-    """nano with a cache of transformers'."""
+    """nano with a cache of transformers."""
 
     def __init__(self, model: Any, cache: Any, rows: int, step: int) -> None:
         self.model, self.cache, self.rows, self.step = model, cache, rows, step
@@ -39,13 +40,16 @@ class Cached:
 
 
 def _bytes_of(layer: Any) -> int:
-    """Bytes of a layer; of a quantized one also those of the packed tensors behind its own."""
+    """Return the bytes of a layer of a cache, including its quantized tensors."""
     packed = [getattr(layer, name, None) for name in ("_quantized_keys", "_quantized_values")]
     return size_of(layer.keys, layer.values) + sum(map(_packed, packed))
 
 
 def _packed(what: Any) -> int:
-    """Bytes of a quantized tensor: quanto's has its parts by name, hqq's are a pair."""
+    """Return the bytes of a quantized tensor.
+
+    A tensor of quanto lists its parts by name. hqq has a tuple of tensors and their metadata.
+    """
     if what is None:
         return 0
     if hasattr(what, "__tensor_flatten__"):
@@ -77,7 +81,7 @@ def _quantized(backend: str, bits: int, model: Any, rows: int, slots: int) -> Ca
 
 
 def _sliding(model: Any, rows: int, slots: int) -> Cached:
-    """The same weights in a model whose layers slide over a window, as Mistral's do."""
+    """Return nano's weights in a Mistral model, whose layers have a sliding window."""
     facts = {name: fact for name, fact in model.config.to_dict().items() if name != "model_type"}
     config = MistralConfig(**{**facts, "sliding_window": slots + 1})
     sliding = MistralForCausalLM(config).eval()
@@ -86,7 +90,7 @@ def _sliding(model: Any, rows: int, slots: int) -> Cached:
 
 
 def offers() -> Mapping[str, Begin]:
-    """Each cache by its name."""
+    """Return functions that make nano with each cache, by name."""
     model = AutoModelForCausalLM.from_pretrained(NANO, dtype=torch.float32).eval()
     kinds: Mapping[str, Callable[..., Any]] = {
         "DynamicCache": _dynamic,

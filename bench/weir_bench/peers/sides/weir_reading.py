@@ -1,9 +1,9 @@
-"""weir's policies on the tasks of `quality`, each with the same slots.
+"""Read the tasks of `quality` with weir's policies, each with the same number of slots.
 
-Two more stand for others. `context shift` is what llama.cpp's server does under `--context-shift
---keep 4`: a full context loses half of what is not kept, and the rest moves up; as a pipe that is
-sinks and half as many newest tokens, folded when as many again have come. `dense` is exact
-attention.
+Two policies represent other methods. `context shift` does the same as llama.cpp's server with
+`--context-shift --keep 4`: when the context is full, half of the tokens after the first four are
+dropped, and the rest moves up. The pipe for this keeps the first four tokens and half of the other
+slots for the newest tokens, and folds when the other half is full. `dense` is exact attention.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ POLICIES = (
     "window(budget={slots})",
     "dense",
 )
-"""`{most}` and `{few}` are three quarters of the slots, less the sinks, and a quarter."""
+"""The policies. `{few}` is a quarter of the slots, and `{most}` the rest without the sinks."""
 SINKS = 4
 
 
@@ -53,7 +53,7 @@ class Policy:
 
 
 def offers() -> Mapping[str, Begin]:
-    """Each policy as it is written."""
+    """Return functions that make nano under each policy, by the policy's text."""
     model, _ = weir.load("nano")
     found = {written: partial(Policy, model, written, PIECE) for written in POLICIES}
     return {**found, "context shift": partial(Policy, model, "sink(4) | recent({half})", None)}
