@@ -75,7 +75,7 @@ def kvpress(setting: Setting) -> Iterator[Row]:
                 1.5,
                 inverse=True,
                 least=True,
-                note="not the same method: weir has no norms" if press == "Knorm" else "",
+                note=f"another method than `{name}`" if press == "Knorm" else "",
             )
 
 
