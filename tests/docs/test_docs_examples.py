@@ -24,6 +24,7 @@ from transformers.generation import stopping_criteria
 import weir
 from weir.cli import main
 from weir.loading.loader import ASSETS
+from weir.policies import NAMED
 from weir.pools import POOLS, Fold, Pool, SizedPool, pool
 from weir.pools.observed_attention import ObservedAttention
 from weir.slab import Slots
@@ -80,16 +81,18 @@ def run(code: str, page: str, space: dict[str, Any]) -> None:
 
 
 @pytest.fixture
-def pools_as_before() -> Iterator[None]:
-    """Take away the pools that a test registers."""
-    before = dict(POOLS)
+def registries_as_before() -> Iterator[None]:
+    """Take away the pools and policies that a test registers."""
+    registries: list[dict[str, Any]] = [POOLS, NAMED]
+    before = [dict(each) for each in registries]
     yield
-    POOLS.clear()
-    POOLS.update(before)
+    for each, old in zip(registries, before, strict=True):
+        each.clear()
+        each.update(old)
 
 
 @pytest.fixture
-def loud(pools_as_before: None) -> type[Pool]:
+def loud(registries_as_before: None) -> type[Pool]:
     """The pool of `writing-a-pool.md`."""
     space: dict[str, Any] = {"__name__": "example"}
     run(blocks("docs/writing-a-pool.md", "python")[0], "writing-a-pool.md", space)
@@ -117,7 +120,7 @@ QUICK = ("docs/images.md",)
     ],
 )
 def test_the_examples_of_a_page_run_one_after_the_other(
-    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pools_as_before: None
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, registries_as_before: None
 ) -> None:
     monkeypatch.chdir(tmp_path)
     space: dict[str, Any] = {"__name__": "example"}
@@ -142,7 +145,7 @@ def test_a_model_of_the_hub_is_loaded_as_shown() -> None:
     assert space["cache"].seen == [inputs.input_ids.shape[1] + 2]
 
 
-def test_the_fragments_about_a_fold_run_in_a_fold(llama: Any, pools_as_before: None) -> None:
+def test_the_fragments_about_a_fold_run_in_a_fold(llama: Any, registries_as_before: None) -> None:
     fragments = skipped("docs/writing-a-pool.md")
     assert len(fragments) == 2
     drawn: list[Tensor] = []
@@ -205,7 +208,7 @@ def test_a_new_scorer_is_a_whole_file_of_thirty_lines() -> None:
 
 
 def test_the_new_scorer_keeps_the_shortest_keys_of_all_that_left_the_window(
-    pools_as_before: None, llama: PreTrainedModel, ids: Callable[..., Tensor]
+    registries_as_before: None, llama: PreTrainedModel, ids: Callable[..., Tensor]
 ) -> None:
     run(blocks("docs/writing-a-pool.md", "python")[2], "writing-a-pool.md", {"__name__": "example"})
     text = ids(2, 203)

@@ -16,8 +16,6 @@ from weir.pools import POOLS
 METHODS = Path(__file__).parents[2] / "docs" / "methods"
 PAGES = {path.stem: path.read_text("utf-8") for path in METHODS.glob("*.md")}
 PIPE = re.compile(r"^```text\n(\w+)(\(.*?\))\s+=\s+(.+?)\n", re.MULTILINE)
-# Other tests register policies of their own.
-OWN = {name: it for name, it in NAMED.items() if it.make.__module__.startswith("weir.")}
 WITHOUT_A_PIPE = {"dense", "window", "recompute", "kvzip", "pinned", "quantized", "pyramid"}
 SECTIONS = {
     name: (f"{name}{arguments}", pipe, part)
@@ -25,9 +23,9 @@ SECTIONS = {
     # A page is about one method, or has a section for each.
     for part in (re.split(r"^(?=## )", text, flags=re.M) if text.count("**Use it**") else [text])
     for name, arguments, pipe in PIPE.findall(part)
-    if name in OWN
+    if name in NAMED
 }
-policies = pytest.mark.parametrize("name", sorted(OWN.keys() - WITHOUT_A_PIPE))
+policies = pytest.mark.parametrize("name", sorted(NAMED.keys() - WITHOUT_A_PIPE))
 
 
 def parameters(section: str) -> dict[str, str]:
@@ -42,7 +40,7 @@ def parameters(section: str) -> dict[str, str]:
 
 
 def test_every_policy_with_a_pipe_has_its_section():
-    assert set(SECTIONS) == set(OWN) - WITHOUT_A_PIPE
+    assert set(SECTIONS) == set(NAMED) - WITHOUT_A_PIPE
 
 
 @pytest.mark.parametrize("page", sorted(PAGES))
