@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, StringConstraints, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from weir.serve import patterns
 from weir.serve.api.schemas.base import (
     Lenient,
     ListOf,
+    LongName,
     Noted,
     Only,
     Skipped,
@@ -24,8 +24,6 @@ from weir.serve.api.schemas.formats import Description, ToolOffer
 from weir.serve.messages import Call, Message
 from weir.serve.tools.formats import Tool
 
-LongName = Annotated[str, StringConstraints(pattern=patterns.LONG_NAME)]
-"""Name of a function. Names from MCP servers are long."""
 BILLING = "x-anthropic-billing-header:"
 """Prefix of a line in Claude Code's system message that differs in each request."""
 GAP = "\n"

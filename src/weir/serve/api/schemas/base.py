@@ -35,7 +35,9 @@ def _whole(value: Any) -> Any:
 
 Whole = Annotated[int, BeforeValidator(_whole)]
 Name = Annotated[str, StringConstraints(pattern=patterns.NAME)]
-"""Name of a function or a schema."""
+"""Name of a function or a schema in OpenAI's API."""
+LongName = Annotated[str, StringConstraints(pattern=patterns.LONG_NAME)]
+"""Name of a function in the other APIs."""
 
 
 def bounded_dict(most: int) -> BeforeValidator:

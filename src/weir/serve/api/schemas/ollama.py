@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
-from weir.serve import patterns
 from weir.serve.api.schemas.base import (
     Lenient,
     ListOf,
+    LongName,
     Only,
     Strict,
     check_call_ids,
@@ -27,7 +27,7 @@ TAG = ":latest"
 class OllamaFunction(Lenient):
     """The function and the arguments of a call."""
 
-    name: Annotated[str, StringConstraints(pattern=patterns.LONG_NAME)]
+    name: LongName
     arguments: dict[str, Any]
 
 
