@@ -127,10 +127,7 @@ class Keeper:
             _clear(path.parent)
         except (WeirError, OSError, KeyboardInterrupt) as error:
             why = str(error) or "interrupted"
-            say(
-                f"weir: {why}. The transcript {path} is complete, and --continue recomputes the "
-                "conversation from it"
-            )
+            say(f"weir: {why}. --continue recomputes the conversation from its transcript {path}")
         self._saved_at, self._last = stream.seen, time.monotonic()
         self._pause = SELDOM * (self._last - began)
 

@@ -241,8 +241,8 @@ class Transcript:
     def _write(self) -> None:
         """Write the lines that are not in the file yet.
 
-        If the disk is full, the file keeps its whole lines, and the others are written with the
-        next turn. So the file never lacks a turn between two others.
+        If the disk is full, the file keeps its complete lines, and the others are written with
+        the next turn. So the file never lacks a turn between two others.
         """
         assert self._file is not None
         end, rest = self._file.tell(), memoryview(self._unwritten)
@@ -255,7 +255,7 @@ class Transcript:
             self._file.seek(end)
             raise WeirError(
                 f"cannot write the conversation {self.path}: {error.strerror}. Make room on "
-                "the disk and send the message again, or start weir chat with --no-keep."
+                "the disk, or start weir chat with --no-keep."
             ) from None
         self._unwritten = b""
 
