@@ -160,8 +160,6 @@ def _chats(results: Results) -> TextTable:
         "first token, median",
         "tokens read per turn",
         "tokens/s",
-    ]
-    heads += [
         "MB",
         "sane answers",
         "knows its name in the window",

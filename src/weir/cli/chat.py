@@ -374,7 +374,8 @@ def _size_policy(
         room = sys.maxsize if free is None else free // SHARE
         form = ""
         if not given:
-            # With exact slots, answers match the model's own. They are used if as many of them fit.
+            # With exact slots, answers match the model's own. They are used if the largest number
+            # of slots fits even in this format.
             exact = str(with_slots(wanted, "exact"))
             form = "exact " if budget_in(model, exact, room, chunk, most) == most else "quantized "
             policy = exact if form == "exact " else policy

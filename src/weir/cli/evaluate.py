@@ -116,8 +116,7 @@ def evaluate(
     """Measure policies on tasks, and save the results to a file.
 
     A cell is one policy on one task, with one model, budget and seed. After a crash, --resume
-    continues. Failed cells do not stop the others; they are reported at the
-    end, with exit code 1.
+    continues. Failed cells do not stop the others; they are reported at the end, with exit code 1.
     """
     from transformers.utils.logging import disable_progress_bar
 

@@ -23,4 +23,4 @@ SENTENCES = {
     LONG_NAME: "must have 1 to 128 letters, digits, underscores or hyphens",
     CHECKSUM: "must be a checksum of at most 64 hexadecimal digits",
 }
-"""What a text must look like that a pattern accepts, for errors."""
+"""The end of the sentence about a text that does not match, for errors."""

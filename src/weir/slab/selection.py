@@ -116,9 +116,8 @@ class AttendedSlots:
 
 
 Observe = Literal["", "received", "shares"]
-"""What a call returns in addition to its answers: "received" is the attention that each slot
-received, summed over queries, and "shares" is the share of each query's attention that each slot
-received.
+"""What to compute in addition to answers. "received": the attention of each slot, summed over the
+queries. "shares": the attention of each slot, separately for each query. "": nothing.
 """
 
 

@@ -39,10 +39,10 @@ async def memory(
 ) -> dict[str, Any]:
     """List the tokens that a session's cache holds.
 
-    While a turn is running, the list shows the cache at that moment. Otherwise it shows
-    the cache at the end of the newest turn. `most` limits the number of held tokens in the list.
-    `latest` is the number of tokens at the end of the stream that are listed even if the cache does
-    not hold them.
+    While a turn is running, the list shows the cache at that moment. Otherwise it shows the cache
+    at the end of the newest turn. `most` limits the number of held tokens in the list. `latest` is
+    the number of tokens at the end of the stream that are listed even if the cache does not hold
+    them.
     """
     reporter: MemoryReporter = request.app.state.memory_reporter
     sequence = client.running_sequence(owner, name)

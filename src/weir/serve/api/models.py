@@ -36,13 +36,17 @@ async def models(
 ) -> dict[str, Any]:
     """List the models: only one, which may have several names.
 
-    The parameters are those of Anthropic's API. They choose a page of the names: those after one,
-    those before another, and at most `limit`. A page before a name has the names next to it.
+    The parameters are those of Anthropic's API. They choose a page of the names: those after
+    `after_id` and before `before_id`, at most `limit`. With only `before_id`, the page ends at it;
+    otherwise it begins after `after_id`.
     """
     names = _names_between(names_of(client), after_id, before_id)
-    page = names if limit is None else names[:limit]
-    if limit is not None and before_id is not None and after_id is None:
+    if limit is None:
+        page = names
+    elif before_id is not None and after_id is None:
         page = names[-limit:]
+    else:
+        page = names[:limit]
     return {
         "object": "list",
         "data": [card(client, name) for name in page],

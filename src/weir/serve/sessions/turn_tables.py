@@ -50,20 +50,20 @@ CREATE TABLE nodes (
     file TEXT NOT NULL UNIQUE,
     bytes INTEGER NOT NULL,
     sha256 TEXT NOT NULL,
-    pending TEXT NOT NULL,  -- JSON: tokens
-    used INTEGER NOT NULL   -- rises from use to use: clocks jump
+    pending TEXT NOT NULL,  -- tokens, as JSON
+    used INTEGER NOT NULL   -- a number that rises with each use, because a clock can be set back
 );
 CREATE INDEX nodes_used ON nodes (used);
 CREATE TABLE records (
-    number INTEGER PRIMARY KEY AUTOINCREMENT,  -- in the order they came
+    number INTEGER PRIMARY KEY AUTOINCREMENT,  -- in the order in which they came
     node TEXT NOT NULL UNIQUE REFERENCES nodes (name) ON DELETE CASCADE,
     owner TEXT NOT NULL,
     parent TEXT,
     chain TEXT NOT NULL,
-    messages TEXT NOT NULL,  -- JSON: [role, content, name] each
+    messages TEXT NOT NULL,  -- JSON, with [role, content, name] of each
     last INTEGER NOT NULL,
     seen INTEGER NOT NULL,
-    usage TEXT NOT NULL,  -- JSON: numbers by name
+    usage TEXT NOT NULL,  -- numbers by name, as JSON
     created REAL NOT NULL,
     ids BLOB NOT NULL,  -- tokens, four bytes each
     topic TEXT NOT NULL
@@ -88,13 +88,13 @@ CREATE TABLE results (  -- results of tools that turns have read
 );
 CREATE INDEX results_node ON results (node);
 CREATE INDEX results_chain ON results (owner, chain);
-CREATE TABLE dropped (  -- histories that end with a result that is not to be read
+CREATE TABLE dropped (  -- histories that end with a result that must not be read again
     number INTEGER PRIMARY KEY AUTOINCREMENT,
     owner TEXT NOT NULL,
     chain TEXT NOT NULL,
     UNIQUE (owner, chain)
 );
-CREATE TABLE pinned (  -- histories that end with a result that is to be kept
+CREATE TABLE pinned (  -- histories that end with a result that must be kept
     number INTEGER PRIMARY KEY AUTOINCREMENT,
     owner TEXT NOT NULL,
     chain TEXT NOT NULL,
