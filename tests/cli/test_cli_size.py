@@ -84,13 +84,13 @@ def test_for_people_it_is_a_few_lines(capsys, model):
         "model", "policy", "weights", "a stream", "a step", "streams", "pace"
     ]  # fmt: skip
     assert lines[0] == f"model     {model}, 1 layer, float32"
-    assert lines[1].endswith("weir(budget=448), 448 slots a layer and 64 new tokens")
+    assert lines[1].endswith("weir(budget=448), 448 slots a layer, and room for 64 new tokens")
     assert " fit in 1.0 MB next to the weights" in lines[5]
     assert lines[6].endswith(" together, at 1.0 GB/s")
     plain = run(capsys, "size", model).out.splitlines()
     assert plain == lines[:5]
     large = run(capsys, "size", model, "--policy", "window(4000)", "--chunk", 2000).out
-    assert "window(4000), 4,000 slots a layer and 2,000 new tokens\n" in large
+    assert "window(4000), 4,000 slots a layer, and room for 2,000 new tokens\n" in large
 
 
 @pytest.mark.parametrize(
@@ -426,9 +426,12 @@ def test_what_a_server_holds_is_counted(capsys, model):
     quantized = facts_of(capsys, *how, "--pin-slots", "int8")
     assert quantized["stream_bytes"] < facts["stream_bytes"]
     shown = run(capsys, "size", *how, "--rows", 3).out
-    assert "states of 256 turns" in shown
-    assert "8 states of prompts" in shown
-    assert "with --data, which keeps the states of turns on the disk" in shown
+    with_data, without = shown[shown.index("server ") :].splitlines()[:2]
+    assert with_data.startswith("server    with --data ")
+    assert ", 3 rows " in with_data
+    assert ", states of 8 prompts " in with_data
+    assert without.startswith("          without --data ")
+    assert ": also the states of 256 turns, " in without
 
 
 def test_without_a_pin_a_server_s_is_counted(capsys, model):

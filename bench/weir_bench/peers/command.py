@@ -53,11 +53,11 @@ def bench_peers(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time weir, llama.cpp, OpenVINO GenAI and transformers in turns on one model.
+    """Time weir, llama.cpp, OpenVINO GenAI and transformers alternately on one model.
 
-    Parts: steps, chat, prompts, rows, start, and quality beside kvpress and
+    Parts: steps, chat, prompts, rows, start, and quality next to kvpress and
     keys_values. Chat and quality are for SmolLM2 only: other models have random weights.
-    `make peers` installs the others.
+    `make peers` installs the other libraries.
     """
     from weir_bench.peers.engines import chosen
     from weir_bench.peers.report import markdown

@@ -46,7 +46,7 @@ def bench_serve(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Talk to `weir serve` as many clients do, through HTTP, and print what they measured.
+    """Send requests to `weir serve` from many clients over HTTP, and print what they measure.
 
     Parts: pace, far, disk, compaction, transformers. With --only, also soak, attack and refused.
     """

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def advise(
     text: options.TextPath,
     memory: Annotated[
-        str | None, Option(help="Memory for the cache of one stream: 2GB, 500MB.")
+        str | None, Option(help="Memory for the cache of one stream, such as 2GB or 500MB.")
     ] = None,
     budget: Annotated[
         int | None,
@@ -43,7 +43,7 @@ def advise(
     *,
     loading: Loading,
 ) -> None:
-    """Try policies on a text's beginning, within some memory or slots, and recommend one."""
+    """Try policies on the beginning of a text, at a given size, and recommend one."""
     from weir.cache import read_bytes
     from weir.evals import advice
 

@@ -43,8 +43,8 @@ def attention_error(
     rates: Annotated[
         str | None,
         Option(
-            help=f"Shares of the middle to keep, for policies without a budget [default: {RATES}, "
-            "if no policy has a budget]"
+            help=f"Shares of the other tokens to keep, for policies without a budget "
+            f"[default: {RATES}, if no policy has a budget]"
         ),
     ] = None,
     blocks: Annotated[
@@ -57,18 +57,25 @@ def attention_error(
     ] = None,
     queries: Annotated[
         int | None,
-        Option(min=1, help="Number of last queries to compare [default: 256, at most a quarter]"),
+        Option(
+            min=1,
+            help="Number of last queries to compare [default: 256, at most a quarter of the text]",
+        ),
     ] = None,
     exact: Annotated[
         int | None,
-        Option(min=0, help="Number of first tokens kept exact [default: 256, at most an eighth]"),
+        Option(
+            min=0,
+            help="Number of first tokens kept exact [default: 256, at most an eighth of the text]",
+        ),
     ] = None,
     seeds: Annotated[int, Option(min=1, help="Number of seeds.")] = 10,
     stream: Annotated[
         bool,
         Option(
             "--stream",
-            help="Fold one chunk at a time (see --chunk), instead of the whole text at once.",
+            help="Apply the policy after each chunk (see --chunk), instead of to the whole text at "
+            "once.",
         ),
     ] = False,
     chunk: options.Chunk = 64,

@@ -37,7 +37,8 @@ def calibrate(
     policy: options.PolicyText = options.DEFAULT,
     budget: options.Budget = None,
     memory: Annotated[
-        str | None, Option(help="Instead of a budget, memory for the cache of one stream: 2GB.")
+        str | None,
+        Option(help="Instead of a budget, memory for the cache of one stream, such as 2GB."),
     ] = None,
     splits: Annotated[
         bool,

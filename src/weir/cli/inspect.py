@@ -32,7 +32,7 @@ def inspect(
     layers: Annotated[str, Option(help="Layers to show: 0,5. By default a selection.")] = "",
     heads: Annotated[str, Option(help="Query heads to show: 0,1. By default a selection.")] = "",
     policy: Annotated[
-        str | None, Option(help="A pipe or a named policy, to show what it keeps.")
+        str | None, Option(help="A named policy or a pipe of pools, to show what it keeps.")
     ] = None,
     budget: options.Budget = None,
     sequences: Annotated[
@@ -46,7 +46,8 @@ def inspect(
     at: Annotated[
         str,
         Option(
-            help="Numbers of tokens after which to show what is kept: 100,500 [default: quarters]"
+            help="Numbers of tokens after which to show what is kept: 100,500 [default: each "
+            "quarter of the text]"
         ),
     ] = "",
     seed: options.Seed = 0,
@@ -56,7 +57,7 @@ def inspect(
 ) -> None:
     """Show a model's attention maps, sinks, keys and norms, and what a policy keeps, on one page.
 
-    The sections follow the papers' figures. The docs describe each of them.
+    Most sections reproduce a figure of a paper. The docs describe each section.
     """
     from weir.evals.inspect import (
         Inspection,

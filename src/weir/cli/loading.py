@@ -43,7 +43,7 @@ OPTIONS: dict[str, Any] = {
         Option(
             help="Format of the weights. q8_0, q4_0 or q4_1: quantize linear layers. gguf: keep a "
             "GGUF file's blocks. int8 or int4: quantize with torchao. [default: as saved; "
-            "gguf for a .gguf file on a CPU whose kernels multiply blocks]"
+            "for a .gguf file, gguf if weir's CPU kernels can multiply its blocks]"
         ),
     ],
     "revision": Annotated[str | None, Option(help="Branch, tag or commit of a Hub id.")],

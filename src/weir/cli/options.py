@@ -65,8 +65,8 @@ SlotsName = Annotated[
     str | None,
     Option(
         "--slots",
-        help="Format of the middle slots: exact, int8, int4, k8v4 or fp8 [default: set by the "
-        "policy]",
+        help="Format of the slots that may be quantized: exact, int8, int4, k8v4 or fp8 [default: "
+        "set by the policy]",
     ),
 ]
 Compile = Annotated[

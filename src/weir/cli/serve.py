@@ -54,8 +54,8 @@ def serve(
     pin: Annotated[
         str | None,
         Option(
-            help="Number of tokens of a system message and tools that are never evicted. Each "
-            "takes a separate slot in every row. auto: as many as fit in half of the free "
+            help="Number of tokens of the system message and the tools that are never evicted. "
+            "Each takes a separate slot in every row. auto: as many as fit in half of the free "
             "memory; 0: none [default: a quarter of the policy's slots]",
         ),
     ] = None,
@@ -76,8 +76,8 @@ def serve(
         Option(
             min=1,
             help="Number of turns whose state is kept in memory [default: as many as fit, at most "
-            "256]. With --disk: number of turns that go on in memory while the disk is full, "
-            "and of the newest turns that are never removed from the disk.",
+            "256]. With --disk: number of newest turns that are never removed from the disk, "
+            "and number of turns that continue in memory while the disk is full.",
         ),
     ] = None,
     data: Annotated[

@@ -51,7 +51,7 @@ def size(
         str | None,
         Option(
             help="Slots for the beginning of a conversation, as in `weir serve`; auto needs --rows "
-            "[default: as `weir serve` with --rows, or else 0]"
+            "[default: with --rows, as in `weir serve`; otherwise 0]"
         ),
     ] = None,
     pin_slots: PinSlots = None,
@@ -59,11 +59,13 @@ def size(
         int | None,
         Option(
             min=1,
-            help="Also count the memory of `weir serve --rows`: rows, states of turns (as many as "
-            "it keeps in memory without --data), and states of prompts.",
+            help="Also count the memory that `weir serve` takes with this many rows, with and "
+            "without --data.",
         ),
     ] = None,
-    memory: Annotated[str | None, Option(help="Memory to fill with streams: 80GB, 24 GiB.")] = None,
+    memory: Annotated[
+        str | None, Option(help="Memory to fill with streams, such as 80GB or 24GiB.")
+    ] = None,
     bandwidth: Annotated[
         str | None,
         Option(
@@ -244,7 +246,7 @@ def _show(facts: dict[str, Any]) -> None:
             f"weights, which {facts['unknown']}"
         )
     if not facts["dense"]:
-        policy += f" and {in_words(facts['chunk'], 'new token')}"
+        policy += f", and room for {in_words(facts['chunk'], 'new token')}"
     both = for_people(step["weights"] + step["each_stream"])
     dtype = facts["dtype"]
     if facts["weights_format"] != dtype:
@@ -268,18 +270,22 @@ def _show(facts: dict[str, Any]) -> None:
         learned = "a learned token" if tokens == 1 else f"{tokens} learned tokens"
         lines.insert(1, ("sink", f"{learned} before every text, so sink({tokens}) is enough"))
     if (server := facts.get("server")) is not None:
-        lines.append(
+        turns = server["turns_bytes"]
+        lines += [
             (
                 "server",
-                f"{in_words(server['rows'], 'row')} {for_people(server['rows_bytes'])}, states of "
-                f"{in_words(server['turns'], 'turn')} {for_people(server['turns_bytes'])}, "
-                f"{in_words(server['prompt_states'], 'state')} of prompts "
-                f"{for_people(server['prompt_states_bytes'])}; with the weights "
-                f"{for_people(server['total_bytes'])}, or "
-                f"{for_people(server['total_bytes'] - server['turns_bytes'])} with --data, which "
-                "keeps the states of turns on the disk",
-            )
-        )
+                f"with --data {for_people(server['total_bytes'] - turns)}: weights "
+                f"{for_people(facts['weights_bytes'])}, {in_words(server['rows'], 'row')} "
+                f"{for_people(server['rows_bytes'])}, states of "
+                f"{in_words(server['prompt_states'], 'prompt')} "
+                f"{for_people(server['prompt_states_bytes'])}",
+            ),
+            (
+                "",
+                f"without --data {for_people(server['total_bytes'])}: also the states of "
+                f"{in_words(server['turns'], 'turn')}, {for_people(turns)}",
+            ),
+        ]
     if facts["streams"] is not None:
         room = for_people(facts["memory_bytes"])
         lines.append(("streams", f"{facts['streams']:,} fit in {room} next to the weights"))

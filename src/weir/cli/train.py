@@ -46,23 +46,28 @@ def train(
     ] = None,
     exercises: Annotated[
         str,
-        Option(help="Train on recall exercises too: on, off, or auto (if the text has the words)."),
+        Option(
+            help="Train on recall exercises too: on, off, or auto (on, if each of their words "
+            "is a token of the text's tokenizer)."
+        ),
     ] = "auto",
     shape: Annotated[str | None, Option(help="llama, qwen3 (QK norm), or alibi (an MPT).")] = None,
     width: Annotated[int | None, Option(min=8, help="Size of the hidden states.")] = None,
     layers: Annotated[int | None, Option(min=1, help="Number of layers.")] = None,
     heads: Annotated[int | None, Option(min=1, help="Attention heads per layer.")] = None,
     kv_heads: Annotated[
-        int | None, Option(min=1, help="KV heads per layer; by default --heads if given.")
+        int | None,
+        Option(min=1, help="KV heads per layer [default: as many as --heads, if that is given]"),
     ] = None,
     length: Annotated[
-        int | None, Option(min=16, help="Tokens of text in a sample: the window.")
+        int | None,
+        Option(min=16, help="Tokens of text in a sample, which is also the model's window."),
     ] = None,
     rows: Annotated[int | None, Option(min=1, help="Samples per step.")] = None,
     optimizer: Annotated[str | None, Option(help="muon or adamw.")] = None,
     rate: Annotated[float | None, Option(min=0.0, help="Highest learning rate.")] = None,
     seed: Seed = 0,
-    compiled: Annotated[bool, Option(help="Compile the model; faster after a minute.")] = True,
+    compiled: Annotated[bool, Option(help="Compile the model first, to train faster.")] = True,
     as_json: AsJson = False,
 ) -> None:
     """Train a small model on books, with a shape and attention sink of your choice.

@@ -69,7 +69,7 @@ def test_policies_are_paired_block_by_block(losses):
     (table,) = paired(
         [read("streaming_llm(budget=64)", 64, text), read("h2o(budget=64)", 64, other)]
     )
-    assert (table.title, table.rows) == ("m: beside streaming_llm", ("h2o(budget=64)",))
+    assert (table.title, table.rows) == ("m: compared with streaming_llm", ("h2o(budget=64)",))
     (column,) = table.columns
     (figure,) = column.figures
     each = other - text

@@ -426,11 +426,11 @@ CITE = (
     "complete the authors before you publish."
 )
 PAIRED = (
-    "Each policy next to streaming_llm at the same bytes or slots, or next to the only "
-    "streaming_llm there is: the ratio, or for shares of right answers the difference. Both read "
-    "the same text and answer the same questions, so the 95 % interval is that of the pairs: "
-    "Student's over blocks of the text, over books or over seeds, and Newcombe's for answers. n "
-    "counts the pairs. If the interval contains 1 (for a ratio) or 0 (for a difference), this "
+    "Each policy is compared with streaming_llm at the same bytes or slots, or if only one "
+    "streaming_llm was measured, with that one. The figure is the ratio of the two, or for shares "
+    "of right answers the difference. Both read the same text and answer the same questions, so "
+    "the 95 % interval is that of the pairs: Student's over blocks of the text, over books or over "
+    "seeds, and Newcombe's for answers. n counts the pairs. If the interval contains 1 (for a ratio) or 0 (for a difference), this "
     "measurement does not tell the two policies apart."
 )
 
@@ -577,7 +577,7 @@ def _facts(cells: int, records: Sequence[CellRecord]) -> str:
     done = len(records) - failed
     versions = ", ".join(unique(record["weir"] for record in records))
     return (
-        f"{', '.join(kinds)}, policies and budgets: {policies}. Of "
+        f"{', '.join(kinds)}, {in_words(policies, 'combination')} of policy and budget. Of "
         f"{in_words(cells, 'cell')}, {done} {'is' if done == 1 else 'are'} done and {failed} "
         f"failed. weir {versions}."
     )

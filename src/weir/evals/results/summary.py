@@ -326,7 +326,9 @@ def paired(records: Sequence[CellRecord]) -> list[FigureTable]:
         kept = [n for n in range(len(rows)) if any(column.figures[n] for column in found)]
         if not kept:
             continue
-        title = f"{model if paper is None else f'{model}, protocol {paper}'}: beside {REFERENCE}"
+        title = (
+            f"{model if paper is None else f'{model}, protocol {paper}'}: compared with {REFERENCE}"
+        )
         parts = [
             Column(c.head, tuple(c.figures[n] for n in kept), c.better, c.digits) for c in found
         ]

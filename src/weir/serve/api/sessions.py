@@ -73,7 +73,7 @@ async def sessions(client: Client, owner: Owner) -> dict[str, Any]:
 @router.post(
     "/v1/sessions/import", openapi_extra={"requestBody": {"required": True, "content": BINARY}}
 )
-async def take_in(request: Request, owner: Owner) -> dict[str, Any]:
+async def import_session(request: Request, owner: Owner) -> dict[str, Any]:
     """Import a session from a file, as a new session."""
     client = begin_request(request, owner)
     limits = client.limits
