@@ -40,7 +40,11 @@ benches = group("bench")
 def bench(
     context: Context,
     only: Annotated[
-        list[str] | None, Option(help="Measure only this figure. Can be repeated.")
+        list[str] | None,
+        Option(
+            help="Measure only this figure, such as decode or folds; docs/speed.md explains the "
+            "figures. Can be repeated."
+        ),
     ] = None,
     dtype: Annotated[
         Dtype | None,
@@ -65,7 +69,7 @@ def bench(
     policies: Annotated[
         str | None,
         Option(
-            help="Comma-separated policies to time in the figures policies, folds and prompts. "
+            help="Comma-separated policies to time, with --only policies, folds or prompts. "
             "By default all."
         ),
     ] = None,

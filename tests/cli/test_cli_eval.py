@@ -12,6 +12,7 @@ import pytest
 from terminal import Process, make_model, run
 
 from weir.evals import grid
+from weir.evals.grid.grid import NOT_IN_EVERY
 
 WORDS = "The prince was silent, but she looked at him significantly, awaiting a reply. "
 TASKS = "ppl(tokens=250, text={text}), ppl(tokens=400, text={text}, block=100)"
@@ -212,6 +213,12 @@ def test_cells_that_fail_are_listed_with_the_reason_and_the_exit_code_is_1(
     assert [record["status"] for record in lines(out)[1:]] == ["done"] + ["failed"] * 3
     facts = json.loads(run(capsys, *words, "--resume", "--json").out)
     assert (facts["cells"], facts["failed"]) == (4, 3)
+
+
+def test_help_names_the_policies_that_all_leaves_out(capsys):
+    shown = " ".join(run(capsys, "eval", "--help").out.split())
+    named = shown.split("every named policy but ")[1].split(".")[0]
+    assert set(re.findall(r"\w+", named)) - {"and"} == NOT_IN_EVERY
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,9 @@ def bench_serve(
     only: Annotated[
         list[str] | None, Option(help="Measure only this part. Can be repeated.")
     ] = None,
-    sessions: Annotated[int, Option(min=1, help="Number of other sessions at the same time.")] = 16,
+    sessions: Annotated[
+        int, Option(min=1, help="Number of clients that talk to a server at the same time.")
+    ] = 16,
     budget: Annotated[int, Option(min=8, help="Slots of the policy streaming_llm.")] = 256,
     seconds: Annotated[float, Option(min=0.1, help="Seconds of each run.")] = 10.0,
     rounds: Annotated[
@@ -49,6 +51,7 @@ def bench_serve(
     """Send requests to `weir serve` from many clients over HTTP, and print what they measure.
 
     Parts: pace, far, disk, compaction, transformers. With --only, also soak, attack and refused.
+    docs/speed.md explains them.
     """
     from weir_bench.serving.load import Manner
     from weir_bench.serving.part import QUICK, Plan

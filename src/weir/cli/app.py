@@ -155,7 +155,8 @@ app = typer.Typer(
     name="weir",
     cls=_Weir,
     help="Run Hugging Face decoders on endless token streams, in a KV cache of fixed size. To "
-    "use your own pools: weir --import my_pools,more/pools.py COMMAND.",
+    "use pools (rules for which tokens to keep) of your own: weir --import "
+    "my_pools,more/pools.py COMMAND.",
     **PLAIN,
 )
 

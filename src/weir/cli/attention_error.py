@@ -74,8 +74,8 @@ def attention_error(
         bool,
         Option(
             "--stream",
-            help="Apply the policy after each chunk (see --chunk), instead of to the whole text at "
-            "once.",
+            help="Let the policy choose after each chunk (see --chunk), instead of once for the "
+            "whole text.",
         ),
     ] = False,
     chunk: options.Chunk = 64,

@@ -48,7 +48,7 @@ def calibrate(
         bool,
         Option(
             "--gates",
-            help="Train and save the gates of the pool gated, instead of measuring layers.",
+            help="Train and save the gates of the pool 'gated', instead of measuring layers.",
         ),
     ] = False,
     tokens: Annotated[int | None, Option(min=2, help="Number of tokens to measure on.")] = None,
@@ -61,7 +61,7 @@ def calibrate(
     """Measure how many slots each layer needs, and write them to a policy file.
 
     All layers together take as many bytes as under the given policy. With --gates, train the gates
-    that the pool gated reads. They are saved under the fingerprint of the model's weights, where
+    of the pool 'gated' instead. They are saved under the fingerprint of the model's weights, where
     weir finds them.
     """
     from weir.cache import read_bytes

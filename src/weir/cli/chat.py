@@ -89,12 +89,11 @@ def chat(
     policy: Annotated[
         str | None,
         Option(
-            help="A named policy, or a pipe of pools such as 'sink(4) | recent(252)'; see "
-            "`weir policies`. A policy without a budget gets as "
-            "many slots as the model's window and the memory allow, at most "
-            f"{MOST_SLOTS:,}. weir serve and weir size use the policy's own budget instead, "
-            "because they count many conversations. [default: weir.toml next to the model, or "
-            f"else {options.DEFAULT}]"
+            help="A named policy, or a pipe of pools such as 'sink(4) | recent(252)'; see `weir "
+            "policies`. If you give no budget, the policy gets as many slots as the model's "
+            f"window and the memory allow, at most {MOST_SLOTS:,}. weir serve and weir size use "
+            "the policy's default budget instead, because their memory is for many conversations. "
+            f"[default: weir.toml next to the model, or else {options.DEFAULT}]"
         ),
     ] = None,
     budget: options.Budget = None,
@@ -133,7 +132,9 @@ def chat(
         ),
     ] = 1.0,
     max_tokens: Annotated[int, Option(min=1, help="Most tokens of an answer.")] = 256,
-    session: Annotated[Path | None, Option(help="A saved conversation to continue.")] = None,
+    session: Annotated[
+        Path | None, Option(help="A file that /save wrote, to continue its conversation.")
+    ] = None,
     go_on: Annotated[
         bool,
         Option(
@@ -156,7 +157,7 @@ def chat(
             "for none. At most a quarter of the cache.",
         ),
     ] = 256,
-    compiled: options.Compile = False,
+    compiled: options.CompileOnGPU = False,
     *,
     loading: Loading,
 ) -> None:

@@ -56,7 +56,11 @@ def evaluate(
         str, Option("--tasks", "--task", help="Comma-separated tasks: 'ppl(tokens=5000), recall'.")
     ] = "ppl, recall, streameval, attention-error",
     policies: Annotated[
-        str, Option(help="Comma-separated policies, or all for every named policy.")
+        str,
+        Option(
+            help="Comma-separated policies, or all for every named policy but recompute, kvzip, "
+            "pinned, pyramid and quantized."
+        ),
     ] = "all",
     model: Annotated[
         str, Option(help="Comma-separated models: nano, smollm2, folders, .gguf files or Hub ids.")
@@ -79,8 +83,8 @@ def evaluate(
         Equal | None,
         Option(
             help="What is equal for all policies: slots, bytes of the whole cache, or bytes of "
-            "keys and values (kv). Without --memory, bytes are those of streaming_llm at each "
-            "budget. [default: bytes with --memory, else slots]"
+            "keys and values (kv). Without --memory, every policy gets the bytes that "
+            "streaming_llm takes at each budget. [default: bytes with --memory, else slots]"
         ),
     ] = None,
     seeds: Annotated[str, Option(help="Seeds of all random draws: 0,1,2.")] = "0",

@@ -57,7 +57,8 @@ def inspect(
 ) -> None:
     """Show a model's attention maps, sinks, keys and norms, and what a policy keeps, on one page.
 
-    Most sections reproduce a figure of a paper. The docs describe each section.
+    The sections are maps, shares, layers, keys, norms and kept. Most of them reproduce figures of
+    the papers on StreamingLLM, SubGen and BalanceKV. The page docs/inspect.md describes each.
     """
     from weir.evals.inspect import (
         Inspection,

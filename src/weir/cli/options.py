@@ -65,8 +65,8 @@ SlotsName = Annotated[
     str | None,
     Option(
         "--slots",
-        help="Format of the slots that may be quantized: exact, int8, int4, k8v4 or fp8 [default: "
-        "set by the policy]",
+        help="Format of all slots but those of the first and the newest tokens: exact, int8, "
+        "int4, k8v4 or fp8 [default: set by the policy]",
     ),
 ]
 Compile = Annotated[
@@ -75,6 +75,9 @@ Compile = Annotated[
         "--compile",
         help="Run decode steps faster: natively on a CPU, under torch.compile on a GPU.",
     ),
+]
+CompileOnGPU = Annotated[
+    bool, Option("--compile", help="On a GPU, run decode steps under torch.compile.")
 ]
 AsJson = Annotated[bool, Option("--json", help="Print one JSON object and nothing else.")]
 DEFAULT = "weir"

@@ -17,7 +17,7 @@ PinSlots = Annotated[
     str | None,
     Option(
         help="Format of the slots of --pin: exact, same (as the policy's quantized slots, or "
-        "int8 if it has none), int8, int4, k8v4 or fp8 [default: exact, and same with --pin auto]"
+        "int8 if it has none), int8, int4, k8v4 or fp8 [default: exact; with --pin auto, same]"
     ),
 ]
 

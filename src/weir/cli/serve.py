@@ -67,10 +67,7 @@ def serve(
             help="Decode each row alone, so that an answer does not depend on other rows.",
         ),
     ] = False,
-    compiled: Annotated[
-        bool,
-        Option("--compile", help="On a GPU, run decode steps under torch.compile."),
-    ] = False,
+    compiled: options.CompileOnGPU = False,
     keep: Annotated[
         int | None,
         Option(

@@ -33,7 +33,12 @@ def train(
         ),
     ] = "nano",
     sink: Annotated[
-        str | None, Option(help="none, zero, learnable, learnable:N, or taught (as in nano).")
+        str | None,
+        Option(
+            help="Attention sink: none; zero (softmax-off-by-one); learnable or learnable:N (one "
+            "or N tokens before every sample); or taught (as in nano: one such token, and a loss "
+            "that makes it the sink)."
+        ),
     ] = None,
     tokens: Annotated[
         int | None,

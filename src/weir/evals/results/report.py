@@ -429,9 +429,9 @@ PAIRED = (
     "Each policy is compared with streaming_llm at the same bytes or slots, or if only one "
     "streaming_llm was measured, with that one. The figure is the ratio of the two, or for shares "
     "of right answers the difference. Both read the same text and answer the same questions, so "
-    "the 95 % interval is that of the pairs: Student's over blocks of the text, over books or over "
-    "seeds, and Newcombe's for answers. n counts the pairs. If the interval contains 1 (for a ratio) or 0 (for a difference), this "
-    "measurement does not tell the two policies apart."
+    "the 95 % interval is that of the pairs: Student's over blocks of the text, over books or "
+    "over seeds, and Newcombe's for answers. n counts the pairs. If the interval contains 1 (for "
+    "a ratio) or 0 (for a difference), this measurement does not tell the two policies apart."
 )
 
 
