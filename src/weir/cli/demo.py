@@ -100,8 +100,8 @@ def demo(
         )
     if len(ids) < tokens:
         say(
-            f"the packaged excerpt has only {len(ids):,} tokens to read in addition to those "
-            f"before the questions, fewer than {tokens:,}"
+            f"the packaged excerpt is shorter than {tokens:,} tokens, so only {len(ids):,} tokens "
+            "are read"
         )
     console = messages() if as_json else output()
     console.print(about, highlight=False)

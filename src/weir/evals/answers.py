@@ -117,7 +117,8 @@ def generate_answer(
 def feed_aside(stream: Stream, ids: Tensor) -> Tensor:
     """Feed tokens [rows, length], remove them again, and return all their logits.
 
-    After more tokens have been fed, the stream continues as if this had not been called.
+    The cache is then as before. The stream still has the last logits of these tokens, so feed it
+    more tokens before you generate.
     """
     if stream.cache is None:  # recompute: the stream is only its ids
         return copy.deepcopy(stream).feed(ids, all_logits=True)

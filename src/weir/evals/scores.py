@@ -39,8 +39,11 @@ def count_right(right: int, asked: int) -> dict[str, Any]:
 
 
 def count_by_distance(right: Mapping[int, int], asked: int) -> dict[str, Any]:
-    """Return right answers by distance, out of `asked` questions each, as a row for all and
-    "by_distance".
+    """Count right answers for all distances together, and for each distance under "by_distance".
+
+    Args:
+        right: the number of right answers at each distance between a fact and its question.
+        asked: the number of questions at each distance.
     """
     return {
         **count_right(sum(right.values()), asked * len(right)),

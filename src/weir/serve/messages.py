@@ -135,8 +135,8 @@ class Message:
     def canonical_parts(self) -> Iterator[str]:
         """Yield the parts of `canonical`.
 
-        A long message has many, so that its JSON is never in memory as a whole. It can have six
-        characters for each of the message's.
+        A long message has many parts, so that its JSON is never in memory as a whole. The JSON can
+        have six times as many characters as the message.
         """
         content, name = self.content.replace("\r\n", "\n"), self.name
         if self.role == "assistant":

@@ -139,8 +139,8 @@ class Prompt:
 
     @property
     def cached(self) -> int:
-        """Number of tokens that do not have to be fed: all earlier ones, except the last, which is
-        pending.
+        """Number of tokens that do not have to be fed: all earlier ones, except the last token
+        of the saved answer, which the model has not read yet.
         """
         return 0 if self.parent is None else self.parent.seen - 1
 
@@ -509,10 +509,11 @@ class PromptMatcher:
         """Keep the pinned results of a prompt, as far as they fit.
 
         Args:
-            found: those that were read before it.
-            lost: those of them that the prompt reads again.
-            pins: the hashes of those that this request pins, and their calls; CannotPin if one does
-                not fit.
+            found: the results that were read before this prompt.
+            lost: those of `found` that have left the cache and cannot be read again, because they
+                do not fit or their text is gone.
+            pins: the hashes of the results that this request pins, and their calls; CannotPin if
+                one does not fit.
             beginning: the tokens of the stream's beginning.
         """
         wanted = self._store.pinned_chains(prompt.owner) | pins.keys()
@@ -653,10 +654,11 @@ class PromptMatcher:
         chain: str | None = None,
         note: str = "",
     ) -> Prompt | None:
-        """Make a prompt of the messages after the `known` ones of a history, whose hash is `chain`,
-        with a note in front, and with at most `recall` tokens of recalled text.
+        """Make a prompt of the messages after the first `known` ones of a history.
 
-        Pinned results that have left the cache are read again in the note.
+        `chain` is the hash of these first messages. The prompt has a note in front, and at most
+        `recall` tokens of recalled text. Pinned results that have left the cache are read again in
+        the note.
         """
         chain = parent.chain if chain is None else chain
         dropped = self._store.dropped_chains(parent.owner)
@@ -719,9 +721,6 @@ class PromptMatcher:
         return replace(_with_shared_ids(text.call(_read_text, self._vocabulary)), owner=owner)
 
 
-# Functions that a worker runs, with the renderer that it was opened with.
-
-
 def join_notes(*notes: str) -> str:
     """Join notes, some of which may be empty."""
     return "\n\n".join(filter(None, notes))
@@ -748,6 +747,9 @@ def _visible(session: str) -> str:
     return f"sess_{secrets.token_hex(16)}" if is_hidden(session) else session
 
 
+# Functions that a worker runs. The first argument is the renderer that it was opened with.
+
+
 def _hash_answers(
     renderer: PromptRenderer, messages: Sequence[Message], root: str
 ) -> list[tuple[int, str]]:
@@ -763,7 +765,7 @@ def _hash_answers(
 def _hash_results(
     renderer: PromptRenderer, messages: Sequence[Message], root: str, calls: Sequence[str]
 ) -> dict[str, str]:
-    """Return the hash of each history that ends with the newest result of one of some calls."""
+    """Return the hash of the history up to the newest result of each call that has one."""
     hashes = hash_prefixes(root, messages)
     pairs = zip(messages, hashes, strict=True)
     return {one.result: hashed for one, hashed in pairs if one.result and one.result in calls}
@@ -810,7 +812,7 @@ def _render_all(
 def _without_dropped(
     messages: Sequence[Message], hashes: Sequence[str], dropped: Collection[str]
 ) -> list[Message]:
-    """Return messages in which dropped results are not repeated."""
+    """Return messages with the text `DROPPED` in place of dropped results."""
     return [
         replace(message, content=DROPPED)
         if message.result is not None and hashed in dropped
@@ -830,7 +832,7 @@ def _with_places(
     """Return messages whose results have their place in the stream.
 
     Args:
-        prompt: the rendered prompt, after `skipped` other messages.
+        prompt: the rendered prompt, which has `skipped` other messages before these.
         start: the place of its first token.
     """
     found = list(messages)
@@ -868,7 +870,7 @@ def _render_rest(
     hashes = hash_prefixes(chain, rest)
     shown = _without_dropped(rest, hashes, dropped)
     if quoted:
-        # Only the fed prompt has the note. The history that the client sends back does not.
+        # Only the fed prompt has the quotations. The history that the client sends back does not.
         shown = [*shown[:-1], replace(shown[-1], content=quoted + shown[-1].content)]
     first = len(shown) + 1  # results that are repeated are marked by the numbers from here on
     quotes = [introduce(one) + mark_text(one.content, first + n) for n, one in enumerate(repeated)]

@@ -118,8 +118,9 @@ class AttentionResult(NamedTuple):
 
     Attributes:
         answers: [batch, kv_heads, group, length, value_dim].
-        received: `attention_mass` for parts of equally many queries [batch, kv_heads, parts,
-            slots], float32; None if not observed.
+        received: the `attention_mass` of each part of the queries, which are cut into parts of
+        equal
+            length [batch, kv_heads, parts, slots], float32; None if not observed.
         shares: each slot's share of each query's attention [batch, kv_heads, group, length, slots],
             float32; None if not kept.
     """
@@ -291,7 +292,8 @@ def split_attention(
 
     A slot that is in only one sum adds nothing to the other, however large its logit is. So
     rounding affects only logits and sums of terms of one sign, as in `two_weight_attention`. As
-    there, a sum below e^-87 of the other is lost. Arguments are those of `split_weights`.
+    there, a sum below e^-87 of the other is lost. `mask`, `numerator` and `denominator` are what
+    `split_weights` returns.
     """
     batch, kv_heads, group, length, _ = queries.shape
     slots = keys.shape[2]

@@ -89,7 +89,8 @@ class Rotary:
         """Rotate and scale queries or keys [batch, heads, n, dim] to `positions` [batch, 1 or
         heads, n].
 
-        All layers of a forward pass the same tensor of positions, so its rotation is computed once.
+        In one call of the model, all layers give the same tensor of positions, so its rotation is
+        computed once.
         """
         for known, turn in self._memo:
             if known is positions:

@@ -198,7 +198,7 @@ WHOLE = {
         ({"cell": 5}, "the field 'cell' must be one of the grid's 5 cells, got 5"),
         ({"cell": -1}, "the field 'cell' must be one of the grid's 5 cells, got -1"),
         ({"cell": "1"}, "the field 'cell' must be a whole number"),
-        ({"cell": 0}, "the field 'cell' is that of line 2: 0"),
+        ({"cell": 0}, "the field 'cell' is 0, as in line 2"),
     ],
 )
 def test_a_damaged_line_is_named_with_its_field(tmp_path, wrong, said):

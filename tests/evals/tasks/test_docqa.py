@@ -108,7 +108,7 @@ def test_what_is_not_in_the_format_is_named(tmp_path: Path) -> None:
             DocumentQA(file=str(path)).run(stranger(), quiet)
     for options, said in [
         ({"gold": 4}, "has 4 documents and no place 4"),
-        ({"documents": 5}, "has 4 documents of 5"),
+        ({"documents": 5}, "has 4 documents, but the task asks for documents=5"),
     ]:
         with pytest.raises(WeirError, match=f"line 1: the field 'ctxs' {said}"):
             DocumentQA(file=str(OFFICIAL), **options).run(stranger(), quiet)

@@ -132,7 +132,8 @@ class LayerSpec:
         heads: which of the layer's KV heads these facts are about, in ascending order; None for
             all.
         output: the projection of the layer's output; None if not known.
-        gate: the layer's gate; None if no pool reads it.
+        gate: a trained map that predicts how much a token will be needed (`models/gates.py`); None
+            if no pool reads it.
         dense: whether the cache keeps every token that layers see, unquantized.
     """
 
@@ -296,8 +297,8 @@ class LayerState:
         plain: whether every slot in use holds one token of weight 1, so that attention can skip the
             weights.
         first: the first slot that attention reads: an exact one while no row has quantized ones.
-        version: number of the last change of any layer's slots or lengths in this process, among
-            layers that had slots. A step changes neither.
+        version: a number that increases whenever slots are replaced or lengths change, in any layer
+            of this process. A decode step, which only appends, does not increase it.
     """
 
     version = 0

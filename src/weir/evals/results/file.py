@@ -1,8 +1,9 @@
 """The results file of an evaluation: JSON lines that survive a crash.
 
-The first line is the grid with all its cells; one line per finished cell follows. A line is written
-and synced at once. A line that a crash cut short is removed when the file is opened again. Every
-field that reports read is checked when the file is loaded; an error names the file, line and field.
+The first line is the grid: a list of all *cells*, one for each combination of model, task, policy,
+budget and seed. One line per finished cell follows. A line is written and synced at once. A line
+that a crash cut short is removed when the file is opened again. Every field that reports read is
+checked when the file is loaded; an error names the file, line and field.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ def check_cell(line: JsonRecord, cells: int) -> None:
     for name, check in checks.items():
         if line.values.get(name) is not None:
             check(name)
-    # Fields that reports draw: blocks of a text, answers by distance, also by form and way, and
-    # cells of heat maps.
+    # Fields that reports draw: blocks of a text; answers by distance, and also by the form of the
+    # fact and the way to answer; squares of heat maps.
     result = line.record("result")
     if "ppl_by_block" in result:
         result.numbers("ppl_by_block")
@@ -107,9 +108,11 @@ class ResultsFile:
     """A results file that is open for writing; no other process can open it at the same time.
 
     Args:
-        path, grid: the file, and its first line, with a fingerprint under "grid".
+        path: the file.
+        grid: its first line, with all cells under "cells" and their fingerprint under "grid".
         resume: continue an existing file; otherwise, the file must not exist.
-        add: continue an existing file; if the file's grid is the beginning of this one, replace it.
+        add: continue an existing file. If its cells are the first ones of `grid`, replace its first
+            line by `grid`.
 
     Attributes:
         records: the records in the file, by cell number.
@@ -290,7 +293,7 @@ def _read_lines(path: Path) -> tuple[list[CellRecord], int]:
         else:
             check_cell(read, cells)
             if (before := lines.setdefault(record["cell"], number)) != number:
-                raise read.wrong("cell", f"is that of line {before}: {record['cell']}")
+                raise read.wrong("cell", f"is {record['cell']}, as in line {before}")
         found.append(record)
     if not found and raw.strip() and not raw.startswith(b'{"grid"'[: len(raw)]):
         raise WeirError(f"{path}, line 1: not a line that weir eval writes")

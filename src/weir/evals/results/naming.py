@@ -1,8 +1,8 @@
 """Names of models and policies in tables, and several results files read as one.
 
-A model loaded in two ways counts as two models, and a policy's name that stood for other pools
-counts as another policy; displayed names tell them apart. A policy with one pipe per layer, which
-would fill a page, is named by its slots.
+A model loaded in two ways counts as two models. If a policy's name stands for different pools in
+different records, it counts as several policies. Displayed names tell them apart. A policy with one
+pipe per layer, which would fill a page, is named by its slots.
 """
 
 from __future__ import annotations

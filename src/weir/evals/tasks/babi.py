@@ -89,8 +89,8 @@ class Babi(Task):
         """Ask all questions; some streams are read in one batch.
 
         Returns:
-            "accuracy" with "right", "asked", "low" and "high" (95 %); "tokens" and "kv_bytes" of
-            one stream.
+            "accuracy" with "right", "asked", "low" and "high" (the ends of its 95 % interval);
+            "tokens" and "kv_bytes" of one stream.
         """
         rng = np.random.default_rng(subject.seed)
         wording = Wording(subject.tokenizer, chat=False)

@@ -44,7 +44,8 @@ class Choice(Task):
     label.
 
     Attributes:
-        file: questions in ARC's JSON lines, `ARC-Easy-Test.jsonl`; or `hub:...`.
+        file: questions in ARC's JSON lines, `ARC-Easy-Test.jsonl`; or a data set of the
+            Hub, `hub:ID:SPLIT`.
         chat: ask in turns of the model's chat template. Otherwise, the stream is text: "Answer: B".
     """
 
@@ -61,9 +62,9 @@ class Choice(Task):
         right if greedy decoding would have given the label.
 
         Returns:
-            "accuracy" on the stream with "right", "asked", "low" and "high" (95 %); "answers", 1 or
-            0 for each question in order; "one_shot" and "one_shot_answers" likewise; "tokens" of
-            the stream and "kv_bytes".
+            "accuracy" on the stream with "right", "asked", "low" and "high" (the ends of its 95 %
+            interval); "answers", 1 or 0 for each question in order; "one_shot" and
+            "one_shot_answers" likewise; "tokens" of the stream and "kv_bytes".
         """
         questions = [question_of(record) for record in read_records(self.file, self.samples)]
         if self.chat:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from weir.errors import WeirError
+from weir.errors import WeirError, in_words
 from weir.evals.answers import ask_all, costs
 from weir.evals.records import JsonRecord, read_records
 from weir.evals.scores import contains, count_right, is_exact
@@ -51,7 +51,7 @@ class DocumentQA(Task):
 
     Attributes:
         file: an official file, `nq-open-10_total_documents_gold_at_0.jsonl.gz`, packed or not; or
-            `hub:...`.
+            a data set of the Hub, `hub:ID:SPLIT`.
         gold: put the document with the answer at this place, counted from 0. Several places,
             separated by spaces (`"0 4 9"`), are run one by one. With none, it stays where it is in
             the file.
@@ -90,8 +90,9 @@ class DocumentQA(Task):
 
         Returns:
             "exact_match" and "contains" (the answer contains a right one, the metric of Lost in the
-            Middle), both in SQuAD's normal form; "right", "asked", "low" and "high" (95 %) of the
-            exact matches; "answers"; and the figures of `costs`.
+            Middle), both in SQuAD's normal form; "right" and "asked", the numbers of exact matches
+            and of questions; "low" and "high", the ends of the 95 % interval of "exact_match";
+            "answers"; and the figures of `costs`.
         """
         cases = self.cases()
         prompts, stops = [case.prompt for case in cases], () if self.chat else ("\n",)
@@ -111,7 +112,9 @@ class DocumentQA(Task):
         """Read the questions, with their documents in order."""
         places = self.places()
         if len(places) > 1:
-            raise WeirError("docqa runs one place of gold at a time. See its settings.")
+            raise WeirError(
+                "docqa runs one place of gold at a time. Run each task that settings() returns."
+            )
         return [self._case(record, places) for record in read_records(self.file, self.samples)]
 
     def _case(self, record: JsonRecord, places: list[int]) -> DocumentQuestion:
@@ -122,8 +125,10 @@ class DocumentQA(Task):
         answer = documents.pop(gold[0])
         if self.documents is not None:
             if len(documents) + 1 < self.documents:
-                there = f"{len(documents) + 1} documents of {self.documents}"
-                raise record.wrong("ctxs", f"has {there}")
+                there = in_words(len(documents) + 1, "document")
+                raise record.wrong(
+                    "ctxs", f"has {there}, but the task asks for documents={self.documents}"
+                )
             documents = documents[: self.documents - 1]
         place = places[0] if places else min(gold[0], len(documents))
         if place > len(documents):

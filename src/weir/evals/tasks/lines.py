@@ -40,8 +40,8 @@ class Lines(Task):
     """Measures LongEval's line retrieval; nano cannot read the format.
 
     Attributes:
-        file: an official file, `200_lines.jsonl`, or `hub:...`; none generates cases in that
-            format.
+        file: an official file, `200_lines.jsonl`, or a data set of the Hub, `hub:ID:SPLIT`; none
+            generates cases in that format.
         lines: number of lines of each generated case.
         samples: number of questions; the first ones of a file.
         chat: ask in words through the model's chat template. Otherwise, the model has to complete
@@ -59,8 +59,8 @@ class Lines(Task):
         """Ask every question on its own stream.
 
         Returns:
-            "accuracy" with "right", "asked", "low" and "high" (95 %); the "answers"; and the
-            figures of `costs`.
+            "accuracy" with "right", "asked", "low" and "high" (the ends of its 95 % interval); the
+            "answers"; and the figures of `costs`.
         """
         cases = self.cases(subject.seed)
         prompts = [
@@ -108,8 +108,9 @@ def line_start(name: str) -> str:
 
 
 def number_in(text: str, last: bool) -> int | None:
-    """Return the last number in a text, which LongEval uses for an answer in words, or the
-    first.
+    """Return the last number in a text if `last`, and otherwise the first; None if it has none.
+
+    LongEval uses the last one for answers in words.
     """
     found = re.findall(r"[0-9]+", text)
     return int(found[-1 if last else 0]) if found else None

@@ -2,8 +2,8 @@
 
 Prompts, lengths of answers and metrics come from the harness's own tasks, applied to the records of
 a local file. weir answers on a stream under the subject's policy. StreamingLLM (Table 8) cuts out
-the middle of prompts and keeps 1,750 tokens at each end. BalanceKV (section 4.2, Table 1) uses
-LongBench-E under the protocol `balancekv`.
+the middle of prompts and keeps 1,750 tokens at each end. For BalanceKV (section 4.2, Table 1), run
+LongBench-E with `weir eval --protocol balancekv`, which reads prompts as that paper does.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class LongBench(Task):
     """A file of LongBench or LongBench-E.
 
     Attributes:
-        file: an official file, `multi_news.jsonl` or `qasper_e.jsonl`; or `hub:...`.
+        file: an official file, `multi_news.jsonl` or `qasper_e.jsonl`; or a data set of
+            the Hub, `hub:ID:SPLIT`.
         truncate: cut longer prompts to this many tokens by leaving out their middle; none feeds
             them whole.
         chat: put prompts into the model's chat template, where LongBench does.

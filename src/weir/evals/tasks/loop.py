@@ -54,9 +54,10 @@ class Loop(Task):
 
         Returns:
             "looped", the share of stretches of 250 tokens in which less than a quarter of the runs
-            of four tokens are different; "distinct", that share in each stretch on average, and
-            "distinct_by_block"; "begins", the token of each text at which its first such stretch
-            begins, none without one; "tokens" of a text and "kv_bytes" of one.
+            of four tokens are different; "distinct", the share of different runs, averaged over all
+            stretches, and "distinct_by_block", for each stretch; "begins", the token of each text
+            at which its first such stretch begins, none without one; "tokens" of a text and
+            "kv_bytes" of one.
         """
         rng = np.random.default_rng(subject.seed)
         front = front_of(subject.tokenizer)

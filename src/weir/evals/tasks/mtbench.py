@@ -1,9 +1,10 @@
 """`mtbench`: runs all dialogues of MT-Bench one after the other on one endless stream.
 
-This is StreamingLLM's own demonstration. There is no judge, so answers are judged by the model
-itself: by their likelihood under exact attention after only their own dialogue, and by repetition
-within an answer and of earlier answers. To see the effect of a cache, compare the last answers with
-the first, and with `dense` with a separate cache for every dialogue (`alone=true`).
+This is StreamingLLM's own demonstration. No other model judges the answers. Instead, the
+task measures how likely the model itself finds them, under exact attention and after only their own
+dialogue, and how much they repeat themselves and earlier answers. To see the effect of a cache,
+compare the last answers with the first, and with `dense` with a separate cache for every dialogue
+(`alone=true`).
 """
 
 from __future__ import annotations
@@ -60,10 +61,11 @@ class MTBench(Task):
             Of the answers in the first and the last quarter of the stream "nll_first" and
             "nll_last" (mean, nats a token), "distinct_first" and "distinct_last" (share of
             different runs of 3 tokens), "repeated_first" and "repeated_last" (share of answers that
-            are an earlier one, word for word), with "nll_first_reach" and so on (95 %, Student's;
-            none for one answer); "nll" and "distinct" of each answer, none of an empty one;
-            "answers"; "recalls", for each turn of a dialogue the number of those that something was
-            recalled for, and "recalled" with its texts; "tokens" of the stream, "kv_bytes".
+            are an earlier one, word for word), with "nll_first_reach" and so on (half the width
+            of the mean's 95 % interval, Student's; none for one answer); "nll" and "distinct" of
+            each answer, none of an empty one; "answers"; "recalls", the number of dialogues in
+            which something was recalled for the first turn, for the second turn and so on, and
+            "recalled" with its texts; "tokens" of the stream, "kv_bytes".
         """
         require_template(subject.tokenizer)
         records = read_records(self.file, self.samples)
@@ -115,8 +117,8 @@ class MTBench(Task):
 
 
 def _compare_ends(name: str, figures: Sequence[float | None]) -> dict[str, float | None]:
-    """Return the mean of a figure over the first and the last quarter of the answers, and the reach
-    of its interval.
+    """Return the mean of a figure over the first and the last quarter of the answers, and half
+    the width of its 95 % interval.
     """
     judged = [figure for figure in figures if figure is not None]
     quarter = max(1, len(judged) // 4)

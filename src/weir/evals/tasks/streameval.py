@@ -40,9 +40,10 @@ class StreamEval(Task):
         samples: number of streams; the paper has 100.
         queries: number of queries per stream and distance; the paper has 100.
         every: number of lines between two queries.
-        format: `exercises` has lines that nano knows, such as "table has 482.", with any word;
-            `text` has those of the paper, "line quiet-lamp: REGISTER_CONTENT is <24169>"; none uses
-            exercises for a model that was trained on them, like nano, and text for others.
+        format: `exercises` has lines of the form that nano knows, such as "table has 482.", with
+            any word as the name; `text` has those of the paper, "line quiet-lamp: REGISTER_CONTENT
+            is <24169>"; none uses exercises for a model that was trained on them, like nano, and
+            text for others.
     """
 
     distance: Count | None = None
@@ -57,9 +58,9 @@ class StreamEval(Task):
         """Ask every question.
 
         Returns:
-            "accuracy" with "right", "asked", "low" and "high" (95 %), and the same "by_distance"
-            (in lines, with the average number of "tokens"); "tokens" of one stream, "kv_bytes" of
-            one, "format".
+            "accuracy" with "right", "asked", "low" and "high" (the ends of its 95 % interval), and
+            the same "by_distance" (in lines, with the average number of "tokens"); "tokens" of one
+            stream, "kv_bytes" of one, "format".
         """
         rng = np.random.default_rng(subject.seed)
         form = self.format or ("exercises" if practiced(subject.model.config) else "text")
@@ -175,7 +176,7 @@ class TextLines:
         self.names = list(map(line_name, places))
         self.numbers = rng.integers(1, LARGEST, endpoint=True, size=count).tolist()
         self.after = self._ids("\n")
-        # The first line has the start token.
+        # The start token, which only the first line has, is not counted.
         sizes = [self._ids(self._said(number)).shape[1] for number in range(min(count, 50))]
         self.per_line = float(np.mean(sizes))
 

@@ -80,7 +80,7 @@ def keep(array: np.ndarray) -> None:
 @lru_cache
 def source_digest(path: Path) -> str:
     """Return a checksum of a kernel's file and of all files of weir from which it imports names."""
-    if not path.exists():  # weir is in an archive, whose date numba checks
+    if not path.exists():  # weir is imported from a zip file, whose date numba checks
         return ""
     text = path.read_text(encoding="utf-8")
     digest = hashlib.sha256(text.encode())
@@ -163,7 +163,8 @@ class _CodeFiles:
         return data if found == key else None
 
     def _path(self, key: Any) -> Path:
-        # The key has numba's processor. Kernels also ask for PyTorch's, which a user can restrict.
+        # numba's key names the processor. Kernels also depend on which of its instructions PyTorch
+        # uses, and a user can restrict these (ATEN_CPU_CAPABILITY).
         made_for = _digest((key, torch.backends.cpu.get_cpu_capability()))
         return self._base.with_name(f"{self._base.name}.{self._source}.{made_for}.nbc")
 

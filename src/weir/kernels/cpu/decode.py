@@ -49,8 +49,9 @@ HELD = np.dtype(
         for name in (
             # Numbers in a vector; queries of a head; numbers in a key and in a value.
             *("lanes", "group", "dim", "width"),
-            # Quantized slots of a head, bits of their numbers, and the addresses of numbers and
-            # bfloat16 peaks; how many neighbors are rotated together, 0 for none.
+            # Quantized slots of a head, bits of their numbers, and the addresses of numbers and of
+            # bfloat16 peaks (a peak is the largest absolute number of a vector); how many neighbors
+            # are rotated together, 0 for none.
             *("quantized", "code_bits", "key_codes", "key_peaks", "value_codes", "value_peaks"),
             *("key_block", "value_block"),
             # Exact slots of a head after them, bits of their numbers, and addresses.
@@ -61,7 +62,8 @@ HELD = np.dtype(
             *("weighted", "mask", "above", "below", "sinks"),
         )
     ]
-    # Steps in a peak, the factor of logits, and the value to which logits are capped, or 0.
+    # Number of quantization steps from 0 to a peak, the factor of logits, and the value to which
+    # logits are capped, or 0.
     + [(name, np.float64) for name in ("key_levels", "value_levels", "scale", "softcap")]
 )
 """The slots of a layer in the form that kernels read: contiguous tensors [units, slots, ...], given
@@ -377,10 +379,10 @@ def decode_int4(
 
     Args:
         queries, keys, values, mask, scale: as in `decode_exact`; keys and values have at least
-            `LEAST_WIDE` numbers.
+            `LEAST_WIDE` numbers (`kernels/dispatch.py`).
         coded: for keys and for values, the numbers [batch, kv_heads, coded, dim / 2], two in a
-            byte, the peaks [batch, kv_heads, coded, 1], bfloat16, and the number of steps in a
-            peak.
+            byte, the peaks [batch, kv_heads, coded, 1], bfloat16, and the number of steps from 0
+            to a peak.
         blocks: how many neighbors of a key and of a value are rotated together.
         slots: the first slot that is read, and the one after the last, counted over all slots.
     """

@@ -1,9 +1,12 @@
-"""Quantizes float32 vectors to 8 or 4 bits with one peak each, and dequantizes them, on the CPU.
+"""Quantizes float32 vectors to 8 or 4 bits, and dequantizes them, on the CPU.
+
+Each vector is stored with its *peak*, the largest absolute number in it.
 
 The results are bit-identical to those of `quantize` and `dequantize` in `weir.slab.quantization`:
 the operations are the same and rounded separately, but done in one pass for each vector, from one
-buffer into another. Vectors of 4 bits are rotated before they are quantized. When they are
-dequantized, they can be rotated back.
+buffer into another. Vectors of 4 bits are rotated by a Hadamard matrix before they are
+quantized, and can be rotated back when they are dequantized. This rotation has nothing to do with
+positions.
 
 Roofline: a division for each number that is quantized, and log2(block) sums for the rotation; a
 product for each number that is dequantized.
@@ -281,8 +284,8 @@ def quantize_int8(
         x: finite numbers [batch, heads, n, dim], float32.
         codes: written [batch, heads, n, dim], int8.
         peaks: written [batch, heads, n, 1], bfloat16.
-        levels: number of steps in a peak.
-        low, high: the smallest and largest peak.
+        levels: number of steps from 0 to a peak.
+        low, high: the smallest and largest peak that is stored; other peaks are clamped.
 
     Raises:
         WeirError: the last dimension of `codes` is not contiguous.
@@ -305,7 +308,7 @@ def quantize_int4(
     Args:
         x, peaks, levels, low, high: as in `quantize_int8`.
         codes: written [batch, heads, n, dim / 2], uint8.
-        most: the largest number before rotation.
+        most: numbers are clamped to -most ... most before they are rotated.
         block: how many numbers are rotated together.
     """
     numbers = levels, low, high, most, block, math.sqrt(block)

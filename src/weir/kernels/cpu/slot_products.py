@@ -1,11 +1,12 @@
 """The two products of attention with one query per head, over slots as they are stored.
 
 Few query heads share a KV head, so each number of a key or value is used in few multiplications.
-Loops that numba compiles from Python keep sums in memory, or add up parts for every slot
-separately, which takes longer than reading. Here, the sums of four keys for three query heads, or
-of four vectors of a value for three query heads, stay in the processor's registers. The four keys
-are far apart in memory, because processors prefetch memory that is read in order, and reading
-several such streams at once was faster. For values, it was not.
+Loops that numba compiles from Python keep sums in memory, or add up the numbers of a vector for
+every slot separately. Both take longer than reading the slots. Here, running sums stay in the
+processor's registers: those of the products of four keys with three query heads, or those of four
+vectors of a value for three query heads. The four keys are far apart in memory, because processors
+prefetch memory that is read in order, and reading several such streams at once was faster. For
+values, it was not.
 
 Slots are given by the address of the first and the bits of a number: 32 for float32, 16 for
 bfloat16, 8 for int8, 4 for two numbers in a byte, the ones at i and at i + dim / 2, each stored
@@ -54,9 +55,9 @@ _STREAMS = 4
 _MEMBERS = 3
 """Number of query heads that are processed at once."""
 _AT_ONCE = 4
-"""Number of values that are added between two checks for more."""
+"""Number of slots whose values are added in one pass of the loop."""
 AHEAD = 128
-"""Bytes of other memory that are prefetched per slot: as many as arrive in that time."""
+"""Bytes of memory that is read later, prefetched for each slot: as many as arrive meanwhile."""
 _KINDS = {4: BYTE, 8: BYTE, 16: ir.IntType(16), 32: ir.FloatType()}
 """LLVM's types of stored numbers, by their bits; two of 4 bits share a byte."""
 

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's format."""
+"""Errors of requests, in the formats of OpenAI's, Anthropic's and Ollama's APIs."""
 
 from __future__ import annotations
 

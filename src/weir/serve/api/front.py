@@ -36,7 +36,8 @@ SESSIONS = "/v1/sessions"
 """Paths that belong to one server for each key (responses and conversations), and the paths of
 sessions.
 
-Every server knows all sessions, but changing a session may also change responses.
+Every server can read all sessions. A request that changes a session goes to the server of its key,
+because it may also change responses.
 """
 OF_HOP = frozenset(
     (b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"upgrade")

@@ -60,7 +60,8 @@ class Replicas:
     """The replicas of a cluster.
 
     Args:
-        settings: the settings of each; the secret is made here.
+        settings: the settings of each. The secret that a replica recognizes the front by is made
+            here.
         number: number of replicas.
     """
 

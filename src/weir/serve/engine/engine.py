@@ -2,8 +2,9 @@
 
 A step gives free rows to waiting sequences, makes one decode call over the rows that answer, and
 makes one more call that reads a chunk of a prompt, or several short prompts. A long prompt thus
-delays the others by at most one chunk. A sequence keeps its row until it ends, because a row does
-not grow. This file works with tokens and checkpoints, and does not use text, HTTP or disks.
+delays the others by at most one chunk. A sequence keeps its row until it ends: rows do not
+grow, so none has to be taken away to make room for others. This file works with tokens and
+checkpoints, and does not use text, HTTP or disks.
 """
 
 from __future__ import annotations
@@ -81,7 +82,16 @@ class Continuation:
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """The load of an engine. `seen` and `calls` count tokens and decode calls since the start."""
+    """The load of an engine.
+
+    Attributes:
+        rows: number of rows.
+        busy: number of rows in which a sequence runs.
+        resting: number of rows that still hold the state of a sequence that has ended.
+        waiting: number of sequences that wait for a row.
+        seen: number of tokens that were read or generated since the start.
+        calls: number of decode calls since the start.
+    """
 
     rows: int
     busy: int

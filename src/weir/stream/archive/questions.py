@@ -58,8 +58,8 @@ class Inquiry:
     """A sentence that asks something, and its words that are searched for.
 
     Attributes:
-        parts: the same question about each of its names, if it has several. They are searched for
-            if no passage answers the whole question: two statements may have one name each.
+        parts: the same question about each of its names, if it has two or three. They are searched
+            for if no passage answers the whole question: two statements may have one name each.
     """
 
     text: str
@@ -98,7 +98,10 @@ def find_inquiries(text: str) -> list[Inquiry]:
 
 
 def _part(sentence: str, terms: Sequence[Term]) -> tuple[Inquiry, ...]:
-    """Split a question with several names into one for each name; empty if it has one or none."""
+    """Split a question with several names into one for each name.
+
+    Returns nothing if it has fewer than two names, or more than `MOST_NAMES`.
+    """
     names = [term for term in terms if term.strong]
     if not 1 < len(names) <= MOST_NAMES:
         return ()

@@ -36,8 +36,8 @@ CREATE TABLE {{0}}archived_branches (
     tree INTEGER NOT NULL,       -- the number of its first branch
     parent INTEGER,              -- the branch that it forks from, if any,
     fork INTEGER,                -- and the last turn there that it shares
-    english INTEGER NOT NULL,    -- of a first branch: passages of the tree, by index
-    plain INTEGER NOT NULL
+    english INTEGER NOT NULL,    -- in a first branch: number of the tree's passages in this index,
+    plain INTEGER NOT NULL       -- and in this one
 );
 CREATE INDEX {{0}}archived_branches_tree ON archived_branches (tree);
 CREATE TABLE {{0}}archived_ends (  -- where a saved turn, or a session, ends
@@ -364,7 +364,7 @@ class ArchiveTables:
             self._prune(db, owner, end.tree)
 
     def unplace(self, db: sqlite3.Connection, owner: str, tree: int, start: int) -> None:
-        """Note that turns from a position on are no longer in a stream."""
+        """Record that turns from a position on are no longer in a stream."""
         db.execute(
             "UPDATE archived_passages SET start = -1, stop = -1 "
             "WHERE tree = ? AND start >= ? AND owner = ?",

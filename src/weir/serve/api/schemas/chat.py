@@ -1,7 +1,9 @@
 """Bodies of chat and text completions.
 
-Unknown fields are refused, as with OpenAI. Fields of type `Any` have no effect. Fields marked
-`Only` ask for features that weir does not have, so they may be left out or have the listed values.
+Unknown fields of a body are refused, as with OpenAI, unless they ask for nothing. Unknown fields of
+messages and their parts have no effect, and a warning names them. Fields of type `Any` have no
+effect. Fields marked `Only` ask for features that weir does not have, so they may be left out or
+have the listed values.
 """
 
 from __future__ import annotations
@@ -355,7 +357,10 @@ class GenerationBody(Strict):
 
     @model_validator(mode="after")
     def _note_unknown(self) -> Self:
-        """Note unknown fields of messages and items. Those of a large body are not kept with it."""
+        """Note unknown fields of messages and items.
+
+        This happens here because a large body is returned without its messages.
+        """
         found = (
             one
             for name in type(self).model_fields
@@ -407,7 +412,7 @@ class GenerationBody(Strict):
         return value
 
     def note(self, what: str) -> None:
-        """Add something that is not done as the client asks to the warning."""
+        """Add to the warning something that is not done as the client asks."""
         self._notes.append(what)
 
     @property
@@ -556,9 +561,7 @@ class ChatBody(CompletionBody):
 
     @model_validator(mode="after")
     def _check_end(self) -> Self:
-        """Accept options of other servers about a begun answer if they ask for what is done
-        anyway.
-        """
+        """Accept options that say whether to continue the last message, if that is done anyway."""
         continues = self.messages[-1].role == "assistant"
         for name, asked in (
             ("continue_final_message", self.continue_final_message),
