@@ -300,7 +300,7 @@ def _transform(x: Tensor) -> Tensor:
 
 
 def _coarse(peaks: Tensor) -> Tensor:
-    """Round peaks to three bits after the binary point.
+    """Round peaks to four significant bits.
 
     Neighboring values are 1/16 to 1/8 apart, so a number within 1/32 of a peak is rounded to it. In
     bfloat16, each number that is read is off by 2^-9 of itself, so sums in a block of n numbers are
