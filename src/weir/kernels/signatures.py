@@ -1,6 +1,8 @@
 """Types of the kernels. All implementations of a kernel have the same type.
 
-The kernels' own files say what the arguments mean and which shapes they have.
+The kernels' own files say what the arguments mean and which shapes they have. *Answers* are the
+attention outputs of queries. A *peak* is the largest absolute value in a quantized vector, or in a
+group of its numbers.
 """
 
 from __future__ import annotations
@@ -12,14 +14,17 @@ from torch import Tensor
 
 
 class WindowChunk(NamedTuple):
-    """Queries of a piece of a prompt between two folds, and the tokens that they see.
+    """The queries of a prompt's piece that are between two folds, and the tokens that they see.
+
+    Tokens are counted among those that are passed to the kernel, in the order of the stream.
 
     Attributes:
-        first, queries: the first query in the piece, and how many there are.
+        first: index of the first of these queries in the piece.
+        queries: how many queries there are.
         front: slots of the front that are in use.
-        start, boundary: the first token that is seen, and the first that is seen unquantized, among
-            those that are passed.
-        own: the token of the first query.
+        start: index of the first token that is seen.
+        boundary: index of the first token that is seen unquantized.
+        own: index of the first query's own token.
     """
 
     first: int
@@ -70,7 +75,7 @@ RotateKernel = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 class WeightedDecodeKernel(Protocol):
-    """Answers one query per head over slots with two weights."""
+    """Computes attention of one query per head over slots with two log-weights."""
 
     def __call__(
         self,

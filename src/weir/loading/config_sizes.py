@@ -12,7 +12,7 @@ from typing import Any
 from weir.errors import WeirError, quote
 
 DEEPEST = 2000
-"""The most layers that a configuration may declare. Creating one takes time even without
+"""The most layers that a configuration may declare. Creating a layer takes time even without
 weights.
 """
 MOST_HEADS = 1 << 16
@@ -20,11 +20,11 @@ MOST_HEADS = 1 << 16
 LARGEST = 1 << 24
 """The largest vocabulary, hidden size or head size that a configuration may declare."""
 MOST_PER_BYTE = 8
-"""The most weights that one byte of a file can hold. Formats with the fewest bits have about
-four.
+"""The most weights that one byte of a file can hold. Formats with the fewest bits store about four
+weights in a byte.
 """
 NESTED = 64
-"""Number of nested levels in which sizes are checked. A model of several parts has three."""
+"""Number of nested levels in which sizes are checked. A model of several parts has three levels."""
 
 _MOST = {
     **dict.fromkeys(
@@ -55,10 +55,12 @@ _NEEDED = (
 
 
 def check_declared(name: str, declared: Any, level: int = 0) -> None:
-    """Refuse numbers that are larger than in any model, negative, or not numbers.
+    """Refuse sizes that are negative, not numbers, or larger than in any model.
 
     Args:
-        declared: the content of a config.json.
+        name: the model, for errors.
+        declared: the content of a config.json, or of a part of it.
+        level: how deeply this part is nested.
     """
     if not isinstance(declared, Mapping) or level > NESTED:
         return

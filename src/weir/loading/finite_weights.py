@@ -1,7 +1,8 @@
 """Refuse models with weights that are not finite, which give wrong answers without an error.
 
-A NaN in the last layers changes only the logits. A sampler takes the token with the NaN, or fails
-long after the model was loaded.
+weir checks the keys and values of every call, but a NaN in weights after the last layer's keys and
+values changes only the logits. A sampler takes the token with the NaN, or fails long after the
+model was loaded.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ _EXPONENTS = {
     torch.bfloat16: (torch.int16, 0x7F80),
     torch.float16: (torch.int16, 0x7C00),
 }
-"""By dtype, integers of the same size, and the bits of the exponent.
+"""For each dtype, the integer dtype of the same size, and a mask of the exponent's bits.
 
-All of these bits are set in numbers that are not finite, and in no others.
+All bits of the mask are set in numbers that are not finite, and in no others.
 """
 
 
@@ -59,7 +60,8 @@ def is_finite(tensor: Tensor) -> bool:
 def _find_not_finite(model: nn.Module) -> Iterator[str]:
     """Yield the names of weights that are not finite."""
     for key, tensor in model.named_parameters():
-        # Weights of other types, such as torchao's, were made from weights that are checked here.
+        # Weights that were saved in a quantized format, such as torchao's, have other types and
+        # are not checked.
         if type(tensor) is nn.Parameter and not is_finite(tensor):
             yield key
     for key, module in model.named_modules():
@@ -68,8 +70,8 @@ def _find_not_finite(model: nn.Module) -> Iterator[str]:
 
 
 def _numbers_of(module: BlockLinear | BlockEmbedding) -> Tensor:
-    """Return the numbers in blocks of weights that may not be finite: their scales, or all of 16
-    bits.
+    """Return the numbers of a layer's blocks that could be NaN or infinite: the scales, or all
+    weights in types without scales, which have 16 bits for each weight.
     """
     form = BLOCK_TYPES[module.kind]
     if form.number:

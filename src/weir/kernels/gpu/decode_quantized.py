@@ -1,9 +1,10 @@
 """Attention of one query per head over slots whose first part has 8 or 4 bits, on a GPU.
 
-Quantized slots are read as stored: numbers are widened in registers, to a dtype that represents all
-of them exactly, and the steps multiply logits and weights, <q, c> * step and p * step. Values of 4
-bits can have several steps, which multiply the numbers. The exact slots after the quantized ones
-are read by the kernel of `decode`, and the second kernel of that file combines the sums of both.
+Quantized slots are read as stored. Their numbers are widened in registers, to a dtype that
+represents all of them exactly. The quantization step of a key multiplies its logit, and the step of
+a value multiplies its weight. Values of 4 bits can have several steps, so there the steps multiply
+the numbers themselves. The exact slots after the quantized ones are read by the kernel of `decode`,
+and the second kernel of that file combines the sums of both.
 Roofline: the stored bytes and the peaks of every quantized slot are read once, for all query heads
 of its group.
 """
@@ -62,7 +63,8 @@ def _halves_of(
     """Load values of 4 bits of some slots of one head [slots, VALUE_TILE], float32.
 
     The low bits of byte i are number i of the vector, the high bits are number i + half the
-    vector's length. Each byte is loaded twice, the second time from the GPU's cache.
+    vector's length. Each byte is loaded twice, the second time from the GPU's cache. `GROUPED`
+    numbers share a peak.
     """
     half: tl.constexpr = VALUE_DIM // 2
     dim = tl.arange(0, VALUE_TILE)
