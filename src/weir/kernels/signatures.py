@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class WindowChunk(NamedTuple):
-    """The queries of a prompt's piece that are between two folds, and the tokens that they see.
+    """Queries of a piece of a prompt with no fold between them, and the tokens that they see.
 
     Tokens are counted among those that are passed to the kernel, in the order of the stream.
 

@@ -67,8 +67,8 @@ class ModelSink:
 
     @property
     def slots(self) -> int | None:
-        """Number of slots that a cache needs for sinks; None if the model was trained as usual, so
-        that this number is not known.
+        """Number of slots that a cache needs for sinks. None if the model was trained as usual,
+        because the number is then not known.
         """
         return None if self.kind == "none" else len(self.tokens)
 
@@ -144,8 +144,8 @@ def attend_by_sink(config: PreTrainedConfig) -> None:
 
 
 def sink_at_work(config: PreTrainedConfig) -> ModelSink:
-    """Return a loaded model's sink; WeirError if it is a Zero Sink that its attention does not
-    implement.
+    """Return a loaded model's sink; WeirError if it is a Zero Sink and the model's attention does
+    not implement it.
     """
     sink, text = sink_of(config), config.get_text_config(decoder=True)
     # During a call with a weir cache in another thread, the attention is weir's.
@@ -162,7 +162,7 @@ def begin_with_sink(tokenizer: PreTrainedTokenizerBase, sink: ModelSink) -> None
     """Make a tokenizer put a learnable sink's tokens in front of every text, unless it does so
     already.
 
-    Raises WeirError if it does not know the tokens, or cannot be changed.
+    Raises WeirError if the tokenizer does not know the tokens, or cannot be changed.
     """
     count = len(sink.tokens)
     if not count or tuple(tokenizer("a")["input_ids"][:count]) == sink.tokens:
@@ -199,6 +199,7 @@ def zero_sink_attention(
     with `output_attentions` or capped logits the formula is computed directly.
 
     Args:
+        module: the attention module.
         query: [batch, heads, length, key_dim].
         key, value: [batch, kv_heads, tokens, dim].
         attention_mask: [batch, 1 or heads, length, tokens], true where a query may look if it is
@@ -225,8 +226,8 @@ def zero_sink_attention(
     if softcap is not None or kwargs.get("output_attentions"):
         return _formula(query, key, value, attention_mask, causal, dropout, scaling, softcap)
     if causal:
-        # With a query in front as well, PyTorch's own causal mask is right, and no mask has to be
-        # read. Keys after those of the queries belong to slots that are not filled yet.
+        # A query is put in front as well, so that PyTorch's own causal mask still fits, and no mask
+        # has to be read. Keys beyond the last query belong to slots that are not filled yet.
         query = F.pad(query, (0, 0, 1, 0))
     if attention_mask is not None:
         seen = 1.0 if attention_mask.dtype == torch.bool else 0.0

@@ -94,7 +94,7 @@ class CompiledStep:
         """Return None, because a compiled step covers only the decoder."""
 
     def why_not(self, slots: StepSlots, rows: int) -> str | None:
-        """Return why steps are the model's own; see `StepEngine.why_not`."""
+        """Return why the model runs its own steps; see `StepEngine.why_not`."""
         return self._failed if slots.reason is None else slots.reason
 
 
@@ -107,7 +107,7 @@ class StepCache(MasklessCache):
     """Stands for the cache in a compiled forward of one token for each row.
 
     Attributes:
-        largest: output, as in `Step`.
+        largest: receives the largest absolute key or value of each part and row (`Step.largest`).
     """
 
     def __init__(self, step: Step) -> None:
@@ -143,7 +143,8 @@ class _CompiledLayer:
     Args:
         parts: the parts of the layer.
         ends: for each part, the slot of each row's token [batch], int64.
-        largest: for each part, the output for the largest numbers [batch], float32.
+        largest: for each part, the tensor that receives the largest absolute key or value of each
+            row [batch], float32.
     """
 
     def __init__(

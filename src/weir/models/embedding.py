@@ -22,8 +22,8 @@ COMPLAINTS = (
     ("do not match", "feature"),
     ("<image> tokens not divisible",),  # SmolVLM, and older versions of transformers
 )
-"""Words by which errors about images that do not match their tokens are recognized; an error has
-all words of a line.
+"""How errors of models about images that do not match their tokens are recognized: such an error
+contains all texts of one line.
 """
 
 
@@ -56,7 +56,7 @@ def embed(model: PreTrainedModel, given: Mapping[str, Any]) -> Tensor:
         check_sizes(given)
     device = input_device(model)
     there = {n: t.to(device) if isinstance(t, Tensor) else t for n, t in given.items()}
-    if images.axes:  # otherwise the model would compute positions and remember them
+    if images.axes:  # without position_ids, the model would compute positions and keep them
         there["position_ids"] = torch.zeros_like(there["input_ids"])
     read: list[Tensor] = []
 

@@ -48,7 +48,7 @@ def compare_fingerprints(
     Args:
         mine: the fingerprint of this model.
         theirs: the other one, which may come from a file.
-        names: the facts to compare; None for all.
+        names: the entries to compare; None for all.
     """
     differ = [n for n in mine if (names is None or n in names) and mine[n] != theirs.get(n)]
     return ", ".join(f"{n} {quote(theirs.get(n)).strip(chr(39))}, here {mine[n]}" for n in differ)
@@ -102,7 +102,7 @@ def _digest(model: nn.Module, settings: str) -> str:
 
 
 def digest_rows(modules: Iterable[nn.Module]) -> str:
-    """Return a checksum over a number of every row of all weights in some modules."""
+    """Return a checksum over the first number of every row of all weights in some modules."""
     digest = hashlib.sha256()
     for module in (inner for outer in modules for inner in outer.modules()):
         for own, weight in sorted(_weights(module)):

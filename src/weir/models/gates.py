@@ -53,8 +53,8 @@ class Gate:
 
 
 def features(keys: Tensor, values: Tensor) -> Tensor:
-    """Join the inputs of a gate: keys and values of all heads, and 1 [batch, n, numbers],
-    float32.
+    """Join the inputs of a gate: keys and values of all heads, and a constant 1. Returns [batch, n,
+    numbers], float32.
     """
     both = torch.cat([keys, values], dim=3).float().transpose(1, 2).flatten(2)
     return torch.cat([both, both.new_ones(*both.shape[:2], 1)], dim=2)

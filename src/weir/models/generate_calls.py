@@ -107,7 +107,7 @@ class GenerateHook:
             config.use_cache = True
         cache.only_new = _only_new(cache, kwargs)
         old = cache.is_initialized and Version(transformers.__version__) < _CONTINUES_IN_CHUNKS
-        if old or kwargs.get("inputs_embeds") is not None:  # transformers cannot chunk these
+        if old or kwargs.get("inputs_embeds") is not None:  # transformers cannot cut these prompts
             config.prefill_chunk_size = None
         return config, more
 

@@ -41,7 +41,7 @@ CONFIG_TENSORS = frozenset(
 _OTHER_KINDS = frozenset(
     "rope.scaling.type attention.sliding_window_pattern use_parallel_residual vocab_size".split()
 )
-"""Suffixes whose values are not numbers, or not used."""
+"""Suffixes whose values are not numbers, are checked elsewhere, or are not used."""
 _WHOLE = frozenset({"attention.sliding_window", "rope.scaling.original_context_length"})
 """Suffixes whose values are whole numbers, besides those that every model needs."""
 _LEAST = {
@@ -50,7 +50,7 @@ _LEAST = {
     "rope.scaling.original_context_length": 2,
     "rope.scaling.yarn_ext_factor": -1,
 }
-"""Smallest values, by suffix, where that is not 0."""
+"""The smallest allowed value of each suffix for which it is not 0."""
 _LARGEST = 1 << 31
 """Sizes from here on are refused."""
 _F32 = 0
@@ -66,7 +66,7 @@ def read_config(path: Path) -> PretrainedConfig:
 
 
 def config_of(header: GGUFHeader) -> PretrainedConfig:
-    """Build the configuration that a header describes (WeirError: `read_config`)."""
+    """Build the configuration that a header describes. Raises the same errors as `read_config`."""
     return _Builder(header, family_of(header)).build()
 
 
@@ -128,7 +128,7 @@ class _Builder:
         header: the header.
         family: the model's family.
         fields: the header's fields without those that `WEIR_GGUF_IGNORE` names.
-        names: names of all tensors.
+        names: all tensors, by name.
     """
 
     def __init__(self, header: GGUFHeader, family: Family) -> None:
@@ -244,7 +244,7 @@ class _Builder:
         return value
 
     def count(self, suffix: str, default: int | None = None) -> int:
-        """Return a whole number of at least 1."""
+        """Return the value of a key, which must be a whole number of at least 1."""
         value = self.needed(suffix, default)
         key = f"{self.header.architecture}.{suffix}"
         if type(value) is not int or not 1 <= value < _LARGEST:
@@ -297,7 +297,9 @@ class _Builder:
         return sizes
 
     def expect(self, suffix: str, value: Any, wanted: Any) -> None:
-        """Refuse a key whose value is not the only one that the family's code computes with."""
+        """Refuse a key unless its value is `wanted`, the only one that the family's code computes
+        with.
+        """
         if value != wanted:
             self.refuse(
                 f"{self.header.architecture}.{suffix}",
@@ -350,7 +352,7 @@ class _Builder:
             return {"sliding_window": window or None}
         slides = self.slides(layers) if window else [False] * layers
         if self.family.kind == "gemma3_text" and not window:
-            # Its code makes a mask for windows even if no layer uses it.
+            # transformers' code for Gemma 3 makes a mask for windows even if no layer uses it.
             window = sizes["max_position_embeddings"]
         kinds = ["sliding_attention" if slid else "full_attention" for slid in slides]
         return {"sliding_window": window or None, "layer_types": kinds}
@@ -470,13 +472,15 @@ class _Builder:
         elif attention != 1:
             made["attention_factor"] = (0.1 * math.log(factor) + 1) * attention
         if self.family.kind == "gpt_oss":
-            # The model was trained without rounding the range, which no key of the format can
-            # express.
+            # gpt-oss was trained without rounding the ends of YaRN's correction range, and no key
+            # of the format can say so.
             made["truncate"] = False
         return made
 
     def factors(self, name: str, rotated: int) -> list[float] | None:
-        """Read the numbers that divide the frequencies; None if there are none, or all are 1."""
+        """Read the numbers in a tensor that divide the frequencies; None if the tensor does not
+        exist, or if all numbers of rope_freqs.weight are 1.
+        """
         tensor = self.names.get(name)
         if tensor is None:
             return None
@@ -499,7 +503,7 @@ class _Builder:
 
 
 def read_floats(tensor: TensorInfo) -> tuple[float, ...]:
-    """Read a small tensor of float32 from its file; WeirError if the file ends before it does."""
+    """Read a small tensor of float32 from its file; WeirError if the file ends within it."""
     n = math.prod(tensor.shape)
     with tensor.path.open("rb") as file:
         file.seek(tensor.at)
@@ -512,7 +516,7 @@ def read_floats(tensor: TensorInfo) -> tuple[float, ...]:
 
 
 def _shorten(value: float) -> float:
-    """Return the number with the fewest digits that float32 rounds to a number from a file.
+    """Return the number with the fewest decimal digits that is the same in float32 as `value`.
 
     For example, a file has 9.999999747378752e-06 where the model's own configuration has 1e-05.
     """
@@ -648,7 +652,7 @@ def _stablelm(builder: _Builder, sizes: dict[str, Any], head: int) -> dict[str, 
 
 
 def _falcon(builder: _Builder, sizes: dict[str, Any], head: int) -> dict[str, Any]:
-    """Return which of Falcon's three decoders a file has."""
+    """Return the attributes that say which of Falcon's decoders a file has."""
     heads, shared = sizes["num_attention_heads"], sizes["num_key_value_heads"]
     norms = 2 if builder.layer("attn_norm_2.weight") else 1
     new = norms == 2 or shared not in (1, heads)

@@ -1,7 +1,8 @@
 """Families of models that can be read from GGUF files, and the meaning of their keys.
 
-A key is `<architecture>.<suffix>`, and the tables hold suffixes. A key that is in no table, or has
-a value that no table of the family allows, is refused by name (`config`).
+A key is `<architecture>.<suffix>`, and the tables hold suffixes. A family *follows* a suffix if the
+model computes what the value says. A key that is in no table, or has a value that no table of the family
+allows, is refused by name (`config`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ ROPE = frozenset(
 """Suffixes that every family with rotary embeddings follows."""
 
 RMS, PLAIN = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
-"""Suffixes of the epsilon of norms without a mean, and with one. Some files have both."""
+"""Suffixes of the epsilon of RMS norms, and of norms that also subtract the mean. Some files have
+both.
+"""
 
 DESCRIBING = frozenset(
     f"{RMS} {PLAIN} rope.scaling.finetuned pooling_type classifier.output_labels "
@@ -83,12 +86,13 @@ class Family:
             attribute; "" for values that are converted first (`config`).
         values: for each suffix, the values that the family's code computes with; other values are
             refused.
-        attributes: attributes whose values no key of the file gives.
-        biases: attributes that say whether there are biases, with the names of the bias tensors in
-            one layer.
-        names: attributes that most families name differently, by the usual names; "" for attributes
-            that the configuration does not have.
-        head_size: whether a head may have another size than the hidden size divided by the heads.
+        attributes: values of attributes that apply unless a key of the file gives another value.
+        biases: attributes that say whether a layer has certain tensors, mostly biases, and the
+            names of these tensors.
+        names: this family's names of attributes, by the names that most families use; "" for
+            attributes that the configuration does not have.
+        head_size: whether a head may have another size than the hidden size divided by the number
+            of heads.
         partial: whether only a part of each head may be rotated.
         rotary: whether positions are rotary embeddings.
         windows: if the file does not say which layers have a window, one layer in this many has
@@ -266,7 +270,7 @@ FAMILIES: Mapping[str, Family] = {
             "expert_used_count": "num_experts_per_tok",
             "expert_feed_forward_length": "intermediate_size",
         },
-        # Router weights are a softmax over the chosen experts: 3 in newer files.
+        # Router weights are a softmax over the chosen experts, which newer files write as 3.
         values={"expert_gating_func": (SOFTMAX, 3)},
         windows=2,
     ),
@@ -357,8 +361,8 @@ SAME = {
     "attention.key_length_swa": "attention.key_length",
     "attention.value_length_swa": "attention.value_length",
 }
-"""Suffixes of layers with a window, and the suffixes whose values they must repeat. A family with a
-RoPE base for windows (`Family.swa_base`) reads the first.
+"""Suffixes of layers with a window, and the suffixes whose values they must repeat. A family
+whose `Family.swa_base` is not 0 follows `rope.freq_base_swa` instead.
 """
 
 OTHER_FILES = ("adapter.", "clip.", "diffusion.", "imatrix.", "xielu.", "general.tensor_extra.")
