@@ -53,8 +53,9 @@ class HeadFacts:
 
     Attributes:
         lookup: for each KV head of each layer, how much it looks up earlier tokens, from 0 to 1.
-        shift: how many nats keys in 4 bits shift attention in the head where the effect is largest:
-            the Kullback-Leibler divergence of its shares, averaged over the queries.
+        shift: how much attention changes if keys are stored in 4 bits, in the head where it changes
+            most: the Kullback-Leibler divergence of the shares of attention in nats, averaged over
+            the queries.
     """
 
     lookup: tuple[tuple[float, ...], ...]
@@ -67,8 +68,8 @@ _KNOWN: weakref.WeakKeyDictionary[PreTrainedModel, HeadFacts | None] = weakref.W
 def find_head_facts(model: PreTrainedModel) -> HeadFacts | None:
     """Find the facts of a model's heads (`measure_heads`).
 
-    None for a model without weights, or if they cannot be measured. They are cached in
-    `cache_folder`, by the model's weights.
+    Returns None for a model without weights, or if its heads cannot be measured. Facts are cached
+    in `cache_folder`, by the model's weights.
     """
     if model not in _KNOWN:
         _KNOWN[model] = _find(model)
@@ -109,7 +110,8 @@ def measure_heads(model: PreTrainedModel) -> HeadFacts | None:
 
     The model reads random tokens twice. For each KV head, the largest share of attention that each
     token gets from the second reading is averaged over the tokens, as KVzip (Kim et al. 2025,
-    section 3.2; arXiv:2505.23416) scores them. None if the model is too small, does not use
+    section 3.2; arXiv:2505.23416) scores them. How much keys in 4 bits change attention is
+    measured over the queries of both readings. Returns None if the model is too small, does not use
     transformers' attention interface, or is distributed over processes by heads.
     """
     spec = describe(model)

@@ -4,8 +4,8 @@ During a call with a weir cache, and in no other:
 
 - the attention implementation of the model's configuration is `weir`; families with their own
   attention code keep it, and patched attention modules call weir (`legacy_attention`);
-- its rotary embedding returns cosines and sines of weir's own positions;
-- its decoder gets no attention mask and small positions, so that it builds nothing that grows with
+- the model's rotary embedding returns cosines and sines of weir's own positions;
+- the decoder gets no attention mask and small positions, so that it builds nothing that grows with
   the stream.
 
 `generate_calls` has the hook on the model's `generate`.
@@ -310,8 +310,9 @@ class Attachment:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _rotate(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return cosines and sines [batch or 1, length, the model's width], float32 in any model,
-        so that only the rotated key is rounded to half precision.
+        """Return cosines and sines [batch or 1, length, width], as wide as the model's own.
+
+        They are float32 in any model, so that only the rotated key is rounded to half precision.
         """
         output = own(*args, **kwargs)
         if self.running is None:

@@ -161,9 +161,9 @@ def offsets(model: PreTrainedModel, given: Mapping[str, Any]) -> Tensor | None:
     Returns:
         Five numbers for each token [batch, length, 5], int64. The first three are its offsets in
         time, height and width from the beginning of its text token or image. The fourth is the
-        extent of that text token or image. The fifth is how far the text token or image of the next
-        token begins after that of this token: 0 for all tokens of an image except the last. A text
-        token has the numbers 0, 0, 0, 1, 1. None for models with one axis.
+        extent of that text token or image. The fifth is the distance from its beginning to the
+        beginning of the next token's text token or image: 0 for all tokens of an image except the
+        last. A text token has the numbers 0, 0, 0, 1, 1. Returns None for models with one axis.
 
     Raises:
         WeirError: images and image tokens do not match.
@@ -230,8 +230,8 @@ def _sizes(kind: str, given: Mapping[str, Any]) -> list[list[int]]:
         if len(noted) < len(features):
             raise WeirError(
                 f"the size of the {kind} is unknown, because its features came without sizes. "
-                f"Pass pixels with {name}, and leave out prefill_chunk_size: weir limits a prompt "
-                "without it."
+                f"Pass pixels with {name}, and leave out prefill_chunk_size, which weir does not "
+                "need."
             )
         return noted
     grid = isinstance(sizes, Tensor) and sizes.ndim == 2 and sizes.shape[1] == 3
@@ -255,7 +255,7 @@ def check_sizes(given: Mapping[str, Any]) -> None:
         if given.get(f"{kind}_grid_thw") is None:
             raise WeirError(
                 f"{name} came without {kind}_grid_thw, the sizes in patches that the model's "
-                "processor makes with them"
+                "processor makes together with the pixels"
             )
         if (patches := sum(map(math.prod, _sizes(kind, given)))) != len(pixels):
             raise WeirError(
@@ -275,7 +275,7 @@ def _each(model: PreTrainedModel, kind: str, given: Mapping[str, Any]) -> Iterat
         pieces = math.prod(size) // merged
         if min(size) < 1 or pieces < 1:
             raise WeirError(
-                f"the size of an {kind} must be at least one patch in each direction, got {size}"
+                f"the size of each {kind} must be at least one patch in each direction, got {size}"
             )
         more = {f"{kind}_grid_thw": torch.tensor([size])}
         if seconds is not None:
@@ -314,7 +314,7 @@ def _of_one(model: PreTrainedModel, kind: str, pieces: int, more: dict[str, Tens
     found[:, 3] = found[-1, 4] = int(places[0, 0, -1])
     if bool(((found < 0) | (found >= MOST_OFFSET)).any()):
         raise WeirError(
-            f"a piece of this {kind} is {MOST_OFFSET:,} or more places after its beginning. Check "
-            "its sizes and its second_per_grid_ts."
+            f"each {kind} must extend over fewer than {MOST_OFFSET:,} positions. Check "
+            f"{kind}_grid_thw and second_per_grid_ts."
         )
     return found

@@ -80,7 +80,7 @@ class MethodPatch:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call `around` with the original method."""
         function = getattr(type(self._module), self._name, None)
-        if function is not self._function:  # the module got another class, or its class a method
+        if function is not self._function:  # the module's class was replaced, or the class's method
             self._function = function
             if self._before is None:
                 self.own = MethodType(cast(Any, function), self._module)
@@ -112,8 +112,8 @@ class ForwardLock:
     """Reentrant lock around calls of one configuration's models, which also switches their
     attention.
 
-    `threading.RLock` cannot be referenced weakly. A configuration keeps the same lock as long as
-    anyone holds this object, and a waiting thread holds it.
+    A configuration has the same lock as long as anything refers to that lock, for example a thread
+    that waits for it. `_LOCKS` refers to locks weakly, which `threading.RLock` does not allow.
     """
 
     def __init__(self, config: Any) -> None:
@@ -151,8 +151,8 @@ class ForwardLock:
         """Return the attention that a call without the lock had before another thread switched it;
         None if the calling thread has switched it, or no thread has.
 
-        It is still known after that thread has switched it back, because the call may have just
-        read the other name.
+        The name is kept after that thread has switched back, because the call may have read weir's
+        name just before.
         """
         return None if self.is_switched_here() else self._plain
 
@@ -170,7 +170,7 @@ _NAME = "_attn_implementation_internal"
 
 
 def forward_lock_of(config: Any) -> ForwardLock:
-    """Return the lock of a configuration's models: the same object as long as anyone holds it."""
+    """Return the lock of a configuration's models: the same as long as anything refers to it."""
     with _MAKING:
         found = _LOCKS.get(id(config))
         if found is None:

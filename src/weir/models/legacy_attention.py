@@ -21,8 +21,8 @@ Attend = Callable[[int, Tensor, Tensor, Tensor, AttentionParams], Tensor]
 
 
 def falcon(module: Any, attend: Attend, hidden: Tensor) -> tuple[Tensor, None]:
-    """Forward of a `FalconAttention`, in any of its four architectures, for `hidden` [batch,
-    length, dim].
+    """Forward of a `FalconAttention`, in any of its architectures, for `hidden` [batch, length,
+    dim].
 
     One projection makes queries, keys and values, group by group. transformers may repeat keys and
     values for every query head before caching them; here each is stored once.

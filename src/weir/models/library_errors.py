@@ -12,6 +12,10 @@ from weir.errors import WeirError
 def report_as(what: str, remedy: str = "") -> Iterator[None]:
     """Convert any exception of a library to a WeirError of one sentence; a WeirError stays as it
     is.
+
+    Args:
+        what: beginning of the error, before the library's reason.
+        remedy: end of the error, after the reason.
     """
     try:
         yield

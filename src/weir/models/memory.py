@@ -22,7 +22,7 @@ def free_memory(device: torch.device) -> int | None:
     of_machine = _of_machine()
     if of_machine is None:
         return None
-    with suppress(OSError, ValueError):  # "max", or no control groups
+    with suppress(OSError, ValueError):  # the limit is "max", or there are no control groups
         return max(0, min(of_machine, _of_container()))
     return of_machine
 

@@ -153,7 +153,7 @@ def _describe(model: PreTrainedModel, config: Any, reach: int | None) -> ModelSp
     layers = []
     placed = config.model_type not in OWN_FAMILIES
     types = getattr(config, "layer_types", None) or [None] * len(modules)
-    known: dict[str | None, Rotary] = {}  # layers of a type share one, and what it has computed
+    known: dict[str | None, Rotary] = {}  # layers of a type share one, with its cached results
     for kind, module in zip(types[: len(modules)], modules, strict=True):
         rotary = None
         if rotary_module is not None and _rotates(config, module):
@@ -168,7 +168,8 @@ def _describe(model: PreTrainedModel, config: Any, reach: int | None) -> ModelSp
         layers.append(ModelLayerSpec(positions, *_heads(config, module, model.dtype)))
     return ModelSpec(
         kind=config.model_type,
-        # In a multimodal model, the masks are made by another module around the decoder.
+        # In a multimodal model, masks are made by a module around the text decoder. The hooks must
+        # be on that module.
         decoder=model.base_model,
         layers=tuple(layers),
         attentions=tuple(modules),
@@ -403,7 +404,8 @@ def read_rotary(module: nn.Module, kind: str | None, reach: int | None) -> Rotar
     rope_type = rope_type[kind] if several else rope_type
     config: Any = getattr(module, "config", None)
     if rope_type in ("longrope", "dynamic"):
-        # These change frequencies with the length of a call, but a cache's reach is fixed.
+        # These change frequencies with the length of a call, but the highest position in a cache is
+        # fixed.
         more = {"layer_type": kind} if several else {}
         frequencies, scaling = ROPE_INIT_FUNCTIONS[rope_type](
             config, frequencies.device, seq_len=reach or 1, **more

@@ -1,8 +1,8 @@
 """Families of models that can be read from GGUF files, and the meaning of their keys.
 
 A key is `<architecture>.<suffix>`, and the tables hold suffixes. A family *follows* a suffix if the
-model computes what the value says. A key that is in no table, or has a value that no table of the family
-allows, is refused by name (`config`).
+model computes what the value says. A key that is in no table, or has a value that no table of the
+family allows, is refused by name (`config`).
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class GGUFHeader:
         path: the file; of a split file, the first shard.
         paths: all files: `path`, or the shards in order.
         version: version of the format.
-        fields: values by key; arrays are not read yet. Those of a split file are in its first
+        fields: values by key; arrays are not read yet. A split file has its fields in the first
             shard.
         tensors: tensor entries, in file order; of a split file, those of all shards.
     """
@@ -292,7 +292,7 @@ class _HeaderReader:
         return self.bytes(self.count(MAX_STRING, "bytes of one string")).decode("utf-8", "replace")
 
     def value(self, kind: int) -> Any:
-        """Read a field's value, and walk over an array."""
+        """Read a field's value. The items of an array are skipped, not read."""
         if kind == _STRING:
             return self.string()
         if kind != _ARRAY:
@@ -308,7 +308,7 @@ class _HeaderReader:
         return GGUFArray(item, n, start, self.file.tell())
 
     def skip_strings(self, n: int) -> None:
-        """Walk over an array of strings: a vocabulary has a hundred thousand of them."""
+        """Skip an array of strings quickly, because a vocabulary has a hundred thousand of them."""
         with mmap.mmap(self.file.fileno(), 0, access=mmap.ACCESS_READ) as whole:
             at, length = self.file.tell(), struct.Struct("<Q")
             for _ in range(n):

@@ -19,7 +19,14 @@ _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 
 
 def _modern(digits: str, contractions: str = f"{_CONTRACTIONS}|", signs: str = r"[\r\n]*") -> str:
-    """Return the rule of Llama 3 and Qwen 2, with numbers of at most so many digits."""
+    """Return the rule of Llama 3 and Qwen 2.
+
+    Args:
+        digits: how many digits a word can have, in the syntax of regular expressions: "" for one,
+            "{1,3}" for up to three.
+        contractions: the pattern of contractions, such as 's, before the other patterns.
+        signs: the pattern of what can follow punctuation in the same word.
+    """
     return (
         rf"{contractions}[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}"
         rf"| ?[^\s\p{{L}}\p{{N}}]+{signs}|{_TAIL}"
@@ -27,8 +34,11 @@ def _modern(digits: str, contractions: str = f"{_CONTRACTIONS}|", signs: str = r
 
 
 def _cased(digits: str, contractions: str = "") -> str:
-    """Return the rule that cuts in front of capital letters, with numbers of at most so many
-    digits.
+    """Return the rule that cuts in front of capital letters.
+
+    Args:
+        digits: as for `_modern`.
+        contractions: the pattern of contractions at the end of a word.
     """
     before = r"[^\r\n\p{L}\p{N}]?"
     return (
@@ -86,7 +96,9 @@ class PreTokenizer:
         return normalizers.NFC() if self.composed else None
 
     def make(self) -> pre_tokenizers.PreTokenizer:
-        """Return the rule, followed by the alphabet of bytes."""
+        """Return the rule, followed by the step that writes each byte as one character of BPE's
+        alphabet.
+        """
         cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in self.patterns]
         alphabet = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         return pre_tokenizers.Sequence([*cuts, alphabet])

@@ -88,7 +88,9 @@ class SpecialTokens:
 
 
 def _check_id(header: GGUFHeader, key: str, id: Any, tokens: int) -> int | None:
-    """Return the id that a key has; None for an id beyond the vocabulary, with a warning."""
+    """Return the id that a key has. None for an id beyond the vocabulary, with a warning unless it
+    is `_NONE`.
+    """
     if type(id) is not int or not 0 <= id < 1 << 32:
         raise WeirError(
             f"{header.path} says {key} = {id!r}, where the id of a token is expected. Use another "

@@ -78,7 +78,7 @@ def read_tokenizer(path: Path) -> PreTrainedTokenizerBase:
 
 
 def tokenizer_of(header: GGUFHeader) -> PreTrainedTokenizerBase:
-    """Build the tokenizer that a header describes (WeirError: `read_tokenizer`)."""
+    """Build the tokenizer that a header describes. Raises the same errors as `read_tokenizer`."""
     kind = header.fields.get("tokenizer.ggml.model")
     if kind not in _KINDS:
         raise WeirError(
@@ -207,8 +207,14 @@ def _added(header: GGUFHeader, word: str, special: bool) -> AddedToken:
 def _add_ends(
     header: GGUFHeader, made: Tokenizer, words: Sequence[str], special: SpecialTokens, bos: bool
 ) -> None:
-    """Make the tokenizer add tokens at the beginning and end of a text, if the file or its kind
-    says so.
+    """Make the tokenizer add tokens at the beginning and end of a text, if the file says so.
+
+    Args:
+        header: the file's header.
+        made: the tokenizer.
+        words: texts of all tokens.
+        special: ids of the special tokens.
+        bos: whether the beginning token is added if the file does not say.
     """
     sides = []
     for name, default, id in (("bos", bos, special.bos), ("eos", False, special.eos)):
@@ -287,7 +293,7 @@ def _byte_level(
 def _sentence_piece(
     header: GGUFHeader, words: list[str], types: list[int], special: SpecialTokens
 ) -> tuple[Tokenizer, bool]:
-    """Return SentencePiece's BPE, and that texts begin with a token by default."""
+    """Return SentencePiece's BPE, and True: texts begin with a beginning token by default."""
     scores = _numbers(header, "scores", len(words))
     if scores is None:
         raise WeirError(_without(header, "tokenizer.ggml.scores"))

@@ -49,7 +49,8 @@ class TensorLayout:
         fused: how transformers orders the rows of a fused query-key-value projection, where the
             file has all queries first: "head" for query, key and value of each head together,
             "group" for the queries of a KV head and then its key and value.
-        transposed: modules whose weights transformers stores as [inputs, outputs].
+        transposed: pattern of the names of weights that transformers stores as [inputs, outputs];
+            "" for none.
         optional: whether files may lack biases. As in llama.cpp, biases that no layer has count as
             0.
     """
@@ -85,7 +86,7 @@ LAYOUTS: Mapping[str, TensorLayout] = {
         "exaone4 olmo2 olmoe qwen2 qwen2moe qwen3 qwen3moe seed_oss stablelm".split(), _OPTIONAL
     ),
 }
-"""Architectures that can be read, by the names that GGUF files have for them."""
+"""The layout of each architecture that can be read, by the architecture's name in GGUF files."""
 
 OWN_NAMES = {
     # Bloom's and Falcon's modules have a prefix that the package gguf does not know.
@@ -97,7 +98,9 @@ OWN_NAMES = {
     ),
     r"model\.layers\.(\d+)\.mlp\.experts\.down_proj": "blk.{}.ffn_down_exps",
 }
-"""Names of modules that the package gguf does not know, and what files call them."""
+"""Patterns of the names of modules that the package gguf does not know, and the names that files
+give these modules.
+"""
 _JOINED = {
     r"(?:.*\.)?layers\.(\d+)\..*\b(?:experts\.gate_up_proj|block_sparse_moe\.input_linear)": (
         "blk.{}.ffn_gate_exps",
@@ -109,7 +112,9 @@ _JOINED = {
     ),
     r"(?:.*\.)?layers\.(\d+)\.mlp\.gate_up_proj": ("blk.{}.ffn_gate", "blk.{}.ffn_up"),
 }
-"""Modules whose gate and up projection are stored separately in files."""
+"""Patterns of the names of modules that join gate and up projection, and the names of the two
+tensors that files have instead.
+"""
 _BIASES = re.compile(r"blk\.\d+\.((?:attn_(?:q|k|v|output)|ffn_(?:gate|up|down))\.bias)")
 _QKV = ("attn_q", "attn_k", "attn_v")
 _HEAD_NORMS = re.compile(r"model\.layers\.(\d+)\.self_attn\.([qk])_layernorm\.norms\.(\d+)")
@@ -340,7 +345,7 @@ class _Plan:
         return [own]
 
     def is_zero(self, name: str) -> bool:
-        """Return whether a tensor is a bias that no layer of the file has, so that it is 0."""
+        """Return whether a tensor is a bias that no layer of the file has, and so counts as 0."""
         match = _BIASES.fullmatch(name) if self.layout.optional else None
         return match is not None and not any(
             other is not None and other[1] == match[1]
@@ -451,7 +456,8 @@ def make_empty(make: Callable[[], PreTrainedModel]) -> PreTrainedModel:
     thread = threading.get_ident()
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
-        # A parameter that is already on `meta` is a second name for one, like that of a tied head.
+        # A parameter that is already on `meta` was registered before under another name, like the
+        # weight of a tied head.
         if parameter is None or parameter.is_meta or threading.get_ident() != thread:
             return None
         return nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
@@ -491,7 +497,7 @@ def _stored(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """Split a parameter's name into the part that files rename, and the suffix."""
+    """Split a parameter's name into the module's name and the suffix that files use."""
     for suffix, theirs in ((".weight", ".weight"), (".bias", ".bias"), ("_bias", ".bias")):
         if name.endswith(suffix):
             return name.removesuffix(suffix), theirs
@@ -539,5 +545,6 @@ def _dequantized(tensor: TensorInfo, columns: int) -> Iterator[np.ndarray]:
     step = max(1, TOGETHER // max(1, tensor.shape[0]))
     for start in range(0, rows, step):
         raw = _read_rows(tensor, start, min(rows, start + step))
-        # Make it writable, because float32 numbers are a view of the bytes.
+        # Float32 numbers are a view of `raw`. Nothing else uses it, so callers can change them in
+        # place.
         yield dequantize(raw, _type_of(tensor)).astype(np.float32, copy=False).reshape(-1, columns)
