@@ -23,6 +23,7 @@ from weir.native import engine as native_step
 from weir.native import quantize_weights
 from weir.native.program import StepProgram
 
+pytestmark = pytest.mark.own_kernels
 pytest.importorskip("numba", reason="not installed: pip install '.[fast]'")
 blocks = pytest.importorskip("weir.native.kernels.linear_blocks")
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}

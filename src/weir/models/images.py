@@ -313,8 +313,8 @@ def _of_one(model: PreTrainedModel, kind: str, pieces: int, more: dict[str, Tens
     found[:, :3] = places[:, 0, :-1].T
     found[:, 3] = found[-1, 4] = int(places[0, 0, -1])
     if bool(((found < 0) | (found >= MOST_OFFSET)).any()):
+        sizes = "image_grid_thw" if kind == "image" else "video_grid_thw and second_per_grid_ts"
         raise WeirError(
-            f"each {kind} must extend over fewer than {MOST_OFFSET:,} positions. Check "
-            f"{kind}_grid_thw and second_per_grid_ts."
+            f"each {kind} must extend over fewer than {MOST_OFFSET:,} positions. Check {sizes}."
         )
     return found

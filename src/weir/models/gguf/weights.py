@@ -547,4 +547,4 @@ def _dequantized(tensor: TensorInfo, columns: int) -> Iterator[np.ndarray]:
         raw = _read_rows(tensor, start, min(rows, start + step))
         # Float32 numbers are a view of `raw`. Nothing else uses it, so callers can change them in
         # place.
-        yield dequantize(raw, _type_of(tensor)).astype(np.float32, copy=False).reshape(-1, columns)
+        yield dequantize(raw, _type_of(tensor)).reshape(-1, columns)
