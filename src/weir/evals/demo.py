@@ -29,6 +29,7 @@ from weir.evals.report import (
     DASHES,
     GRAY,
     TextTable,
+    code_cell,
     drawn_figure,
     html_page,
     legend_columns,
@@ -387,8 +388,7 @@ def write_excerpt(result: dict[str, Any], folder: Path) -> None:
         heads += [f"right after {story['away']:,} tokens"]
     rows = [
         [
-            # A vertical bar would end the cell.
-            f"`{policy['policy']}`".replace("|", r"\|"),
+            code_cell(policy["policy"]),
             f"{policy['ppl']:,.1f}",
             _format_bytes(policy["kv_bytes"]),
             *(str(at["right"]) for at in policy.get("by_distance", ()) if story),

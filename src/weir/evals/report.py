@@ -75,6 +75,15 @@ class TextTable:
         return "\n".join(f"| {' | '.join(row)} |" for row in (self.heads, rules, *self.rows))
 
 
+def code_cell(text: str) -> str:
+    """Format a text as code in a cell of a Markdown table.
+
+    A vertical bar would end the cell, and in backticks, some programs show the backslash that
+    escapes it.
+    """
+    return f"<code>{text.replace('|', '&#124;')}</code>" if "|" in text else f"`{text}`"
+
+
 def render(template: str, **values: Any) -> str:
     """Fill a Jinja template of this folder; values are escaped, except those marked as `safe`."""
     environment = jinja2.Environment(

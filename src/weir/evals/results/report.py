@@ -22,6 +22,7 @@ from weir.evals.report import (
     NO_DATE,
     DrawnFigure,
     TextTable,
+    code_cell,
     drawn_figure,
     html_page,
     legend_columns,
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
 def as_markdown(table: FigureTable) -> str:
     """A table in Markdown."""
     rows = _rows(table, "**%s**", "<u>%s</u>", " <small>%s</small>", group=",")
-    cells = [[_code(name), *map("".join, row)] for name, row in rows]
+    cells = [[code_cell(name), *map("".join, row)] for name, row in rows]
     return TextTable(["policy", *(column.head for column in table.columns)], cells).markdown()
 
 
@@ -131,13 +132,6 @@ def _tex(text: str) -> str:
     special |= {"^": r"\textasciicircum{}", "–": "--", "<": r"\textless{}", ">": r"\textgreater{}"}
     special |= {mark: rf"\{mark}" for mark in "&%$#_{}"}
     return "".join(special.get(letter, letter) for letter in text)
-
-
-def _code(name: str) -> str:
-    """Format a policy as code in a cell; vertical bars are escaped, because they would end the
-    cell.
-    """
-    return f"<code>{name.replace('|', '&#124;')}</code>" if "|" in name else f"`{name}`"
 
 
 WIDTH = 7.6
