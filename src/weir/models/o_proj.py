@@ -1,6 +1,7 @@
 """Output projection of attention (`o_proj`), for pools that score tokens by their values.
 
-A value v adds W_o v to a layer's output; CriticalKV, CAOTE and DefensiveKV measure it.
+Attention that reads a token with the value v adds a multiple of W_o v to the layer's output.
+CriticalKV, CAOTE and DefensiveKV compute their scores from W_o v.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class OutputProjection:
     Args:
         attention: the module.
         heads: the sizes of its attention.
-        kept: the KV heads whose parts are wanted; None for all.
+        kept: the KV heads whose parts of the projection are returned; None for all.
     """
 
     def __init__(
@@ -44,8 +45,8 @@ class OutputProjection:
         self._known: dict[torch.device, Tensor | None] = {}
 
     def __call__(self, value_dim: int, device: torch.device) -> Tensor | None:
-        """Return factors R with |R x| = |W_o x|, where W_o is the part of the projection of each
-        query head.
+        """Return factors R with |R x| = |W_o x|, where W_o is the part of the projection that
+        belongs to a query head.
 
         Their shape is [kv_heads, group, value_dim, value_dim], float32. Returns None if the weights
         cannot be read because they are quantized or offloaded, or have another name in this family.
@@ -76,7 +77,8 @@ class OutputProjection:
         parts = self.parts(value_dim, torch.device("cpu"))
         if parts is None:
             return None
-        # In W = QR, Q preserves lengths. float64 gives the same factors on every device.
+        # In W = QR, Q preserves lengths. The factors are computed on the CPU, in float64, so that
+        # they do not depend on the model's device.
         factor = torch.linalg.qr(parts.double(), mode="r").R
         whole = factor.new_zeros(*parts.shape[:2], value_dim, value_dim)
         whole[:, :, : factor.shape[2]] = factor

@@ -32,9 +32,10 @@ class RotaryWatch:
 
     Args:
         model: the causal language model.
-        rotations: weir's replacements for it, by layer type.
+        rotations: weir's replacements for the embedding, by layer type.
 
-    Raises WeirError if the module computes something else.
+    Raises WeirError if the embedding and weir's replacements compute different rotations, or if a
+    hook changes the embedding's positions.
     """
 
     def __init__(self, model: PreTrainedModel, rotations: Mapping[str | None, Rotary]) -> None:
@@ -50,7 +51,9 @@ class RotaryWatch:
             self._take(*_read(self._module))
 
     def find(self, model: PreTrainedModel, decoder: nn.Module) -> nn.Module | None:
-        """Return the module that `rotary_of` finds, in the decoder if it was found there.
+        """Return the model's current rotary embedding, as `rotary_of` does.
+
+        It is read from `decoder` if that was the model's decoder when this object was made.
 
         Args:
             model: the model.
@@ -96,7 +99,7 @@ class RotaryWatch:
         ):
             if now is not then:
                 return False
-            # Numbers can be written through `.data` or NumPy, which count no versions.
+            # Writing through `.data` or NumPy does not change a tensor's version.
             if not (_equal(now, value) if now.is_cpu else _version(now) == version):
                 return False
         return True
@@ -128,8 +131,8 @@ def _try(module: Any, rotations: Mapping[str | None, Rotary]) -> None:
         if (tables - ours).abs().max() > 2**-21 * largest * abs(rotary.scaling):
             raise WeirError(
                 f"the rotary embedding of this model, a {type(module).__name__}, computes other "
-                "cosines and sines than those of its frequencies, which weir uses. Change "
-                "inv_freq or attention_scaling instead of the forward."
+                "cosines and sines than those of its frequencies, from which weir computes them. "
+                "Change inv_freq or attention_scaling instead of the forward."
             )
 
 
@@ -161,12 +164,13 @@ def _try_hooks(module: Any, rotations: Mapping[str | None, Rotary]) -> None:
     if moved is None or (moved != moved[0, 0]).any():
         raise WeirError(
             "a forward pre-hook on the rotary embedding of this model changes positions, but weir "
-            "computes positions, so the hook has no effect. Remove the hook, or change inv_freq."
+            "uses its own positions, so the hook has no effect. Remove the hook, or change "
+            "inv_freq."
         )
 
 
 def _read(module: nn.Module) -> tuple[list[Tensor], list[Any]]:
-    """Return the frequencies of a rotary embedding and its factors."""
+    """Return the frequencies of a rotary embedding, and its class and scaling factors."""
     kinds = getattr(module, "rope_type", "default")
     several = kinds if isinstance(kinds, dict) else {None: kinds}
     tensors: list[Tensor] = []
@@ -182,7 +186,7 @@ def _read(module: nn.Module) -> tuple[list[Tensor], list[Any]]:
 
 
 def _hooks(module: nn.Module | None) -> list[Any]:
-    """Return the functions that run before and after a module's forward; each may change it."""
+    """Return the hooks that run before and after a module's forward; each may change its result."""
     if module is None:
         return []
     return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]

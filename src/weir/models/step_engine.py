@@ -38,7 +38,7 @@ class StepEngine(Protocol):
         """Find out from the model's modules whether the engine computes the same as the model. This
         does nothing if the answer is known and no module has been replaced since.
 
-        While this runs, the attention of the model's configuration is weir's, as during a call, and
+        While this runs, the model's configuration selects weir's attention, as during a call, and
         no other thread calls the model.
         """
 
@@ -46,9 +46,9 @@ class StepEngine(Protocol):
         """Run a step.
 
         Args:
-            step: the token of each row; `largest` is set if the step has changed the slots.
+            step: the token of each row; the engine sets its `largest` if it has changed the slots.
             given: the decoder's arguments by name.
-            own: the model's own forward.
+            own: the decoder's own forward.
 
         Returns:
             The decoder's output; None if the model has to run the step.

@@ -47,10 +47,14 @@ class StreamedCall(Attending, Protocol):
         """Record that an engine has run the step, so that its token counts."""
 
     def finish(self) -> StreamedCall | None:
-        """Finish a successful call; return the call to repeat without rows that failed, if any."""
+        """Finish a successful call. If it must be repeated without the rows that failed, return the
+        call for the other rows, otherwise None.
+        """
 
     def abandon(self, error: BaseException) -> StreamedCall | None:
-        """Undo a call that failed; return the call to repeat without rows that failed, if any."""
+        """Undo a call that raised an error. If it must be repeated without the rows that failed,
+        return the call for the other rows, otherwise None.
+        """
 
 
 class StreamedCache(Protocol):
@@ -60,7 +64,9 @@ class StreamedCache(Protocol):
         """Begin a call with the decoder's arguments by name."""
 
     def begin_step(self, tokens: list[int]) -> StreamedCall | None:
-        """Begin a call of one token for each row; None if `begin` has more to check."""
+        """Begin a call of one token for each row. Return None if the call needs checks that only
+        `begin` makes.
+        """
 
     def end(self) -> None:
         """Do the remaining work after a call has finished."""

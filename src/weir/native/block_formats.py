@@ -13,8 +13,8 @@ A weight is stored in two arrays:
   signed numbers of 8 bits, then 16 unsigned ones for minima.
 
 A number is `(value - zero) * scale + minimum`. `value` is the code, or its entry in a table. If
-blocks share scales, a number is `(value - zero) * factor * unit * scale`, minus the minimum times
-its factor.
+blocks share scales, a number is `(value - zero) * factor * power * scale`, minus the minimum times
+its factor, where `power` is `BlockFormat.unit`, a constant of the type.
 
 Numbers of 16 bits, F16 and BF16, are also stored in such panels, without scales: for each block,
 first the first number of all outputs, then the second, and so on.
@@ -41,10 +41,11 @@ class BlockFormat(NamedTuple):
         planes: bits of each plane of codes; a single 8 for whole bytes, a single 16 for numbers of
             16 bits.
         zero: the value that stands for 0.
-        minima: blocks have a minimum, which is added to their numbers.
+        minima: blocks have a minimum, which is added to their numbers, or subtracted if it is
+            shared.
         shared: eight blocks share a scale, and each has a factor of it.
         halves: each half of a block has a separate factor.
-        unit: a power of two by which factors are multiplied.
+        unit: a power of two by which factors are multiplied; not a unit of `scales`.
         table: the value of each code, for codes that are not numbers themselves.
         number: "half" or "bfloat" for numbers of 16 bits, which need no scale.
     """
@@ -127,8 +128,8 @@ def _signs(*values: int) -> tuple[int, ...]:
 
 
 _IQ3_XXS, _IQ3_S = _signs(4, 12, 20, 28, 36, 44, 52, 62), _signs(*range(1, 16, 2))
-# There are eight entries, so that the code of -x is the code of x with all bits inverted; two are
-# not used.
+# `_IQ2` has eight entries, so that the code of -x is the code of x with all bits inverted; the two
+# zeros are not used.
 _IQ2, _IQ1 = _signs(8, 25, 43, 0), _signs(1, 7, 9)
 
 

@@ -23,19 +23,22 @@ from weir.native.dispatch import BlockWeight
 from weir.native.module_trials import is_gated_mlp
 
 ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu"}
-"""Activations that kernels know, by the names of their modules."""
+"""Activations that kernels know, by the names of their classes."""
 PROBES = 8
-"""Rows on which kernel and module are compared once."""
+"""Number of rows on which kernel and module are compared, once for a set of weights."""
 ROUNDED = 2**-5
-"""Largest relative difference of an answer if numbers are rounded to 8 bits."""
+"""Largest difference between their answers, relative to the module's answer. They differ because
+the inputs of products are rounded to 8 bits.
+"""
 _LAYERS = ("gate_proj", "up_proj", "down_proj")
 
 
 def run_mlps_whole(model: nn.Module) -> None:
-    """Let the kernel run the MLPs of a model that it supports."""
+    """Let the kernel run those MLPs of a model that the kernel supports."""
     for module in model.modules():
         if _weights_of(module) is not None and has_class_forward(module):
-            vars(module).pop("forward", None)  # copies can have it as an attribute
+            # A copy of a patched module has its class's forward as an attribute.
+            vars(module).pop("forward", None)
             MethodPatch(module, "forward", _WholeMLP(module))
 
 
@@ -97,5 +100,5 @@ def _is_hooked(module: Any) -> bool:
 
 
 def is_near(one: Tensor, other: Tensor, off: float) -> bool:
-    """Return whether two answers differ by at most a share of the other's norm."""
+    """Return whether `one` differs from `other` by at most `off` times the norm of `other`."""
     return bool((one.float() - other.float()).norm() <= off * other.float().norm())

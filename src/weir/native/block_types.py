@@ -224,12 +224,13 @@ def _words(packed: Tensor, bits: int) -> np.ndarray:
 
 
 class _Grid(NamedTuple):
-    """Tables of a type whose codes are indexes of a grid; eight codes are one number of 64 bits.
+    """Tables of a type for which a file stores indexes of a grid instead of codes.
 
     Attributes:
-        codes: for each index, the codes of its values, without signs.
-        signs: for each combination of sign bits, the mask that converts codes of positive values to
-            signed ones.
+        codes: for each index, the codes of its values, without signs: eight of them as one number
+            of 64 bits, or four as one number of 32 bits.
+        signs: for each combination of eight sign bits, the mask of 64 bits that converts codes of
+            positive values to signed ones.
     """
 
     codes: np.ndarray
@@ -247,7 +248,7 @@ def _grid(kind: str) -> _Grid:
     table = torch.zeros(256, dtype=torch.uint8)
     for code, value in enumerate(form.table):
         table[value] = code
-    if kind.startswith("IQ1"):  # -1, 0 and 1; the next higher codes are for the other shift
+    if kind.startswith("IQ1"):  # -1, 0 and 1, less an eighth; the next higher codes: plus an eighth
         codes = (2 * (values + 1)).to(torch.uint8)
     else:
         codes = table[(values + form.zero).long()]
@@ -259,15 +260,21 @@ def _grid(kind: str) -> _Grid:
 
 @lru_cache
 def _seven_signs() -> np.ndarray:
-    """Return the eight signs of every number of 7 bits; the last sign makes their number even."""
+    """Return eight sign bits for every number of 7 bits; the last one makes the number of set bits
+    even.
+    """
     numbers = np.arange(128)
     odd = np.array([bin(number).count("1") & 1 for number in numbers])
     return numbers | odd << 7
 
 
 def _from_grid(kind: str, places: np.ndarray, signs: np.ndarray) -> Tensor:
-    """Return the codes [lines, inputs] for indexes of a grid and the signs of eight numbers each,
-    as bytes.
+    """Return codes [lines, inputs].
+
+    Args:
+        kind: the type.
+        places: indexes of its grid, for each line.
+        signs: bytes with the sign bits of eight numbers each.
     """
     grid = _grid(kind)
     codes = np.ascontiguousarray(grid.codes[places]).view(np.uint64) ^ grid.signs[signs].reshape(
@@ -281,7 +288,7 @@ def _flat(numbers: np.ndarray) -> np.ndarray:
 
 
 def _odd(numbers: Tensor) -> Tensor:
-    """Convert stored factors n of these types to 2 n + 1 [lines, blocks, factors]."""
+    """Convert stored factors n of IQ1, IQ2 and IQ3 types to 2 n + 1 [lines, blocks, factors]."""
     factors = (2 * numbers + 1).to(torch.uint8)
     return factors.reshape(len(factors), factors.shape[1] * SHARED, -1)
 
@@ -331,8 +338,8 @@ def _read_iq3_s(raw: Tensor) -> Parts:
 
 
 def _shifted_grid(kind: str, places: np.ndarray, lowered: np.ndarray) -> Tensor:
-    """Return codes of IQ1_S or IQ1_M: values of a grid plus an eighth, or minus an eighth where
-    `lower` says so.
+    """Return codes of IQ1_S or IQ1_M: values of a grid minus an eighth where `lowered` is not 0,
+    and plus an eighth elsewhere.
     """
     ones = np.uint64(0x0101010101010101)
     codes = _grid(kind).codes[places] | np.where(lowered, np.uint64(0), ones)
@@ -351,7 +358,7 @@ def _read_iq1_s(raw: Tensor) -> Parts:
 
 
 def _read_iq1_m(raw: Tensor) -> Parts:
-    """Read IQ1_M. The upper 4 bits of each of the last four words form a unit's scale."""
+    """Read IQ1_M. The upper 4 bits of the last four words together are the scale of a unit."""
     parts = raw.unflatten(1, (-1, 56))
     high = _pairs(parts[..., 32:48]).numpy().astype(np.int64)
     places = parts[..., :32].numpy() | (high & 7) << 8

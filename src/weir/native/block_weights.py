@@ -1,5 +1,7 @@
-"""Layers with weights in GGUF's blocks of 32 numbers: `weir.load(name, weights="q8_0")`, or as in a
-file.
+"""Layers with weights in GGUF's blocks of 32 numbers.
+
+`weir.load(name, weights="q8_0")` quantizes weights to such blocks, and `weights="gguf"` keeps the
+blocks of a file.
 
 `weir.native.block_formats` describes the memory layout of each type. On a CPU with AVX2 or VNNI, a
 product of any number of rows multiplies the codes directly (`native.kernels.linear_blocks`), after
@@ -48,8 +50,9 @@ class Blocks:
         kind: the type of the blocks, one of `BLOCK_TYPES`.
         outputs: number of outputs, without those that fill up the last panel.
         codes: uint8 [panels, blocks, bytes], as the kernel reads them.
-        scales: the bits of float16, and bytes, as int16 [panels, units, lines, 16], because
-            `to(dtype)` does not change int16.
+        scales: the float16 scales and minima, and the factors of 8 bits. Their bytes are stored as
+            int16 [panels, units, bytes of a unit / 32, 16], because `to(dtype)` does not change
+            int16.
 
     Args:
         kind: see the attribute.
@@ -85,8 +88,8 @@ class Blocks:
 
         Args:
             first: the number of the first output, a multiple of `PANEL`.
-            data: the bytes of the outputs [outputs, bytes of a line], uint8; a multiple of `PANEL`
-                of outputs, except in the last call.
+            data: the bytes of the outputs [outputs, bytes of a line], uint8. The number of outputs
+                is a multiple of `PANEL`, except in the last call.
         """
         pack = dispatch.pack_blocks(torch.device("cpu"))
         if pack is not None and pack(self.kind, data, self.codes, self.scales, first // PANEL):
@@ -148,7 +151,7 @@ def _quantize(weight: Tensor, kind: str) -> Parts:
         parts = parts - scales[..., 1:].float()
     elif form.bits == 8:
         scales = (parts.abs().amax(dim=2, keepdim=True) / 127).half()
-    else:  # the largest number gets the code 0, which is further from the zero than 15
+    else:  # the largest number gets the code 0, which is further than the code 15 from `zero`, 8
         largest = parts.gather(2, parts.abs().argmax(dim=2, keepdim=True))
         scales = (largest / -zero).half()
     step = scales[..., :1].float()
@@ -317,7 +320,7 @@ class BlockEmbedding(_InBlocks, nn.Embedding):  # type: ignore[override]  # read
 
 
 def _scaled(embedding: nn.Module, rows: Tensor) -> Tensor:
-    """Multiply rows of a table like Gemma's `ScaledWordEmbedding` and some others."""
+    """Multiply rows of an embedding's table by its scale, if it has one, as Gemma's does."""
     scale = getattr(embedding, "embed_scale", None)
     return rows if scale is None else rows * torch.as_tensor(scale).to(rows)
 
@@ -343,12 +346,12 @@ def looks_up(embedding: Any) -> bool:
 
 
 def fits_blocks(module: nn.Module) -> bool:
-    """Return whether a linear layer's weight can be stored in blocks of one scale."""
+    """Return whether a linear layer's weight can be stored in blocks that do not share scales."""
     return isinstance(module, nn.Linear) and not module.in_features % BLOCK
 
 
 def put_blocks(model: PreTrainedModel, names: Iterable[str], kind: str) -> None:
-    """Quantize linear layers, and the embedding if the head uses its table. The head gets 8 bits.
+    """Quantize linear layers, and the embedding if the head shares its table. The head gets 8 bits.
 
     Args:
         model: any model.
@@ -382,9 +385,9 @@ def warn_without_kernel(model: PreTrainedModel) -> None:
     """Warn if products of blocks are slower than those of plain weights."""
     if dispatch.linear_blocks(torch.empty(1, BLOCK, device=model.device)) is None:
         warnings.warn(
-            "on this machine, weights in blocks are dequantized for every product, which is slow, "
-            "because their kernel needs numba and a processor with AVX2. Leave out weights= to go "
-            "faster.",
+            "on this machine, weights in blocks are dequantized for every product, which is slow. "
+            "The kernel that multiplies blocks directly needs numba and a processor with AVX2. "
+            "Leave out weights= to go faster.",
             stacklevel=4,
         )
 
