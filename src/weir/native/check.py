@@ -1,7 +1,8 @@
-"""Checks a table's operations before the first step of its sizes takes effect.
+"""Checks the operations of a step table, before the first step with this table takes effect.
 
-`proof` has shown what a decoder computes. This file shows that the kernel computes
-the same, with the real weights and slots.
+`proof` has shown what a decoder computes. This file shows that the kernel computes the same, with
+the real weights and slots. Of the tables for slots of the same sizes (`StepProgram.kind`), only the
+first is checked.
 
 Each operation's result is compared with PyTorch's, in float32 and from the same inputs that the
 operation read, so that errors do not accumulate over operations. Therefore weights in 16 bits need
@@ -108,7 +109,9 @@ def _check_embedding(program: StepProgram, form: ModelForm, factor: float) -> No
 
 
 def _embeddings(module: Any, ids: Tensor) -> Tensor:
-    """Return the embeddings that a module looks up, before blocks are rounded to 16 bits."""
+    """Return the embeddings that a module looks up. Those from blocks are in float32, before they
+    are rounded to the module's dtype, or NaN if rounding does not give the module's answer.
+    """
     found: Tensor = module(ids)
     if not isinstance(module, BlockEmbedding):
         return found
@@ -203,8 +206,10 @@ class _Trial:
             raise NotNative(f"{self._name}: the native sum does not match the model's")
 
     def _normalize(self, program: StepProgram, norm: Norm | None, x: Tensor) -> Tensor:
-        """Return the bit-identical input of the table's products, so that both are rounded to 8
-        bits in the same way, and compare it with the norm.
+        """Compute a norm by the table's own operation, and compare it with the norm's formula.
+
+        The result is bit-identical to the input of the table's products, so that PyTorch's products
+        round the same numbers to 8 bits.
         """
         found = program.normalize(norm, x)
         wanted = normalized(norm, x.double())
@@ -260,7 +265,7 @@ class _Trial:
             answers = held.decode(*given, part.params, ends, waiting, torch.zeros(batch))
             answers = answers.view(batch, len(numbers), -1)
             found[:, numbers] = answers
-            # The relative error of a weight is the absolute error of its logit.
+            # The relative error of an attention weight is the absolute error of its logit.
             logit = float(wide["keys"].norm(dim=3).max() * queries.norm(dim=2).max())
             share = _EPS * (32 + 4 * dim**0.5 * (1 + logit * abs(part.params.scale)))
             longest = float(wide["values"].norm(dim=3).max())

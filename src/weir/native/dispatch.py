@@ -1,7 +1,8 @@
 """Selects the CPU engine's kernels, like `weir.kernels.dispatch` for those of slots.
 
-Each function returns None if there is no such kernel: numba is not installed, the processor lacks
-the instructions, the kernel cannot read the tensors, or `WEIR_KERNELS` chooses another.
+Each function returns None (`block_function` 0) if it finds no kernel: numba is not installed, the
+processor lacks the instructions, the kernel cannot read the tensors, or `WEIR_KERNELS` chooses
+another.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ Int8Kernel = Callable[[Tensor, Tensor, Tensor], Tensor]
 BlockKernel = Callable[[Tensor, Tensor, Tensor, int, str], Tensor]
 """(x, codes, scales, outputs, type of the blocks) -> products."""
 GatedKernel = Callable[[Tensor, BlockWeight, BlockWeight, BlockWeight, str], Tensor | None]
-"""(x, gate, up, down, activation) -> answers. None if it cannot multiply these weights."""
+"""(x, gate, up, down, activation) -> answers. None if there are too few rows."""
 RowsKernel = Callable[[Tensor, Tensor, Tensor, int, str], Tensor | None]
-"""(numbers of the rows, codes, scales, outputs, type of the blocks) -> rows. None if it cannot read
-these blocks.
+"""(numbers of the rows, codes, scales, outputs, type of the blocks) -> rows. None if a row does
+not exist.
 """
 ReaderKernel = Callable[[np.ndarray, Any, Tensor], tuple[int, np.ndarray, list[object]]]
 """(numbers of the rows, weight in blocks, output) -> a look-up for a step table."""
@@ -76,7 +77,9 @@ def linear_blocks(x: Tensor) -> BlockKernel | None:
 
 
 def mlp_blocks(x: Tensor) -> GatedKernel | None:
-    """Return the kernel for a whole MLP with such weights; None if each product runs separately."""
+    """Return the kernel for a whole MLP with weights in blocks; None if each product runs
+    separately.
+    """
     if linear_blocks(x) is None:
         return None
     return _TABLE.find("mlp_blocks", x.device)

@@ -53,13 +53,16 @@ WAITING = (
 UNFINISHED = "the kernel is still being compiled; steps are native when it is ready"
 """The reason why steps are not native yet."""
 MOST_ROWS = 16
-"""From this number of rows on, PyTorch is faster, because it is made for products of many rows."""
+"""Largest number of rows with native steps. With more rows, PyTorch is faster, because it is made
+for products of many rows.
+"""
 
 
 class NativeStep:
-    """A decoder's native steps: a `StepEngine`, valid until a module changes.
+    """A decoder's native steps: a `StepEngine`, which reads the decoder again if a module changes.
 
     Attributes:
+        run: see `StepEngine`.
         wait: whether to wait until the kernel is compiled, however long that takes.
 
     Args:
@@ -115,9 +118,7 @@ class NativeStep:
 
     @property
     def reason(self) -> str | None:
-        """Why no step of the decoder can be native because of its modules; None if there is no
-        reason.
-        """
+        """Why the decoder's modules do not support native steps; None if they do."""
         return self._reason
 
     def step(self, step: Step, given: Given, own: OwnForward) -> BaseModelOutputWithPast | None:
@@ -148,12 +149,19 @@ class NativeStep:
                 slots.refused = key, reason
                 return own(**given)
             slots.program, slots.refused = program, None
-            if program.kind not in self._proved:  # the step overwrites the results of trials
+            if program.kind not in self._proved:
+                # The model runs this step, which overwrites what trials have written to the slots.
                 self._proved.add(program.kind)
                 output = own(**given)
                 hidden = output.last_hidden_state
                 if hidden is None or hidden.dtype != program.dtype:
-                    slots.program, slots.refused = None, (key, "its norm has another dtype")
+                    slots.program, slots.refused = (
+                        None,
+                        (
+                            key,
+                            "its output has another dtype than the weight of its last norm",
+                        ),
+                    )
                 return output
         hidden = program.run(self._embedded(given), step)
         step.largest, step.top = program.largest, program.top

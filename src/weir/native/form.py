@@ -72,9 +72,9 @@ class Projection(NamedTuple):
     """A linear layer, or some outputs of a layer that several projections share.
 
     Attributes:
-        name: the name of the module within its layer.
+        name: the name of the module within the decoder, or "the head".
         module: the linear layer.
-        start, stop: its outputs.
+        start, stop: the range of the module's outputs that are the projection.
     """
 
     name: str
@@ -383,8 +383,9 @@ def _what(module: nn.Module) -> str:
 
 
 def _projection(name: str, module: Any) -> Projection:
-    """Check a linear layer. To support another kind of weight, add a branch here and in
-    `weight`.
+    """Return a linear layer as a projection, or refuse it (NotNative).
+
+    To support another kind of weight, add a branch here and in `Projection.weight`.
     """
     if module is None:
         raise NotNative(f"{name} does not exist")
@@ -408,7 +409,10 @@ def _projection(name: str, module: Any) -> Projection:
 
 def _some_of(whole: Projection, start: int, stop: int) -> Projection:
     if isinstance(whole.module, BlockLinear) and start % PANEL:
-        raise NotNative(f"{whole.name} is in blocks that cross the borders of its parts")
+        raise NotNative(
+            f"{whole.name} has weights in blocks, but one of its parts begins at an output that is "
+            f"not a multiple of {PANEL}"
+        )
     return whole._replace(start=start, stop=stop)
 
 

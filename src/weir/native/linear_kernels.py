@@ -36,6 +36,7 @@ BEYOND_CACHES = 2**26
 processors can cache, because in a decode step every weight comes from memory.
 """
 ROUNDS = range(5, 12)
+"""Smallest and largest number of rounds of a timing (`start` and `stop`)."""
 _FORWARD = nn.Linear.forward
 """Forward of the linear layers that a kernel can replace."""
 KERNEL = "kernel 6"
@@ -45,9 +46,9 @@ CALLS = 64
 _COPIED = frozenset(
     {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.uint8}
 )
-"""Dtypes of weights that are moved, because PyTorch cannot copy some of the others."""
+"""Dtypes of weights that are moved to huge pages. PyTorch cannot copy some of the others."""
 ENOUGH = 0.05
-"""Seconds after which a timing ends, if it has made the smallest number of `ROUNDS`."""
+"""Seconds after which a timing ends, but not before the smallest number of `ROUNDS`."""
 
 
 @dataclass(frozen=True, order=True)
@@ -246,8 +247,8 @@ def _end(t: Tensor) -> int:
 def _gain(modules: Sequence[nn.Linear], rows: int, kernel: Callable[..., Tensor]) -> float:
     """Time a product, and return PyTorch's time divided by weir's.
 
-    The rounds alternate. The shortest one counts, because other work on the machine only adds time,
-    and the result is saved.
+    Rounds of PyTorch's product and of weir's alternate. The shortest of each counts: other work on
+    the machine can only make a round longer, and must not affect the result, which is saved.
     """
     weight = modules[0].weight
     size = weight.numel() * weight.element_size()
@@ -255,8 +256,8 @@ def _gain(modules: Sequence[nn.Linear], rows: int, kernel: Callable[..., Tensor]
     drawn = torch.Generator().manual_seed(0)  # does not use the global generator
     shape = (rows, weight.shape[1])
     x = torch.randn(shape, generator=drawn, dtype=weight.dtype, device=weight.device)
-    # Small products are repeated, because the clock is coarse. The smallest ones are only call
-    # overhead.
+    # Small products are repeated, because the clock is coarse. `CALLS` repetitions are enough even
+    # for the smallest ones, whose time is mostly the overhead of a call.
     again = range(min(CALLS, max(1, 2**22 // (size * len(some)))))
 
     def timed(way: Callable[[Tensor, Tensor, Tensor | None], Tensor]) -> float:

@@ -79,8 +79,8 @@ def is_rounding(got: Tensor, wanted: Tensor, terms: int) -> bool:
 
 
 def activation_of(activation: Callable[[Tensor], Tensor]) -> str | None:
-    """Return the kernels' name of an activation, which is tried; None if kernels do not support
-    it.
+    """Try an activation, and return the name that kernels use for it; None if kernels do not
+    support it.
     """
     x = torch.linspace(-30, 30, 1201)
     with torch.no_grad():
@@ -93,7 +93,7 @@ def activation_of(activation: Callable[[Tensor], Tensor]) -> str | None:
 
 
 def activate(name: str, x: Tensor) -> Tensor:
-    """Compute an activation by its kernel's name."""
+    """Compute an activation, given the name that kernels use for it."""
     return _ACTIVATIONS[name](x)
 
 

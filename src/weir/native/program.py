@@ -27,8 +27,8 @@ from weir.slab import AttentionParams, DecodeSlots, HeldPart, Rotary, Step, bloc
 
 
 class OutOfDate(Exception):
-    """The slots were used with other attention parameters than the modules have now. A step of the
-    model itself updates them.
+    """The slots were used with other attention parameters than the modules have now. When the model
+    itself runs a step, the slots get the current parameters.
     """
 
 
@@ -87,10 +87,11 @@ class StepProgram:
     """The table of a decoder over a cache's slots.
 
     Attributes:
-        largest: the largest absolute key or value of each layer, row and head in the last step.
+        largest: the largest absolute key or value of each part of a layer, row and head in the last
+            step.
         kind: a key that is the same for programs that can share a proof.
         table: the operations.
-        layers: those of each layer.
+        layers: the operations of each layer.
         hidden: [rows, width], float32, which layers read and add to.
         normed: [rows, width], float32, the input of the head.
         logits: [rows, vocabulary], float32, from the last step or check; None without a head.
@@ -163,7 +164,9 @@ class StepProgram:
         self._normed_at = self.normed.data_ptr()
 
     def fits(self, watch: Watch, step: Step) -> bool:
-        """Return whether modules, slots and threads are those that it was made for."""
+        """Return whether this program was made for these modules and slots, and for the current
+        number of threads.
+        """
         if watch is not self._watch or torch.get_num_threads() != self._threads:
             return False
         if step.slots.slabs is not self._slabs:  # after a fold, it is another list
@@ -258,7 +261,10 @@ class StepProgram:
         self.table.add("look_up", inputs=self.hidden.shape[1], factor=factor, **fields)
 
     def _add_angles(self, rotaries: Sequence[Rotary | None]) -> list[Fields]:
-        """Add tables of angles, one for each rotary embedding; returns each layer's fields."""
+        """Add tables of angles, one for each rotary embedding.
+
+        Returns the fields for the attention of each part of a layer, given its rotary embedding.
+        """
         known: dict[int, Fields] = {}
         for rotary in rotaries:
             if rotary is None or id(rotary) in known:
@@ -303,7 +309,7 @@ class StepProgram:
             else:
                 of_heads = _norms_of_heads(form.q_norm, form.k_norm)
         o = form.o.weight()
-        # Parts differ in length, so all threads share each head.
+        # Parts of a layer differ in length, so all threads share each head.
         stretches = table.stretches(heads if len(parts) == 1 else 1)
         partial = table.memory(batch * heads * stretches, group, width + 2)
         answered = {"stretches": stretches, "all_heads": heads, "partial": partial}

@@ -13,9 +13,9 @@ either rounding or another computation:
   queries, keys and values, and answers with random numbers. Rows are at several positions, one of
   them far beyond any window.
 
-With stand-ins for weights, this is as cheap as a few norms, however large the model is. That the
-weights themselves are multiplied as the table says follows from their class, and is checked by
-`check`.
+With stand-ins for weights, this is as cheap as a few norms, however large the model is. The proof
+relies on the classes of the linear layers for what these do with their real weights, and `check`
+compares the products.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ PLACES = (0, 1, 5, 97, 12_345, 2_000_003)
 def prove(spec: ModelSpec, form: DecoderForm, attentions: Sequence[nn.Module]) -> list[Any]:
     """Prove a form, and return how each layer attends (`AttentionParams`).
 
-    The attention of the configuration is weir's, as during a call.
+    While this runs, the model's configuration must select weir's attention, as during a call.
 
     Args:
         spec: of the model.
@@ -224,7 +224,7 @@ class _LayerTrial:
         }
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], attention: Any) -> AttentionParams:
-        """Compare them; returns how the layer attends.
+        """Compare the layer's forward with its form; returns how the layer attends.
 
         Args:
             args, kwargs: the arguments with which the decoder calls the layer; hidden states and

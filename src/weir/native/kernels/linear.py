@@ -9,10 +9,10 @@ are three ways:
 - Line by line: for one row, and for a few rows with a weight in float32 or bfloat16. A line has the
   weights of one output.
 - Two lines of 8 bits at a time: for a few rows. The next numbers are prefetched, because a
-  processor prefetches memory that is read in order, but not beyond the end of a page of 4 KB, which
-  is seven lines of 576 numbers. Each number is converted to a float once for all rows, and
-  multiplied into sums that stay in registers. The order in which a sum is added up does not depend
-  on the number of rows or on the place of the line.
+  processor prefetches memory that is read in order, but not beyond the end of a page of 4 KB. With
+  576 inputs, for example, a page has only seven lines. Each number is converted to a float once for
+  all rows, and multiplied into sums that stay in registers. The order in which a sum is added up
+  does not depend on the number of rows or on the place of the line.
 - Tile by tile: for 5 or more rows. Each number of a weight is multiplied with every row, and sums
   have to stay in registers so that the processor can do this at full speed. A *tile* is the product
   of a vector of 8 or 16 rows with 12 lines of the weight. Its 12 vectors of sums fit into the
@@ -74,21 +74,21 @@ _WORTH_A_THREAD = 2**15
 _SOME = 5
 """From this number of rows on, tiles are faster than line by line."""
 LINES = 12
-"""Lines of a weight in a tile; every weight must have at least as many."""
+"""Lines of a weight in a tile; a weight with fewer lines is not multiplied in tiles."""
 _STEPS = 16
 """Steps of a tile in which it reads one cache line from each of its lines."""
 TOGETHER = 4
 """Largest number of rows that are multiplied at once with two lines of 8 bits."""
 _AHEAD = 2**13
-"""Distance of the prefetch for these lines in bytes. Of 1,024 to 8,192 bytes, this was the fastest
-in our measurements, by a fifth.
+"""Distance in bytes at which lines of 8 bits are prefetched. Of 1,024 to 8,192 bytes, this was the
+fastest in our measurements, by a fifth.
 """
 _WIDTH = 16
-"""Numbers in a vector for these lines; a processor without such wide vectors uses two."""
+"""Numbers in a vector for lines of 8 bits; a processor without such wide vectors uses two."""
 _Product = tuple[int, int, int, int, int, int, int]
-"""Rows, inputs and outputs, and addresses: of float32 [rows, inputs]; of the weight [outputs,
-inputs]; of float32 [outputs], or 0, which is added to sums, or with int8 multiplied by them; and of
-float32 [rows, outputs], the answers.
+"""The numbers of rows, inputs and outputs, and four addresses: of the rows, float32 [rows, inputs];
+of the weight [outputs, inputs]; of float32 [outputs], which is a bias or, with int8, the scales of
+the outputs (0 without a bias); and of the answers, float32 [rows, outputs].
 """
 
 

@@ -130,9 +130,9 @@ class _WholeSums:
     scale.
 
     VNNI adds products of unsigned values and signed numbers in fours, in 32 bits. AVX2 adds pairs
-    of them in 16 bits. Sums of small values stay in 16 bits until all are added. Two products of
-    the largest values would not fit, so values are then signed, and the sign is moved from the
-    value to the other factor.
+    of them in 16 bits. If values are small enough, sums stay in 16 bits until all products are
+    added. If values are so large that even two products would not fit, they are made signed, and
+    the sign is moved from the value to the other factor.
 
     Args:
         builder: builds the code.
@@ -741,8 +741,8 @@ def rows_of_part(rows: int, threads: int) -> int:
 
 
 def linear_blocks(x: Tensor, codes: Tensor, scales: Tensor, outputs: int, kind: str) -> Tensor:
-    """Multiply rows with a weight in blocks, after rounding the rows to 8 bits block by block. Not
-    for numbers of 16 bits.
+    """Multiply rows with a weight in blocks, after rounding the rows to 8 bits block by block. For
+    weights of 16 bits, rows are not rounded.
 
     Args:
         x: [..., inputs], float32 or bfloat16, without gradients; inputs a multiple of 32.

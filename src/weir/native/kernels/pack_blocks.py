@@ -146,7 +146,7 @@ def _add(builder: ir.IRBuilder, found: Any, codes: Any) -> None:
 
 @njit(nogil=True)
 def _six_bits(raw: int, at: int, factors: np.ndarray) -> None:
-    """Read the factors and minima of Q4_K and Q5_K, which have 6 bits each."""
+    """Read the factors of scales and minima of Q4_K and Q5_K, which have 6 bits each."""
     data = ubytes_at(raw + at, (3, 4))
     for i in range(4):
         low, least, high = data[0, i], data[1, i], data[2, i]
@@ -157,7 +157,9 @@ def _six_bits(raw: int, at: int, factors: np.ndarray) -> None:
 
 @njit(nogil=True)
 def _take_apart(kind: int, raw: int, heads: np.ndarray, factors: np.ndarray, codes: int) -> None:
-    """Write the scales and factors of a unit to one address, and its codes to another."""
+    """Split a unit of a file at the address `raw`: write its scales and minima to `heads`, its
+    factors to `factors`, and its codes to the address `codes`.
+    """
     data = ubytes_at(raw, WHOLE)[0]
     at = 0
     if kind == Q2_K:

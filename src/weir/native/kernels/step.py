@@ -52,14 +52,14 @@ PRODUCT = np.dtype(
     [
         (name, np.int64)
         for name in (
-            # From `linear.way_of`; the address of the weight; the address of float32 scales for 8
-            # bits, or 0.
+            # The two numbers from `linear.way_of`; the number of outputs; the addresses of the
+            # weight, and of its scales, or 0.
             *("way", "first", "outputs", "weight", "scale"),
             # For a weight in blocks: the function from `block_function`, and the bytes of a panel's
             # codes and scales. Otherwise 0.
             *("function", "code_bytes", "scale_bytes"),
             # The address of a bias, or 0, and the bits of its numbers; the address of the output,
-            # float32 [rows, outputs].
+            # float32 [rows, outputs]; the number of parts.
             *("bias", "bias_bits", "out", "parts"),
         )
     ]
@@ -69,34 +69,43 @@ OPERATION = np.dtype(
     [
         (name, np.int64)
         for name in (
-            # All kinds: the kind, the number of parts, and how many operations, of which this is
-            # the last, a thread waits for after it.
+            # All kinds: the kind; the number of parts; for how many operations a thread waits after
+            # its last part of this one, namely for this one and those just before it; the number of
+            # rows.
             *("kind", "parts", "waits", "rows"),
-            # Products: the input [rows, inputs], where it comes from, and what is done with the
-            # products.
+            # The input of products or a norm: its width, where it comes from (`PLAIN`, `NORM` or
+            # `MERGE`), and the address of float32 [rows, inputs].
             *("inputs", "source", "x"),
             # Norms: weight, bias or 0, the bits of both, and whether the mean is subtracted first.
             *("weight", "weight_bits", "bias", "bias_bits", "centered"),
             # Whether there are weights in blocks, whose inputs are rounded to 8 bits.
             "rounded",
+            # The address of a table of `PRODUCT` and its length; what is done with the results
+            # (`STORE`, `ADD` or `GATE`), the address of float32 for this, and the activation of a
+            # gate.
             *("products", "count", "then", "onto", "activation"),
-            # Attention and merging: the number of stretches of each head, of KV heads of the model
-            # and of this part, the numbers of these heads, and the queries of each.
+            # Attention and merging: how many stretches each head has; how many KV heads the layer
+            # and this operation have; the address of an array that says which KV heads those of
+            # this operation are; queries of a KV head; numbers in a key and in a value.
             *("stretches", "all_heads", "heads", "numbers", "group", "dim", "width"),
-            # Addresses: float32 queries [rows, query_width], keys and values [rows, ...].
+            # Addresses of float32 queries [rows, query_width], keys [rows, key_width] and values
+            # [rows, value_width] from the products; these widths.
             *("queries", "keys", "values", "query_width", "key_width", "value_width"),
-            # The number of rotated pairs, and tables [rows, half]; norms of queries and keys.
+            # The number of rotated pairs, and addresses of tables [rows, half]; addresses of the
+            # weights of norms of queries and keys, or 0, and their bits.
             *("half", "cosines", "sines", "query_norm", "key_norm", "norm_bits"),
-            # A `HELD`; the first slot, and each row's newest one; how many slots a query sees, 0
-            # for all.
+            # Addresses of a `decode.HELD`, and of the first slot that is read and each row's newest
+            # slot; how many slots a query sees, 0 for all.
             *("held", "span", "window"),
-            # The buffer of queries [rows, heads, places, group * dim], or 0; the number of tokens
-            # in each tail [rows], and how many of them share the first place.
+            # The address of the buffer of queries that the next fold reads [rows, heads, places,
+            # group * dim], or 0, and its places; the address of the number of tokens in each tail
+            # [rows]; how many of these tokens share the first place.
             *("waiting_queries", "places", "waiting", "unasked"),
-            # Addresses of float32 [rows, all_heads, stretches, group, width + 2], and of [rows,
-            # all_heads]; the first numbers of each row belong to this part.
+            # Addresses of float32: the answers and sums of stretches [rows, all_heads, stretches,
+            # group, width + 2], and the largest absolute key or value [rows, all_heads], of which
+            # this operation writes the first `heads` numbers of each row.
             *("partial", "largest"),
-            # Memory that is read next.
+            # Memory that is read next, and is prefetched.
             *("ahead", "ahead_bytes"),
             # Angles: places in the stream [rows], and the turns of each pair per place, float64.
             *("where", "turns"),
@@ -106,7 +115,7 @@ OPERATION = np.dtype(
         )
     ]
     # The epsilon of norms, and the number that they add to their weights; the factor of cosines and
-    # sines; the factor of numbers that are added to others.
+    # sines; the factor of embeddings, or of numbers that are added to others.
     + [(name, np.float64) for name in ("epsilon", "offset", "scaling", "factor")]
     # The numbers of parts that are taken and done, in a separate cache line.
     + [(f"_{i}", np.int64) for i in range(8)]
@@ -256,7 +265,7 @@ def _look_up(n: np.record) -> None:
         elif 0 <= ids[row] < n.tokens:
             for i in range(n.inputs):
                 out[i] = _stored(n.weight, n.weight_bits, first + i) * factor
-        else:  # keys with NaN are refused
+        else:  # the keys of this row become NaN, and such keys are refused
             out[:] = np.float32(np.nan)
 
 
@@ -568,7 +577,7 @@ class StepTable:
             for name, value in made.items():
                 at[name] = value
         self._private = self.memory(self.threads, self._needed)
-        # Values that a step needs from these, because NumPy is slow to look them up.
+        # Look up now what each step needs from these tables, because that is slow in NumPy.
         self._counters = self.operations["taken"], self.operations["done"]
         self._start = self.operations.ctypes.data
         self._memory = self._private.data_ptr(), self._private.shape[1]
