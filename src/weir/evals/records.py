@@ -61,7 +61,7 @@ LARGEST = sys.float_info.max
 class JsonRecord:
     """One JSON object, whose errors say where an invalid field is.
 
-    Every method raises a `WeirError` if a field is missing or has another type.
+    Each method that reads a field raises a `WeirError` if the field is missing or has another type.
 
     Args:
         place: the file and line, for errors.
@@ -128,7 +128,7 @@ class JsonRecord:
         return WeirError(f"{self.place}: the field '{self.path}{name}' {problem}")
 
     def _items(self, name: str, least: int = 0) -> list[tuple[str, Any]]:
-        """The entries of a list with their names, `choices[2]`."""
+        """The entries of a list, each with its name for errors, such as `choices[2]`."""
         items: list[Any] = self._get(name, list, "a list")
         if len(items) < least:
             entries = "entry" if least == 1 else "entries"

@@ -1,9 +1,10 @@
 """HTML pages, tables and pictures, shared by all commands that write reports.
 
-This module makes HTML pages with their pictures inside, which follow the reader's light or dark
-setting, tables as HTML and Markdown, and figures as SVG. The colors are those of Okabe and Ito
-2008, "Color Universal Design", without yellow and black, which are hard to see on a white or dark
-page, and four more. Lines also differ in marker or dash, never in color alone.
+This module makes figures as SVG, tables as HTML and Markdown, and HTML pages that hold their
+pictures and follow the reader's light or dark setting. Six of the colors are from Okabe and Ito
+2008, "Color Universal Design", which also has yellow and black; these two are left out, because
+they are hard to see on a white or a dark page. Four more colors were added. Lines also differ in
+marker or dash, never in color alone.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ COLORS = (
 for more lines.
 """
 DASHES: tuple[Any, ...] = ("-", "-", (0, (5, 3)), (0, (2, 2)), (0, (7, 2, 1, 2)), (0, (1, 3)))
-"""Line styles for the colors, so that lines that overlap stay visible."""
+"""Line styles, which differ so that lines that overlap stay visible."""
 MARKERS = "os^Dv<>PX"
 INK, GRAY, LINE = "#1b2733", "#6b7680", "#dde2e6"
 """Colors of text and axes, of secondary text, and of the grid."""
@@ -94,9 +95,10 @@ def render(template: str, **values: Any) -> str:
 
 
 def html_page(title: str, body: str, footer: str, *, heading: str = "", style: str = "") -> str:
-    """Make a whole HTML page from a body and a footer in HTML, and its CSS.
+    """Make a whole HTML page from a body and a footer in HTML.
 
-    `title` is the title of the window, and also the heading at the top if that is empty.
+    `title` is the title of the window, and also the heading at the top if `heading` is empty.
+    `style` is CSS that is added to that of all pages.
     """
     light = " ".join(f"{name}: {color};" for color, name in NAMES.items())
     dark = " ".join(f"{name}: {NIGHT[color]};" for color, name in NAMES.items())
@@ -114,16 +116,16 @@ class DrawnFigure:
 
     Attributes:
         figure: matplotlib's figure.
-        svg: the element. Its background is transparent. Letters, of 10 points, and lines follow the
-            page between light and dark, or the reader's own setting where the picture is a separate
-            file.
+        svg: the element; empty until `draw` is called. Its background is transparent. Text and
+            lines have the light or dark colors of the page. If the picture is a separate file, they
+            follow the reader's light or dark setting.
     """
 
     def __init__(self, figure: Figure, style: Any) -> None:
         self.figure, self._style, self.svg = figure, style, ""
 
     def draw(self) -> None:
-        """Make `svg` of the figure."""
+        """Make `svg` from the figure."""
         target = io.StringIO()
         metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         self.figure.savefig(target, format="svg", transparent=True, metadata=metadata)
@@ -141,12 +143,12 @@ class DrawnFigure:
 
 
 NO_DATE: dict[str, Any] = {"CreationDate": None}
-"""Metadata of PDF files that are the same whenever they are written."""
+"""Metadata for PDF files, without a date, so that two runs write the same bytes."""
 
 
 @contextmanager
 def drawn_figure(salt: str, width: float, height: float) -> Iterator[tuple[Figure, DrawnFigure]]:
-    """Provide a figure of some inches, and a picture that has the SVG element on exit.
+    """Provide an empty figure of a size in inches, and a picture whose `svg` is made on exit.
 
     `salt` makes ids unique among the pictures of a page, and equal from run to run.
     """
@@ -164,8 +166,8 @@ def drawn_figure(salt: str, width: float, height: float) -> Iterator[tuple[Figur
 
 
 def _with_page_colors(svg: str) -> str:
-    """Let text and lines of a picture take the page's colors; in a separate file, it uses its
-    own.
+    """Let text and lines of a picture take the colors of the page that it is in. A picture in a
+    separate file has its own light and dark colors.
     """
     for color, name in NAMES.items():
         svg = svg.replace(color, f"var({name}, {color})")
@@ -176,7 +178,9 @@ def _with_page_colors(svg: str) -> str:
 
 
 def style_axes(axes: Axes, *, vertical: bool = True) -> None:
-    """Style linear or logarithmic axes: a grid behind the data, plain numbers, and no frame."""
+    """Style linear or logarithmic axes: plain numbers, a grid behind the data, and no lines at the
+    top and right. Without `vertical`, the grid has only horizontal lines.
+    """
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     for axis, scale in ((axes.xaxis, axes.get_xscale()), (axes.yaxis, axes.get_yscale())):
@@ -195,7 +199,7 @@ def needs_log_scale(values: Sequence[float], ratio: float) -> bool:
 
 
 SPIKE = 2.0
-"""A value of at least so many times the middle curve is a spike."""
+"""A value is a spike if it is more than this many times the median of the middle curve."""
 
 
 def readable_range(curves: Sequence[Sequence[float | None]]) -> tuple[float, float] | None:

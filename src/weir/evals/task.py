@@ -2,9 +2,10 @@
 
 A task is a dataclass of its parameters, written like a pool: `ppl(tokens=20000)`. `notation` reads
 lists of tasks, `grid` runs them. Some parameters mean the same in all tasks that have them: `file`
-has JSON lines, plain, `.gz` or `.xz`, or is a data set of the Hub, `hub:...`; `samples` is the
-number of its first records that are used, by default all; `chat` puts prompts into the model's chat
-template; `text` is a file of books, UTF-8, plain or `.xz`, that replaces the packaged one.
+has JSON lines, plain, `.gz` or `.xz`, or is a data set of the Hub, `hub:...`; in a task with a
+`file`, `samples` is how many of its records are used, from the first on, by default all; `chat`
+puts prompts into the model's chat template; `text` is a file of books, UTF-8, plain
+or `.xz`, that replaces the packaged one.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class Subject:
         keeps_answers: whether all tokens that follow a prompt are kept.
         loading: how the model was loaded, pairs of an argument of `weir.load` and its value.
         ran: by policy, the pools of the last stream that was made under it. They can differ from
-            those that the policy's name stands for without a model, because the pools of `weir`
-            depend on the weights.
+            those that the policy's name stands for without a model, because the pools of the policy
+            `weir` depend on the weights.
     """
 
     name: str
@@ -66,8 +67,8 @@ class Subject:
         """Make a new stream.
 
         Args:
-            prompt: tokens of the prompt, to be fed in the first call; None for a stream without a
-                separate prompt.
+            prompt: number of tokens of the prompt, which must be fed in the first call; None for a
+                stream without a separate prompt.
             answer: maximum number of tokens that follow the prompt.
 
         Raises:

@@ -1,8 +1,8 @@
 """Finds the papers of the policies that ran, for the citations of a report and BibTeX.
 
-The docstring of each pool's module names its paper as `Authors YEAR, "Title", arXiv:NUMBER`. Your
-own module can do the same, and so can the text of `@named`. Fields that the text lacks are left out
-of the entry.
+The docstring of each pool's module names its paper as `Authors YEAR, "Title", arXiv:NUMBER`. The
+module of your own pool can do the same, and so can the decorator `@named` of a policy, in its
+argument `paper`. A field that this text lacks is left out of the BibTeX entry.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class Paper:
 
     Attributes:
         number: the arXiv number.
-        authors, title: as a docstring names them; empty if it does not.
+        authors: as a docstring names them; empty if it does not.
+        title: as a docstring names it, otherwise the name of the method; empty if it has neither.
     """
 
     number: str
@@ -71,11 +72,10 @@ def papers_in(text: str) -> list[Paper]:
 
 
 def papers_of(policy: str) -> list[Paper]:
-    """Find the papers of a policy's name and pools; none if it evicts nothing or cannot be
+    """Find the papers of a policy's name and pools; none if the policy evicts nothing or cannot be
     parsed.
     """
-    # Imported here, because this imports PyTorch, which a report without this section does not
-    # need.
+    # These imports load PyTorch, so they are made only when a policy's papers are looked up.
     from weir.policies import NAMED, Recompute, parse_call, saved_policy
     from weir.pools import POOLS
 

@@ -73,8 +73,8 @@ def _rows(
 ) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     """Return each policy with its figures and their intervals, empty if there are none.
 
-    `best`, `second` and `sure` are the formats of marked cells; `how` is passed to
-    `Column.written`.
+    `best` and `second` are the formats of the best and second-best figures, and `sure` is that of
+    intervals. `how` is passed to `Column.written`.
     """
     marks = {1: best, 2: second}
     places = [column.places() for column in table.columns]
@@ -137,9 +137,11 @@ def _tex(text: str) -> str:
 WIDTH = 7.6
 """Width of a picture in inches."""
 FAR = 20.0
-"""A scale is logarithmic if the largest figure is at least so many times the smallest."""
+"""A scale is logarithmic if the largest figure is more than this many times the smallest."""
 FAR_BYTES = 10.0
-"""The same for bytes, because policies of some hundred slots are farther from exact attention."""
+"""The same for bytes, where a linear scale with exact attention on it would crowd policies of a few
+hundred slots together.
+"""
 
 
 def family(policy: str) -> str:
@@ -164,17 +166,19 @@ def pareto_front(points: Sequence[tuple[float, float]], higher: bool) -> list[in
 
 
 BASELINE = "dense"
-"""The policy that keeps everything; it can be so far from all others that they share a corner."""
+"""The policy that keeps everything. It can be so far from all others that they would be crowded
+into one corner of a picture.
+"""
 FARTHER = 2.0
-"""The baseline is left out if it would make an axis so many times as long."""
+"""The baseline is left out if it would make an axis more than this many times as long."""
 
 
 def plot_pareto(records: Sequence[CellRecord], label: str) -> DrawnFigure | None:
-    """Plot figures against cache bytes, budgets of a policy joined, the Pareto front in gray.
+    """Plot figures against cache bytes. A line joins a policy's budgets; the Pareto front is gray.
 
-    The records are of one model and setting. Returns None if fewer than two policies have both
-    figures. If the baseline is far from all others, the axes fit the others, and the legend has the
-    baseline's figures.
+    The records are of one model and setting. Returns None if fewer than two policies have both a
+    figure and bytes. If the baseline is far from all others, the axes fit the others, and the
+    legend has the baseline's figures.
     """
     of_policy = group_by((r for r in records if r["value"] is not None and r["kv_bytes"]), "policy")
     if len(of_policy) < 2:
@@ -206,7 +210,7 @@ def plot_pareto(records: Sequence[CellRecord], label: str) -> DrawnFigure | None
 
 
 def _is_far(base: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> bool:
-    """Whether points would make an axis so long that the others are hard to tell apart."""
+    """Whether `base` would make an axis so long that the other points are hard to tell apart."""
     for mine, theirs in zip(zip(*base, strict=True), zip(*others, strict=True), strict=True):
         span = max(theirs) - min(theirs)
         if span and max(*mine, *theirs) - min(*mine, *theirs) > FARTHER * span:
@@ -235,7 +239,7 @@ def plot_along(records: Sequence[CellRecord]) -> DrawnFigure | None:
     }
     shown = readable_range(list(curves.values()))
     names = {policy: with_peak(policy, curve, shown) for policy, curve in curves.items()}
-    # Budgets of a policy have the same color, as in the other picture, and differ in their dashes.
+    # Budgets of a policy have the same color, as in `plot_pareto`, and differ in their dashes.
     families: dict[str, list[str]] = {}
     for policy in curves:
         families.setdefault(family(policy), []).append(policy)
@@ -302,13 +306,14 @@ FORMS = {
 }
 """Names of the forms of the task `recalled` in pictures. The other forms have no right answers."""
 WAYS = {"recall": "with recall", "none": "without", "plain": "retrieval, no cache"}
+"""Names of the ways in which `recalled` has questions answered, in pictures."""
 
 
 def plot_recalled(records: Sequence[CellRecord]) -> DrawnFigure | None:
-    """Plot right answers over the distance, a panel for each form and a line for each way; None
-    without results of `recalled`.
+    """Plot right answers over the distance, a panel for each form and a line for each way of
+    answering (`WAYS`); None without results of `recalled`.
 
-    The records are of one model. Policies are named if there are several.
+    The records are of one model. The legend names policies if there are several.
     """
     rows = [
         {**row, "policy": record["policy"]}
@@ -365,7 +370,7 @@ def _shorten(count: int) -> str:
 
 
 def _share(cells: Sequence[dict[str, Any]]) -> float:
-    """Return the mean accuracy; NaN if nothing was asked, which leaves a gap."""
+    """Return the mean accuracy of cells; NaN if there are none, which leaves a gap."""
     return float(mean(cell["accuracy"] for cell in cells)) if cells else math.nan
 
 
@@ -412,12 +417,15 @@ SURE = (
 
 STYLE = "body { max-width: 60rem; } svg { min-width: 30rem; }"
 """CSS for wide tables and pictures."""
-ACROSS = "After a figure come Student's 95 % interval, the standard deviation and n of the models."
+ACROSS = (
+    "After each figure come Student's 95 % interval and the standard deviation over the models, "
+    "and n, the number of models."
+)
 
 
 CITE = (
-    "These papers are named by the pools that ran. --format bib writes them, and weir, as BibTeX; "
-    "complete the authors before you publish."
+    "The descriptions of the policies and pools that ran name these papers. --format bib writes "
+    "BibTeX entries for them and for weir; complete the authors before you publish."
 )
 PAIRED = (
     "Each policy is compared with streaming_llm at the same bytes or slots, or if only one "
@@ -431,7 +439,15 @@ PAIRED = (
 
 @dataclass(frozen=True)
 class ReportPart:
-    """A part of a report."""
+    """A part of a report.
+
+    Attributes:
+        title: the heading.
+        words: the explanation below the heading.
+        table: a table, if the part has one.
+        picture: a picture, if the part has one.
+        name: name of the picture's files, without the suffix.
+    """
 
     title: str
     words: str
@@ -445,16 +461,18 @@ def write_report(
 ) -> list[Path]:
     r"""Write a report in several formats.
 
-    `report.html` holds its pictures, and `report.md` has them next to it as SVG. `report.pdf` has
-    everything, and with it each picture is written as a PDF, for `\includegraphics`.
+    `report.html` has its pictures inside; those of `report.md` are SVG files next to it.
+    `report.pdf` has everything, and each picture is also written as a separate PDF, for
+    `\includegraphics`.
 
     Args:
         results: one or several files of `weir eval`, which may still be growing.
         out: output folder, created if missing.
-        formats: names from `FORMATS`; `csv` and `latex` have the tables alone.
+        formats: names from `FORMATS`; `csv` and `latex` have only the tables, and `bib` has only
+            the papers.
 
     Returns:
-        Paths of the files that were written.
+        The path of the file of each format; files of single pictures are not included.
 
     Raises:
         WeirError: the results cannot be read or contradict each other, no cell is done yet, a
@@ -518,8 +536,8 @@ def _parts(done: Sequence[CellRecord]) -> Iterator[ReportPart]:
     for table in across_models(done):
         words = (
             "How each policy changes a model's figures at the same bytes or slots: the ratio, or "
-            "for shares of right answers the difference. Mean over the sizes of a model, and "
-            f"then over models. {MARKS} {ACROSS}"
+            "for shares of right answers the difference. A model's figure is the mean over its "
+            f"sizes of the cache, and the table has the mean over models. {MARKS} {ACROSS}"
         )
         yield ReportPart(table.title, words, table=table)
     for table in by_distance(done):
@@ -531,13 +549,13 @@ def _parts(done: Sequence[CellRecord]) -> Iterator[ReportPart]:
         label = mine[0]["metric"]
         points = (
             f"{label} against the bytes of the cache; {mine[0]['better']} is better. Points of one "
-            "policy with different budgets are joined. No other point in the picture beats those "
-            f"on the gray line in both. If {BASELINE} is far from all others, the axes leave it "
-            "out, and the legend has its figures."
+            "policy with different budgets are joined. The gray line joins the points that no "
+            f"other point in the picture beats in both {label} and bytes. If {BASELINE} is far "
+            "from all others, the axes leave it out, and the legend has its figures."
         )
         along = (
             "Perplexity of each block of the text; lower is better. If a curve leaves the picture "
-            "at the top, the legend has its highest block."
+            "at the top, the legend has its highest value."
         )
         needles = "Share of needles found, by length and depth of the haystack."
         for kind, heading, picture, words in (

@@ -28,11 +28,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over seeds, and its uncertainty.
+    """A mean over seeds, pairs or models, and its uncertainty.
 
     Attributes:
-        n: number of answers; otherwise of seeds; for one seed, of blocks of the text.
-        sd: standard deviation over the seeds; None for one seed.
+        mean: the mean; for counted answers, the share of all answers that are right.
+        n: how many the interval is based on: answers if they are counted, blocks of the text for
+            one perplexity, and otherwise the averaged figures.
+        seeds: number of seeds; of pairs or models if those are averaged.
+        sd: standard deviation over the seeds or models; None where it is not
+            computed.
         low, high: the 95 % interval; None for a single figure.
     """
 
@@ -128,9 +132,11 @@ BUDGET = re.compile(r"(?<=\()budget=\d+(?:, )?|, budget=\d+\b")
 
 @dataclass(frozen=True)
 class Column:
-    """A column of figures, one per row, None if missing.
+    """A column of figures.
 
     Attributes:
+        head: the heading.
+        figures: one per row, None if missing.
         better: whether higher or lower is better; with None, nothing is marked.
         digits: digits after the decimal point.
         megabytes: whether figures are bytes, to be shown as MB.
@@ -247,7 +253,7 @@ def short_heads(settings: list[str]) -> dict[str, str]:
 
 
 def strip_budget(policy: str) -> str:
-    """Return a policy without the budget that was inserted: `quantized(h2o, newest=4)`."""
+    """Return a policy without its budget, such as `quantized(h2o, newest=4)`."""
     return BUDGET.sub("", policy).replace("()", "")
 
 
@@ -288,8 +294,8 @@ REFERENCE = "streaming_llm"
 
 
 Place = tuple[str, str, tuple[Any, ...]]
-"""The key of a comparison of policies: a model, however it was loaded, a setting, and the size and
-other fields of a cell.
+"""The key of a comparison of policies: a model without the arguments it was loaded with; a setting;
+and how a cell was run: the model with those arguments, `chunk`, `positions` and the size.
 """
 
 
@@ -349,7 +355,8 @@ def _pairs(cells: Sequence[CellRecord], policy: str) -> list[tuple[CellRecord, C
         if not same and len({r["policy"] for r in beside}) == 1:
             same = [r for r in beside if _size(r)[:2] == _size(record)[:2]]
         seeds = {r["seed"]: r for r in same}
-        # A deterministic policy reads a text once, for all seeds of the others.
+        # A reference that does not depend on the seed is measured once; all seeds are compared
+        # with it.
         once = same[0] if len(same) == 1 and block_losses(record) else None
         if (other := seeds.get(record["seed"], once)) is not None:
             found.append((record, other))
@@ -402,8 +409,8 @@ def across_models(records: Sequence[CellRecord]) -> list[FigureTable]:
 
     Figures for which lower is better (perplexities and errors) are ratios; shares of right answers
     are differences. Each model counts once, with its mean over seeds, sizes and ways of loading,
-    and the interval is over the models. Policies whose budget was not inserted are left out, and so
-    are figures that some model lacks. There is no table for fewer than two models.
+    and the interval is over the models. Policies that were written with a budget are left out,
+    and so are figures that some model lacks. There is no table for fewer than two models.
     """
     sized = [r for r in records if r["status"] == "done" and r.get("budget") is not None]
     tables = []
