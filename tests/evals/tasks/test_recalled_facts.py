@@ -128,9 +128,9 @@ def test_the_search_finds_what_was_told_and_nothing_of_what_was_not(nano):
 
 
 def test_wrong_parameters_are_refused():
-    with pytest.raises(WeirError, match="forms of recalled has 'twice'"):
+    with pytest.raises(WeirError, match="forms of recalled contains the unknown word 'twice'"):
         Recalled(forms="once twice")
-    with pytest.raises(WeirError, match="ways of recalled has 'maybe'"):
+    with pytest.raises(WeirError, match="ways of recalled contains the unknown word 'maybe'"):
         Recalled(ways="maybe")
     with pytest.raises(WeirError, match="distances of recalled must be numbers"):
         Recalled(distances="far")

@@ -1,4 +1,4 @@
-"""`agreement`: the share of the tokens KVzip keeps of a text that a policy also holds.
+"""`agreement`: how many of the tokens that KVzip keeps are also held by a policy.
 
 KVzip (Kim et al. 2025, arXiv:2505.23416) reads the whole text and lets the model repeat it, so it
 knows which tokens a repetition needs. A streaming policy has to decide earlier, with less
@@ -23,7 +23,7 @@ from weir.stream import Stream, read_stream
 @task("agreement")
 @dataclass(frozen=True)
 class Agreement(Task):
-    """Measures the share of the tokens KVzip keeps of a passage that the policy also holds.
+    """Measures how many of the tokens that KVzip keeps are also held by the policy.
 
     KVzip gets as many slots as the policy has. Each passage is read from its beginning, on a new
     stream. All layers and KV heads count equally, except layers with their own window, which do not
@@ -44,11 +44,12 @@ class Agreement(Task):
     metrics: ClassVar[dict[str, Better]] = {"agreement": "higher"}
 
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
-        """Read every passage under both, and compare what they hold.
+        """Read every passage under both policies, and compare which tokens they hold.
 
         Returns:
-            "agreement"; "chance", the share of all tokens that the policy holds, which would be the
-            agreement of random tokens; "slots", "tokens", "passages", "kv_bytes".
+            "agreement", the share of KVzip's tokens that the policy also holds; "chance", the share
+            of all tokens that the policy holds, which would be the agreement of random tokens;
+            "slots", "tokens", "passages", "kv_bytes".
         """
         needed = self.tokens * self.passages
         ids = read_stream(subject.tokenizer, self.text, needed).ids

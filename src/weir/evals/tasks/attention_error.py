@@ -27,12 +27,14 @@ class AttentionError(Task):
     """Measures the relative error of each layer's attention over the last queries of a text.
 
     Attributes:
-        rate: for policies that are written without a budget, the share of the tokens between the
-            exact ones that determines the budget; none uses each policy's own budget.
+        rate: the share of the tokens between the first `exact` and the last `queries` for which
+            policies that are written without a budget get slots; none uses each policy's own
+            budget.
         tokens: tokens of the text; none uses the model's window, at most 4,096.
-        queries: number of last queries; none uses 256, or a quarter of the tokens if that is less.
-        exact: number of first tokens that are exact if there is a rate; none uses 256, or an eighth
-            of the tokens if that is less.
+        queries: number of last tokens whose queries are evaluated; none uses 256, or a quarter of
+            the tokens if that is less.
+        exact: number of first tokens that stay exact if there is a rate; none uses 256, or an
+            eighth of the tokens if that is less.
     """
 
     rate: float | None = None

@@ -55,9 +55,10 @@ class Efficiency(Task):
         """Read the prompt and decode; all candidates take turns.
 
         Returns:
-            The three ratios (None if the model cannot recompute as many tokens as the policy
-            holds); "rivals", with the medians "prefill_s" and "decode_s" (per token) and the
-            "kv_bytes" of each; "prompt", "tokens", "threads", "device"; "kv_bytes".
+            The three ratios ("decode_over_recompute" is None if the policy keeps every token, or
+            holds more tokens than the model can recompute); "rivals", with the medians "prefill_s"
+            and "decode_s" (per token) and the "kv_bytes" of each; "prompt", "tokens", "threads",
+            "device"; "kv_bytes".
         """
         rivals = self._rivals(subject)
         vocabulary = subject.model.config.get_text_config(decoder=True).vocab_size

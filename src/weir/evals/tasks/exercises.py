@@ -73,9 +73,10 @@ def draw_layout(
     """Draw positions so that each answer comes at its distance, and nothing overlaps.
 
     `distances` are the numbers of tokens from the newest statement of a fact to its answer, the
-    largest last. `before` is the number of tokens in front of the earliest of the newest
-    statements; the first `front` of them have no statements. Each fact is stated `times` times,
-    with `statement` tokens each, and the earlier statements can be anywhere before the newest.
+    largest last. `before` is the least number of tokens in front of the earliest of the newest
+    statements; the first `front` of these tokens have no statements. Each fact is stated `times`
+    times, with `statement` tokens each, and the earlier statements can be anywhere before the
+    newest.
     """
     if distances[0] < statement:
         raise WeirError(
@@ -191,7 +192,7 @@ class ExerciseTask(Task):
     Attributes:
         samples: number of streams, each with one question per distance.
         farthest: the largest distance, in tokens from the last statement of a number to its answer.
-        before: number of tokens in front of the earliest of the newest statements.
+        before: least number of tokens in front of the earliest of the newest statements.
         times: how often each name is stated with a number.
         length: tokens of an answer.
         at_once: number of streams that are read in one batch.
@@ -238,7 +239,8 @@ class ExerciseTask(Task):
         """Read streams and ask all questions, with the right answer fed after each.
 
         Returns:
-            "accuracy" with "right", "asked", "low" and "high" (95 %), and the same "by_distance";
+            "accuracy" with "right", "asked", and its 95 % interval from "low" to "high"; the same
+            for each distance in "by_distance";
             "marks", 1 or 0 for each answer in the order of the questions;
             "stale", the share of answers that agree with an earlier fact where old and new first
             differ; "token_accuracy", the share of the answers' tokens that are right; "tokens" of
@@ -350,8 +352,8 @@ class Changed(_RepeatedFacts):
     """Asks for numbers that change, 16, 32, 64 ... tokens after the newest statement, which counts.
 
     A cache that favors old or average entries gives the old answer. No two numbers of a name begin
-    with the same digit, so `stale` answers can be told from guesses: a guess is stale two times in
-    ten.
+    with the same digit, so `stale` answers can be told from guesses: with `times=3`, a guess is
+    stale two times in ten.
     """
 
     left_out: ClassVar[tuple[str, ...]] = ()

@@ -1,7 +1,8 @@
 """`found`: tests whether an archive finds the passages that answer a question, without a model.
 
 The facts are the same as in `recalled`, in an archive that continues with a book. Within seconds,
-it tells how good the search is at any distance. The thresholds of the search were chosen with it.
+this task tells how good the search is at any distance. The thresholds of the search were chosen
+with this task.
 """
 
 from __future__ import annotations
@@ -54,9 +55,10 @@ class FoundFacts(Task):
 
         Returns:
             "found", the share of told facts whose newest statement came first; "by_form", for each
-            form and distance how often the right passage came "first", "other" passages did, or
-            "none"; "false_recalls" over turns that ask about nothing earlier, with "false_by";
-            "search_ms", the median processor time of a search, and "search_ms_most";
+            form and distance how often the right passage came "first", how often an "other" one
+            did, and how often "none" was found; "false_recalls", the share of turns that ask about
+            nothing earlier for which something was found, and "false_by", the counts for it;
+            "search_ms" and "search_ms_most", the median and the longest processor time of a search;
             "archive_bytes" per token.
         """
         words = str(self.distances).split()
@@ -120,7 +122,7 @@ class FoundFacts(Task):
         return archive
 
     def _search_others(self, archive: Archive, false: Counter[str]) -> None:
-        """Search for turns that ask about nothing earlier."""
+        """Search for the words of turns that ask about nothing earlier, and count what is found."""
         said: list[tuple[str, str]] = []
         if self.turns is not None:
             records = list(read_records(self.turns))

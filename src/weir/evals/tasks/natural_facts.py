@@ -36,7 +36,9 @@ CHANGE = re.compile(r"\b(is|will|was|lives)\b")
 TOGETHER = 3
 """Number of facts in one sentence with `form=several`."""
 SHORTEST = 32
-"""Tokens of the shortest block, if front tokens take up the rest of it."""
+"""If the beginning of a stream leaves fewer tokens than this in a block, they are added to the next
+block.
+"""
 AT_ONCE = 8
 """Number of streams that are read in one batch."""
 
@@ -213,7 +215,7 @@ class Facts(Task):
             `several`, three facts in one sentence; `rule`, all facts in a chat's system turn, which
             says who the model is.
         distances: tokens between a statement and its question, multiples of 100 with spaces
-            between them; of a rule from `before` on.
+            between them. With `form=rule`, distances are counted from the place `before`.
         samples: number of streams.
         facts: number of facts in each stream, each of a different kind and about a different
             person.
@@ -250,11 +252,12 @@ class Facts(Task):
         """Ask for every fact at every distance.
 
         Returns:
-            "accuracy" with "right", "asked", "low" and "high" (95 %), and the same "by_distance";
+            "accuracy" with "right", "asked", and its 95 % interval from "low" to "high"; the same
+            for each distance in "by_distance";
             "marks", 1 or 0 for each answer in the order of the questions; for `changed` "stale",
-            the share of answers that are the old one; for `rule` "leaked", the share of answers at
-            the end, to something else, that copy from the system turn; "tokens" of one stream,
-            "kv_bytes" of one.
+            the share of questions that got the old answer; for `rule` "leaked", the share of
+            streams in which the answer to a last, unrelated request copies from the system turn;
+            "tokens" of one stream, "kv_bytes" of one.
         """
         rng = np.random.default_rng(subject.seed)
         wording = Wording(subject.tokenizer, self.form in ("chat", "rule"))
@@ -310,7 +313,8 @@ class ToldFacts:
     Attributes:
         facts: the facts that are asked for.
         ids: of the stream [length], up to the last question.
-        beginning: tokens of a rule's system turn and the first words after it.
+        beginning: number of tokens with which the stream begins: for a rule, its system turn and
+            the first words after it.
         schedule: for every question, its place, the fact's number and the distance; the same in
             every stream of a task.
     """
@@ -371,7 +375,7 @@ def likeliest_answers(
     """
     asked = [np.concatenate(pair) for pair in zip(prompts, answers, strict=True)]
     longest = max(map(len, asked))
-    # Tokens after an answer are ignored, and all of them are removed again.
+    # Tokens after an answer are ignored. All tokens that are fed here are removed again.
     ids = np.stack([np.pad(one, (0, longest - len(one)), mode="edge") for one in asked])
     logits: Tensor = feed_aside(stream, torch.from_numpy(ids))
     found = logits.argmax(-1).cpu().numpy()

@@ -72,8 +72,9 @@ class Needle(Task):
         """Hide the needle and ask for it, at every length and depth.
 
         Returns:
-            "accuracy", the mean of all "cells": of each "length" and "depth" the share of needles
-            found (in words: of the answer's words) and how many were "asked"; "kv_bytes", "format".
+            "accuracy", the mean of all "cells"; each cell has a "length", a "depth", its "accuracy"
+            (the share of needles found, or with `format=text` the share of the answer's words) and
+            how many needles were "asked" for; "kv_bytes", "format".
         """
         form = self.format or ("exercises" if practiced(subject.model.config) else "text")
         seek = self._exercises if form == "exercises" else self._words
@@ -107,7 +108,7 @@ class Needle(Task):
         try:
             words = Words.of(subject.tokenizer)
         except WeirError as error:
-            raise WeirError(f"{error}. Use format=text, which hides a needle in words.") from None
+            raise WeirError(f"{error} Or use format=text, which hides a needle in words.") from None
         rows, numbers = zip(
             *(exercise(words, hay.numpy(), length, depth, rng) for _ in range(self.samples)),
             strict=True,

@@ -74,7 +74,7 @@ THINGS = (
     "treasure",
     "boat",
 )
-"""Nouns for `KINDS`, in the same order: each question of a kind asks for this of a person."""
+"""What each of `KINDS` is about, in the same order, for the questions of the form `order`."""
 TOGETHER = 3
 FILLER = 700
 """Number of characters of the book that a turn reads out."""
@@ -84,14 +84,25 @@ LONGEST_ANSWER = 40
 SAVED = 20_000
 """Number of tokens between two saved states."""
 BEGAN = 1_793_000_000.0
-"""When a stream begins, in seconds since 1970, because quotations say when something was said."""
+"""When a stream begins, in seconds since 1970. Quotations say when something was said, so with the
+clock of the machine they would differ from run to run.
+"""
 SECONDS = 2.0
-"""Seconds per token."""
+"""Seconds by which this time advances with each token."""
 
 
 class RecalledFact(NamedTuple):
-    """A fact: its statements, its question, the right answer, the one it had before or that could
-    be given in its place, and another fact that the same question asks for.
+    """A fact that is told and asked for.
+
+    Attributes:
+        form: one of `FORMS`.
+        kind: the kind of the answer, as in `KINDS`, or "name".
+        told: its statements, the newest last; empty if it is never told.
+        question: the question that asks for it.
+        answer: the right answer.
+        before: a wrong answer that is looked for: the earlier answer of a changed fact, or for
+            `order` the other name; empty if there is none.
+        beside: another fact that the same question asks for.
     """
 
     form: str
@@ -132,8 +143,8 @@ class Recalled(Task):
         samples: number of facts of each form.
         per_stream: number of facts of each form on one stream; use fewer than `samples` for a
             policy that keeps everything.
-        forms: the forms that are asked for, separated by spaces; the first five are told in any
-            case.
+        forms: the forms that are asked for, separated by spaces. The facts of the first five are
+            told even if they are not asked for.
         ways: how questions are answered, separated by spaces: `recall`, `none`, `plain`.
         most: largest number of tokens of recalled text in a turn.
         every: number of tokens of the book between two statements.
@@ -141,7 +152,7 @@ class Recalled(Task):
             turns.
         turns: MT-Bench's `mt_bench.jsonl`, whose first turns do not ask about anything earlier; the
             second half of them is used.
-        state: a folder in which a long run keeps its state; None for none.
+        state: a folder in which a long run saves its state; None saves nothing.
     """
 
     distances: str | int = "1000 10000"
@@ -163,8 +174,8 @@ class Recalled(Task):
             wrong = [word for word in getattr(self, name).split() if word not in known]
             if wrong:
                 raise WeirError(
-                    f"{name} of recalled has {wrong[0]!r}. It accepts {', '.join(known)}, "
-                    "separated by spaces."
+                    f"{name} of recalled contains the unknown word {wrong[0]!r}. It accepts "
+                    f"{', '.join(known)}, separated by spaces."
                 )
         if not self.tokens_back:
             raise WeirError("distances of recalled must be numbers of tokens, separated by spaces")
@@ -180,13 +191,15 @@ class Recalled(Task):
 
         Returns:
             "accuracy", the share of right answers to told facts with the first way; "by_form", for
-            each form, distance and way the answers that are "right", "wrong" and "unsaid", those
-            that gave an answer which has changed ("stale"), the questions for which something was
-            recalled ("found"), the "tokens" of all of it, and the tokens that were "computed"
-            before the answers; "false_recalls", the share of turns
-            that ask about nothing earlier but got something, with "false_by"; medians of the
-            "search_ms" and, by way, of the "first_ms" to the first token; "archive_bytes" per
-            token; "archived_turns", "tokens", "kv_bytes".
+            each form, distance and way the number of answers that are "right", "wrong", or "unsaid"
+            (they contain no value of the right kind), how many of the wrong ones are "stale" (the
+            answer before it changed), the number of questions for which something was recalled
+            ("found"), the "tokens" of all recalled text, and the tokens that were "computed" before
+            the answers; "false_recalls", the share of turns that ask about nothing earlier for
+            which something was found, and "false_by", the counts for it. Of the last stream:
+            "search_ms", the median time of a search; "first_ms", for each way the median time until
+            the first piece of an answer; "archive_bytes" per token; "archived_turns", "tokens",
+            "kv_bytes".
         """
         require_template(subject.tokenizer)
         streams = -(-self.samples // self.per_stream)
@@ -302,11 +315,13 @@ def _draw_order(first: str, second: str, number: int, rng: np.random.Generator) 
 
 
 def judge(answer: str, fact: RecalledFact) -> str:
-    """Say whether an answer is "right", "stale" (what was told before), "wrong" or "unsaid"."""
+    """Say whether an answer is "right", "wrong", "stale" (it was right before the fact changed) or
+    "unsaid" (it contains no value of the right kind).
+    """
     if fact.beside is not None:
         verdicts = {judge(answer, one) for one in (fact.beside, fact._replace(beside=None))}
         return next(one for one in ("wrong", "unsaid", "right") if one in verdicts)
-    if fact.kind == "name":  # the one that is named first
+    if fact.kind == "name":  # the name that comes first in the text is the answer
         places = [_plain(answer).find(_plain(name)) for name in (fact.answer, fact.before)]
         if max(places) < 0:
             return "unsaid"
@@ -342,7 +357,20 @@ def _values(text: str, kind: str) -> set[str]:
 
 @dataclass
 class _RunState:
-    """The progress of a run, for JSON."""
+    """The progress of a run, for JSON.
+
+    Attributes:
+        statements: number of statements that have been told.
+        page: number of pages that have been read.
+        due: questions to ask, each with its place in the stream, the distance and the number of its
+            fact.
+        asked: number of questions that have been asked.
+        tallies: form, distance and way, and the fields of the `_Tally`.
+        false: counts of turns that ask about nothing earlier, and of those for which something was
+            found.
+        times: seconds that searches took, and seconds to the first piece of an answer for each way.
+        newest: the last eight pairs of a turn and its answer.
+    """
 
     statements: int = 0
     page: int = 0
@@ -523,7 +551,9 @@ class _Run:
         tally.computed += talk.computed
 
     def _aside(self, way: str) -> _Aside:
-        """Begin a conversation on a copy of the stream, which leaves nothing in the stream."""
+        """Begin a conversation that leaves nothing in the stream: on a copy of it, or for the way
+        `plain` on an empty cache.
+        """
         tokenizer, most = self._subject.tokenizer, self._task.most
         if way != "plain":
             archive = self._archive if way == "recall" else None
@@ -593,7 +623,7 @@ class _Run:
         """Continue from a saved state; WeirError if it belongs to another task."""
         found = json.loads((folder / "progress.json").read_text())
         if (of := found.pop("task")) != str(self._task):
-            raise WeirError(f"{folder} has the state of {of}. Use another state, or remove it.")
+            raise WeirError(f"{folder} has the state of {of}. Use another folder, or remove it.")
         stream = Stream.restore(self._subject.model, folder / found.pop("stream"))
         self._done = _RunState(**found)
         self._tallies = {
@@ -604,7 +634,7 @@ class _Run:
 
 
 def read_pages(path: str | None) -> list[str]:
-    """Yield the pages of a book, in whole sentences, that turns read out."""
+    """Return the pages of a book that turns read out; each page has whole sentences."""
     from weir.stream import BOOK
 
     pages: list[str] = []

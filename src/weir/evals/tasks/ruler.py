@@ -58,12 +58,14 @@ class Ruler(Task):
     """Answers a file of RULER: needles in hay, chains of variables, frequent words, questions.
 
     Attributes:
-        file: a file that RULER's `prepare.py` wrote, `niah_single_2/validation.jsonl`; or `hub:…`.
-        question: `after` the text, as in RULER, fed when the text has been read and compressed;
-            `within` the same prompt, so that under `prefill="full"` the question influences which
-            tokens are kept; or also `before` the text, so that a stream knows it while it reads.
-        match: `all` is the share of outputs that the answer contains; `part`, for its questions
-            (`qa`), whether it contains one.
+        file: a file that RULER's `prepare.py` wrote, such as `niah_single_2/validation.jsonl`; or
+            `hub:…`.
+        question: where the question is fed. `after`, as in RULER: when the text has been read and
+            compressed. `within`: with the text as one prompt, so that under `prefill="full"` the
+            question influences which tokens are kept. `before`: in front of the text and again
+            after it, so that a stream has the question while it reads.
+        match: `all` scores the share of outputs that the answer contains; `part`, for RULER's
+            questions (`qa`), whether the answer contains one of them.
         most: largest number of tokens of an answer; RULER has 128 for needles, 30 for variables,
             120 for common words, 50 for frequent ones and 32 for questions.
     """
@@ -81,8 +83,8 @@ class Ruler(Task):
         """Answer every record on its own stream.
 
         Returns:
-            "score", the mean of the metric, from 0 to 1, with "low" and "high" (95 %, Student's;
-            none for one record); "asked"; "answers"; and the figures of `costs`.
+            "score", the mean of the metric, from 0 to 1, and Student's 95 % interval from "low" to
+            "high" (None for one record); "asked"; "answers"; and the figures of `costs`.
         """
         cases = self._cases()
         answers = []
@@ -112,7 +114,7 @@ class Ruler(Task):
         }
 
     def _ask(self, subject: Subject, case: RulerCase) -> GeneratedAnswer:
-        """Generate the answer; the tokens are the same wherever the question is fed."""
+        """Generate the answer; `after` and `within` feed the same tokens."""
         text, question = self._parts(subject, case)
         tokenizer = subject.tokenizer
         first = tokenizer(text, add_special_tokens=not self.chat, verbose=False)["input_ids"]

@@ -1,5 +1,5 @@
-"""`ruler_recalled`: RULER's files, read as a stream with an archive that is searched for the
-question.
+"""`ruler_recalled`: RULER's files, read as a stream, with an archive in which each question is
+searched for.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class _BothAnswers(NamedTuple):
 @task("ruler_recalled")
 @dataclass(frozen=True)
 class RulerRecalled(Ruler):
-    """Answers a file of RULER with text that has left the cache quoted before the question, and
-    without that text.
+    """Answers a file of RULER with recall, where text that has left the cache is quoted before the
+    question, and without recall.
 
-    Each text is read once. The question is asked twice, of two copies of the stream.
+    Each text is read once. The question is asked twice: on a copy of the stream, and on the stream.
 
     Attributes:
         recall: largest number of tokens of recalled text.
@@ -58,8 +58,8 @@ class RulerRecalled(Ruler):
         }
 
     def _ask_twice(self, subject: Subject, case: RulerCase) -> _BothAnswers:
-        """Read the text, and ask the question with what the archive finds in front of it, and
-        without.
+        """Read the text, and ask the question twice: without recall, and after the passages that
+        the archive finds for it.
         """
         text, question = self._parts(subject, case)
         tokenizer = subject.tokenizer
