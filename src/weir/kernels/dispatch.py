@@ -157,8 +157,8 @@ def decode_exact(device: torch.device, dtype: torch.dtype) -> DecodeKernel | Non
 
 
 def decode_int4(queries: torch.Tensor, width: int) -> RotatedDecodeKernel | None:
-    """Return the kernel for one query per head over slots of which the first have 4 bits, rotated
-    (see `weir.kernels.cpu.decode`); None if they are dequantized first.
+    """Return the kernel for one query per head over slots of which the first have 4 bits and are
+    rotated (see `weir.kernels.cpu.decode`); None if these must be dequantized first.
 
     Args:
         queries: [..., key_dim].

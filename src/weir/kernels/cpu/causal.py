@@ -59,7 +59,9 @@ from weir.kernels.dispatch import LEAST_LANES
 from weir.kernels.signatures import QuantizedVectors
 
 Codes = tuple[int, Strides, int, Strides, float]
-"""Vectors of 8 bits: the `address_of` numbers and of peaks, and the number of steps in a peak."""
+"""Vectors of 8 bits: `address_of` their numbers, `address_of` their peaks (the largest absolute
+number of each vector), and the number of quantization steps in a peak.
+"""
 
 
 @llvm_function
@@ -100,18 +102,18 @@ def weigh(
     apart: Any,
     lanes: Any,
 ) -> None:
-    """Add a number for each slot to logits, and replace them by the exponentials of their distances
-    below the largest. The sum of these is the denominator.
+    """Add `mask` to logits, and replace each sum by `above * e^(sum - largest sum)`.
 
     Args:
         builder: builds the code.
         logits: address of float32 [count, lanes], which are overwritten.
-        mask: address of float32 [count].
+        mask: address of float32 [count], a number for each slot.
         above, below: addresses of float32 [count], the factors of an exponential in the numerator
             and in the denominator.
         count: number of slots.
-        share: address of the output, float32 [lanes]: one over the sum of each lane. 0 if every
-            logit is -inf, and NaN if one is NaN or infinite.
+        share: address of the output, float32 [lanes]: one over the denominator of each lane, which
+            is the sum of `below * e^(sum - largest sum)`. 0 if every logit is -inf, and NaN if one
+            is NaN or +inf.
         apart: 1 if `above` and `below` are read, 0 if they are all 1.
         lanes: 8 or 16.
     """
@@ -169,7 +171,7 @@ def weigh(
 
 
 def _exponential(builder: ir.IRBuilder, x: Any) -> Any:
-    """Compute e^x = 2^n e^f of each number, with f within half an octave of 0."""
+    """Compute e^x = 2^n e^f of each number, with f between -ln(2) / 2 and ln(2) / 2."""
     width = x.type.count
 
     def of(number: float) -> Any:
@@ -216,7 +218,7 @@ def _add(builder: ir.IRBuilder, weights: Any, share: Any, count: Any, out: Any, 
 
 @njit(nogil=True)
 def _copy(lines: np.ndarray, at: int, step: int, out: np.ndarray) -> None:
-    """Copy lines from place `at` on into `out` [n, dim]."""
+    """Copy lines from place `at` on, which are `step` numbers apart, into `out` [n, dim]."""
     count, dim = out.shape
     for place in range(count):
         start = at + place * step
@@ -263,8 +265,8 @@ def _attend(
     logits = np.empty((len(panels) * lanes, lanes), np.float32)
     totals = np.empty((slots if counted else 0, lanes), np.float32)
     share, none = np.empty(lanes, np.float32), np.zeros(slots, np.float32)
-    # If slots are quantized, all those of a head are dequantized first; otherwise only the last few
-    # keys, which do not fill a panel.
+    # If some slots are quantized, all slots of a head are first copied as float32. Otherwise, only
+    # the last few keys are copied, because they do not fill a panel.
     whole = 0 if coded else slots // lanes
     read_keys = np.zeros(((len(panels) - whole) * lanes, dim), np.float32)
     read_values = np.empty((slots if coded else 0, width), np.float32)
@@ -301,8 +303,8 @@ def _attend(
             begin = block * lanes
             # If the last few queries do not fill a vector, some before them are computed again.
             start = min(begin, length - lanes)
-            # The first of these queries sees the slots up to this one, and each following query one
-            # more.
+            # The first of these queries sees the slots up to and including `own`, and each
+            # following query sees one more.
             own = slots - length + start
             seen = own + lanes
             totals[:] = np.float32(0.0)
@@ -351,16 +353,16 @@ def causal(
     Args:
         queries: the queries of the tokens in the last `length` slots, in order [batch, kv_heads,
             group, length, key_dim], float32; 16 or more.
-        keys, values: those of exact slots [batch, kv_heads, exact, dim], float32; values have 16
-            numbers or more.
-        mask: log-weights of slots, the same in both sums [batch, kv_heads, slots], float32; None if
-            all are 0.
+        keys, values: keys and values of exact slots [batch, kv_heads, exact, dim], float32; values
+            have 16 numbers or more.
+        mask: log-weights of slots, the same in numerator and denominator [batch, kv_heads, slots],
+            float32; None if all are 0.
         scale: factor of the logits.
         factors: factors of slots in the numerator and in the denominator, in addition to the mask,
             from `weir.slab.attention.split_weights`; None if all are 1.
         coded: the keys and the values of quantized slots in front of the exact ones: numbers
-            [batch, kv_heads, coded, dim], int8, the peak of each vector
-            [batch, kv_heads, coded, 1], bfloat16, and the number of steps in a peak.
+            [batch, kv_heads, coded, dim], int8, the peak (largest absolute number) of each vector
+            [batch, kv_heads, coded, 1], bfloat16, and the number of quantization steps in a peak.
 
     Raises:
         WeirError: there are fewer than 16 queries or numbers in a value, or fewer slots than
@@ -413,7 +415,7 @@ def _compute(
     slots, width = count + keys.shape[2], lanes()
     if slots < queries.shape[3]:
         raise WeirError(
-            f"queries must be those of the last slots, so at most {slots}, got {queries.shape[3]}"
+            f"each query must have a slot, so there can be at most {slots}, got {queries.shape[3]}"
         )
     out = queries.new_empty((*queries.shape[:4], values.shape[3]))
     parts = queries.shape[3] // width if counted else 0

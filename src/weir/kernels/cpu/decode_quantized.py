@@ -1,11 +1,13 @@
 """Attention of one query per head over slots, the first of which have 8 or 4 bits, on a CPU.
 
-Whole numbers of 8 bits with one peak per vector are passed to `decode`. The others (floating point
-in bytes, and two numbers in a byte) are widened here, slot by slot, and quantization steps are
-applied to logits and weights: <q, c> * step and p * step. The steps of groups of a value's numbers
-are applied to these numbers. So keys and values are read once, and are not copied. Sums are
-float32. One pass computes the logits of all slots, one their exponentials, and one the weighted
-values.
+The peak of a vector is its largest absolute number. Vectors of whole numbers of 8 bits with one
+peak are passed to `decode`, unless they are short. All others (floating point in bytes, two numbers
+in a byte, several peaks, or short vectors) are widened here to float32, slot by slot. The
+quantization step, a peak divided by the number of steps in it, is applied to a slot's logit and
+weight: <q, c> * step and p * step. If each group of a value's numbers has a separate peak, the
+steps are applied to these numbers instead. So keys and values are read once, and are not copied.
+Sums are float32. One pass computes the logits of all slots, one their exponentials, and one the
+weighted values.
 """
 
 from __future__ import annotations
@@ -21,15 +23,16 @@ from weir.kernels.cpu.vectors import as_float
 from weir.kernels.dispatch import LEAST_WIDE
 from weir.kernels.signatures import QuantizedVectors
 
-_BYTES = torch.from_numpy(np.arange(256, dtype=np.uint8))  # on the CPU, whatever the default is
+# This tensor is on the CPU, whatever PyTorch's default device is.
+_BYTES = torch.from_numpy(np.arange(256, dtype=np.uint8))
 _E4M3 = _BYTES.view(torch.float8_e4m3fn).float().numpy()
 """The number that each byte represents: 4 bits of exponent and 3 of mantissa."""
 _NO_TABLE, _NO_MASK = np.empty(0, np.float32), np.empty((0, 0), np.float32)
 
 
 def _widen(codes: np.ndarray, table: np.ndarray, wide: np.ndarray) -> None:
-    """Convert the numbers of one slot to float32: bytes by a table, two in a byte, or whole
-    numbers.
+    """Convert the numbers of one slot to float32: floating point in bytes by a table, two numbers
+    in a byte, or whole numbers.
     """
     half = codes.shape[0]
     if table.shape[0]:
@@ -144,13 +147,14 @@ def decode_quantized(
     Args:
         queries: [batch, kv_heads, group, 1, key_dim].
         coded: for keys and for values, the numbers [batch, kv_heads, coded, stored], the peaks
-            [batch, kv_heads, coded, groups], bfloat16, and the number of steps in a peak; keys have
-            one group. Numbers are whole numbers, int8; or floating point (e4m3) in bytes, for both
-            keys and values; or, for values, two in a byte, the ones at i and at i + value_dim / 2,
-            with 4 bits each and 8 added.
-        keys, values: those of the exact slots after them [batch, kv_heads, slots, dim].
-        mask: log-weights of all slots, the same in both sums, -inf where a query must not look
-            [batch, kv_heads, slots], float32; None if all are 0.
+            [batch, kv_heads, coded, groups], bfloat16, and the number of quantization steps in a
+            peak; keys have one group. Numbers are whole numbers, int8; or floating point (e4m3) in
+            bytes, for both keys and values; or, for values, two in a byte, the ones at i and at
+            i + value_dim / 2, with 4 bits each and 8 added.
+        keys, values: keys and values of the exact slots after the quantized ones
+            [batch, kv_heads, slots, dim].
+        mask: log-weights of all slots, the same in numerator and denominator, -inf where a query
+            must not look [batch, kv_heads, slots], float32; None if all are 0.
         scale: factor of the logits.
         slots: the first slot that is read, and the one after the last, counted over all slots.
     """

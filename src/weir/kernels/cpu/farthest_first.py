@@ -1,11 +1,11 @@
 """Greedy k-center on the CPU, with the same picks as `weir.pools.kcenter.farthest_first`.
 
-Each pick needs the distances of all remaining keys from one of them. If a large part of the keys is
-picked, all distances are computed in advance by tiles, which are the distances between two panels
-of keys (`vectors`), from differences, in float32. Those above the diagonal are computed, and
-transposed for those below it. With many keys, all distances would take too much memory, and with
-few picks most would be wasted. In these cases, keys are packed with their slots adjacent, and each
-pick goes through them once.
+After each pick, the distances of all remaining keys from the picked key are needed. If a large part
+of the keys is picked, all distances are computed in advance, in tiles. A tile has the distances
+between the keys of two panels (`vectors`), computed from differences, in float32. Tiles above the
+diagonal are computed, and are transposed for those below it. With many keys, all distances would
+take too much memory, and with few picks most would be wasted. In these cases, keys are transposed,
+so that one dimension of all keys is adjacent in memory, and each pick goes through them once.
 
 Sums run over the dimensions of a key in another order than PyTorch's, so a distance may differ by
 roundings. Roofline: a difference, a product and a sum for each number of each pair, at the speed of
@@ -64,7 +64,11 @@ _NEAR_ENOUGH = np.float32(1 - ALIKE)
 
 @njit(nogil=True)
 def _first_as_far(reach: np.ndarray, at: int) -> int:
-    """Return the first key that is as far as the farthest, `at`, or nearer only by rounding."""
+    """Return the first key that is as far as the farthest, `at`, or nearer only by rounding.
+
+    `reach` has the weighted distance of each key from the nearest picked one; -1 for picked keys
+    and for keys that are not candidates.
+    """
     enough = reach[at] * _NEAR_ENOUGH
     for place in range(at):
         if reach[place] >= enough:
@@ -160,7 +164,7 @@ def _measure_tile(
         dim: numbers of a key.
         out: address of `out[i, j]`, the distance of ours[:, i] from theirs[:, j].
         mirrored: address of `mirrored[j, i]`, the same distances transposed.
-        stride: distance between two lines of either, in numbers.
+        stride: distance between two lines of `out`, and of `mirrored`, in numbers.
         lanes: 8 or 16.
     """
 
@@ -315,7 +319,7 @@ def farthest_first(keys: Tensor, among: Tensor, k: int, weight: Tensor | None = 
             # Zeros do not change distances.
             whole = F.pad(keys.float(), (0, -keys.shape[3] % _TOGETHER)).flatten(0, 1)
             lines, pick = whole.mT.clone(memory_format=torch.contiguous_format), _compiled_pick
-            heavy, more = heavy.clone(), []  # packed with the remaining keys
+            heavy, more = heavy.clone(), []  # overwritten when keys are packed again
         arrays = [t.numpy() for t in (lines, far, heavy, order)]
         run_on_rows(pick, [*arrays[:3], wanted, arrays[3], *more], threads)
     return order.view_as(among)

@@ -18,8 +18,8 @@ POLYNOMIAL = (
     1.6666665459e-1,
     5.0000001201e-1,
 )
-"""Polynomial of Cephes, highest power first: e^f is 1 + f + f^2 times this, for f within half an
-octave of 0.
+"""Polynomial of Cephes, highest power first: e^f is 1 + f + f^2 times this, for f between
+-ln(2) / 2 and ln(2) / 2.
 """
 
 _LOG2E, _LN2_HIGH, _LN2_LOW = np.float32(LOG2E), np.float32(LN2_HIGH), np.float32(LN2_LOW)
@@ -29,8 +29,8 @@ _P0, _P1, _P2, _P3, _P4, _P5 = map(np.float32, POLYNOMIAL)
 
 @njit(nogil=True, fastmath={"contract"})
 def split_exponential(x: np.float32) -> tuple[np.float32, np.int32]:
-    """Return e^x as a number near 1 and the bits, as float32, of the power of two to multiply it
-    by.
+    """Return e^x in two parts: a number near 1, and the power of two to multiply it by, given as
+    the bits of a float32.
 
     It is compiled separately, so that sums keep their order in callers that allow any order.
     Otherwise the two parts of ln 2 could be added first, which would round their product with n.
@@ -74,7 +74,7 @@ largest = compile_kernel(_largest, fastmath=(*ANY_ORDER, "nnan"))
 
 def _softmax(row: np.ndarray, power: np.ndarray) -> None:
     """Replace logits [slots], float32, by shares. All are 0 if every logit is -inf, and NaN if one
-    is NaN or infinite.
+    is NaN or +inf.
 
     Args:
         row: the logits, which are overwritten.

@@ -1,9 +1,10 @@
 """Threads for kernels: PyTorch's for work that takes microseconds, and Python's for longer work.
 
-Handing work to a thread of Python takes as long as a small product. PyTorch's operations run in
-threads of OpenMP, which wait for a while in a loop before they sleep. Kernels run in the same
-threads, so there are never more than PyTorch was given. They are started by `GOMP_parallel`, the
-function of GNU's and Intel's OpenMP to which a compiler translates `#pragma omp parallel`.
+Handing work to a thread of Python takes as long as a small product of matrices. PyTorch's
+operations run in threads of OpenMP, which wait for a while in a loop before they sleep. Short
+kernels (`TeamKernel`) run in the same threads, so there are never more threads than PyTorch was
+given. `GOMP_parallel` starts these kernels; it is the function of GNU's and Intel's OpenMP to which
+a compiler translates `#pragma omp parallel`.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ def wait_until(_typing: Any, address: Any, number: Any) -> Any:
 
 
 def threads_for(work: int, worth: int) -> int:
-    """Return the number of threads for some work, so that each has enough to do."""
+    """Return the number of threads for some work, so that each has at least `worth` of it to do."""
     return max(1, min(torch.get_num_threads(), work // worth))
 
 

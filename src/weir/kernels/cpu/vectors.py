@@ -31,8 +31,8 @@ MATH = ("contract",)
 
 @lru_cache
 def lanes() -> int:
-    """Return the numbers in a vector: 16 if the processor has 32 registers of 16 numbers, otherwise
-    8.
+    """Return how many numbers a vector has: 16 if the processor has 32 registers of 16 numbers,
+    otherwise 8.
     """
     return 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
 
@@ -240,7 +240,7 @@ def combine(
         numbers: pointer to floats; those for consecutive `j` are `step` apart.
         count, step: 64-bit numbers.
         width: lanes in a vector.
-        add: a function that computes the terms, instead of products.
+        add: a function that adds a term, made of two vectors, to a sum; by default their product.
     """
     total = [alloca_once_value(builder, constant(0.0, width)) for _ in range(width)]
     with for_range(builder, count) as loop:

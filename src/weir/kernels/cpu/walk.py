@@ -7,10 +7,10 @@ above the diagonal is read once.
 
 `walk_pairs` does the work of `Gram.of`, `Gram.products` and `walk` of `weir.pools.balance`, which
 take about sixty operations of PyTorch; calling each takes longer than computing it. Products are
-computed tile by tile (`vectors`), and only the differences of pairs are kept of a tile. A product
-may differ from PyTorch's by rounding. So the sign of a pair may also differ, if its random number
-is almost equal to its probability. Roofline: a product and a sum for each number of each pair of
-tokens, and an exponential for each pair.
+computed tile by tile (`vectors`), and of each tile only the differences of pairs are kept. A
+product may differ from PyTorch's by rounding. So the sign of a pair may also differ, if its random
+number is almost equal to its probability. Roofline: a product and a sum for each number of each
+pair of tokens, and an exponential for each pair.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _center(keys: np.ndarray, mean: np.ndarray, out: np.ndarray) -> np.float32:
 
 @njit(nogil=True)
 def _largest_weight(weight: np.ndarray) -> np.float32:
-    """Return the largest log-weight; 0 if there is no weight."""
+    """Return the largest log-weight; 0 if every log-weight is -inf."""
     top = weight.max()
     return _NONE if np.isinf(top) else top
 
@@ -226,7 +226,7 @@ def walk_pairs(
         constant: the weight of the denominator.
         gamma: the gain of a walk is gamma times e^x, where x is the largest squared length of a key
             times the rate.
-        steepest: the bound of that exponent.
+        steepest: the largest x that is used; a greater x is replaced by it.
     """
     signs = u.new_empty(u.shape, dtype=torch.float32)
     if signs.numel():

@@ -2,12 +2,13 @@
 
 A piece is cut into chunks, and after each chunk the window drops its oldest tokens. A chunk sees
 three stretches of slots: the front, with keys rotated for this chunk; tokens that are quantized by
-then; and exact ones up to the query's own. So that one call can compute a whole piece, each head's
-tokens are passed twice: exact, and as they are read after quantization.
+then; and exact ones up to the query's own. Each head's tokens are passed twice, exact and as they
+are read after quantization, so that one call can compute a whole piece.
 
 Queries are the lanes of vectors, two vectors at a time. Logits and answers are computed in *tiles*:
 each number of a key or value that is loaded is multiplied with both vectors, and the sums of 12
-keys or of 12 numbers of the answers stay in registers. Sums are float32, in the order of slots.
+keys or of 12 numbers of the answers (6 if vectors have 8 lanes) stay in registers. Sums are
+float32, in the order of slots.
 
 Roofline: two products and two sums for each number of each key that a query sees, at the speed of
 the processor.
@@ -275,9 +276,10 @@ def attend_window(
     """Compute answers [batch, kv_heads, group, length, value_dim], float32.
 
     Args:
-        queries: the queries of a piece [batch, kv_heads, group, length, key_dim], float32.
-        exact: keys and values of the tokens that any of them sees, except the front, in the order
-            of the stream [batch, kv_heads, tokens, dim], float32; the piece's own come last.
+        queries: the queries of a piece [batch, kv_heads, group, length, key_dim], float32 or
+            bfloat16.
+        exact: keys and values of the tokens that any of these queries sees, except the front, in
+            the order of the stream [batch, kv_heads, tokens, dim]; the piece's own come last.
         coded: those of the first of these tokens, as they are read after quantization.
         front: keys of the front as each chunk sees them [batch, kv_heads, chunks, front, dim], and
             values of the front [batch, kv_heads, front, dim].
