@@ -415,7 +415,8 @@ def _compute(
     slots, width = count + keys.shape[2], lanes()
     if slots < queries.shape[3]:
         raise WeirError(
-            f"each query must have a slot, so there can be at most {slots}, got {queries.shape[3]}"
+            f"the number of queries must be at most {slots}, got {queries.shape[3]}: each query "
+            "must have a slot"
         )
     out = queries.new_empty((*queries.shape[:4], values.shape[3]))
     parts = queries.shape[3] // width if counted else 0
