@@ -27,9 +27,9 @@ class AttentionError(Task):
     """Measures the relative error of each layer's attention over the last queries of a text.
 
     Attributes:
-        rate: the share of the tokens between the first `exact` and the last `queries` for which
-            policies that are written without a budget get slots; none uses each policy's own
-            budget.
+        rate: sets the budgets of policies that are written without one, by the share of the tokens
+            between the first `exact` and the last `queries` that they keep; none uses each policy's
+            own budget.
         tokens: tokens of the text; none uses the model's window, at most 4,096.
         queries: number of last tokens whose queries are evaluated; none uses 256, or a quarter of
             the tokens if that is less.
