@@ -107,9 +107,8 @@ class NativeStep:
         self._form, self._reason, self._proved = None, None, set()
         try:
             with torch.no_grad():
-                attentions = self._attentions()  # the current ones
-                form = read_decoder(self._decoder, attentions)
-                self._params = prove(self._spec, form, attentions)
+                form = read_decoder(self._decoder, self._attentions())  # the current ones
+                self._params = prove(self._spec, form)
             self._form = form
         except NotNative as error:
             self._reason = str(error)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ PLACES = (0, 1, 5, 97, 12_345, 2_000_003)
 """Positions of the rows that a layer is tried on; the last is far beyond any model's window."""
 
 
-def prove(spec: ModelSpec, form: DecoderForm, attentions: Sequence[nn.Module]) -> list[Any]:
+def prove(spec: ModelSpec, form: DecoderForm) -> list[Any]:
     """Prove a form, and return how each layer attends (`AttentionParams`).
 
     While this runs, the model's configuration must select weir's attention, as during a call.
@@ -59,7 +59,6 @@ def prove(spec: ModelSpec, form: DecoderForm, attentions: Sequence[nn.Module]) -
     Args:
         spec: of the model.
         form: of its decoder.
-        attentions: the attention module of each layer.
 
     Raises:
         NotNative: the decoder computes something else.
@@ -69,7 +68,7 @@ def prove(spec: ModelSpec, form: DecoderForm, attentions: Sequence[nn.Module]) -
     found = []
     for index, layer in enumerate(decoder.layers):
         trial = _LayerTrial(f"layers.{index}", layer, form.layers[index], spec.layers[index])
-        found.append(trial.run(*calls[index], attentions[index]))
+        found.append(trial.run(*calls[index]))
     return found
 
 
@@ -223,13 +222,12 @@ class _LayerTrial:
             at: StandIn(module, seed) for seed, (at, module) in enumerate(modules.items())
         }
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], attention: Any) -> AttentionParams:
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AttentionParams:
         """Compare the layer's forward with its form; returns how the layer attends.
 
         Args:
             args, kwargs: the arguments with which the decoder calls the layer; hidden states and
                 cache are replaced.
-            attention: its attention module.
         """
         for part in self._form.projections:
             _try_linear(part)

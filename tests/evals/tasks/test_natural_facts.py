@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -81,6 +82,18 @@ def test_facts_stand_where_they_are_told_and_are_all_asked_for(nano, form):
         text = nano[1].decode(told.ids)
         turns = text.count("<user>")
         assert (text.count("<assistant>"), text.count("</>")) == (turns, 2 * turns - 1)
+
+
+def test_a_fact_that_has_no_room_is_refused_and_not_left_out(nano):
+    task = Facts(form="sentence", distances="200", facts=2, before=100, every=100)
+    wording = Wording(nano[1], False)
+    wording.front = np.zeros(80, np.int64)
+    book = np.array(nano[1]("The river rose and fell. " * 400).input_ids)
+    with pytest.raises(WeirError, match=r"begins with 80 tokens .* Use before=200 or more"):
+        ToldFacts(wording, task, book, np.random.default_rng(0))
+    told = ToldFacts(wording, replace(task, before=200), book, np.random.default_rng(0))
+    text = nano[1].decode(told.ids)
+    assert all(f"{fact.begun[4:]}{fact.answers[-1]}" in text for fact in told.facts)
 
 
 @pytest.mark.slow

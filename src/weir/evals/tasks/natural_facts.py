@@ -335,6 +335,12 @@ class ToldFacts:
         blocks = [front]
         for end in range(BLOCK, self.schedule[-1][0] + 1, BLOCK):
             if end - begin < SHORTEST:
+                if end in told:
+                    least = -(-(begin + SHORTEST) // BLOCK) * BLOCK
+                    raise WeirError(
+                        f"the stream begins with {begin:,} tokens of the chat template, so no fact "
+                        f"can end at token {end:,}. Use before={least} or more."
+                    )
                 continue  # the next block is longer
             statement = wording.statement(told[end]) if end in told else front[:0]
             blocks += [wording.between(end - begin - len(statement), book, rng), statement]
