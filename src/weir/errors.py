@@ -1,6 +1,6 @@
-"""The errors weir raises on purpose, one sentence each, and how they quote values.
+"""The errors that weir raises on purpose, and functions that compose their messages.
 
-Imports the standard library only, so that it can report a missing package.
+This file imports only the standard library, so that it can report a missing package.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 LONGEST = 60
-"""Characters of a value that an error message quotes at most."""
+"""The most characters of a value that an error message quotes."""
 EXTRAS = {
     "accelerate": "train",
     "fastapi": "serve",
@@ -73,11 +73,11 @@ class NotFiniteError(WeirError):
     """A model computed infinities or NaN from tokens; the tokens were taken back.
 
     Attributes:
-        layer: the layer that computed such keys or values; None where nothing is cached and the
+        layer: the layer whose keys or values are infinite or NaN; None if nothing is cached and the
             logits are NaN.
-        row: the row of the batch; None where there is one row only, or it is not known.
-        place: which token of the call, counted from 0; None where it is not known.
-        token: its id; None where it is not known.
+        row: the row of the batch; None if there is only one row, or if the row is not known.
+        place: index of the first such token in the call, from 0; None if it is not known.
+        token: the id of this token; None if it is not known.
     """
 
     def __init__(
@@ -93,23 +93,23 @@ class NotFiniteError(WeirError):
         """Compose the message.
 
         Args:
-            layer, row, place, token: as the attributes.
-            from_there: whether the tokens in front of it were taken in.
-            others: whether other rows took in their tokens.
+            layer, row, place, token: as in the attributes.
+            from_there: whether the tokens before `place` were accepted.
+            others: whether the tokens of other rows were accepted.
         """
         named = "" if token is None else f" (id {token})"
         whose = "" if row is None else f" of row {row}"
-        made = "the model made logits that are no numbers"
+        made = "the model computed logits that are not numbers (NaN)"
         if layer is not None:
-            made = f"layer {layer} of the model made keys or values that are not finite numbers"
+            made = f"layer {layer} of the model computed keys or values that are infinite or NaN"
         if from_there and place is not None:
-            what = f"token {place + 1} of this call{named}{whose} and what comes after it"
+            what = f"token {place + 1} of this call{named}{whose} and the tokens after it"
         else:
             what = f"the tokens of this call{whose}"
             if place is not None:
-                made += f" of token {place + 1}{named}"
+                made += f", first for token {place + 1}{named}"
         stream = "stream" if row is None else "row"
-        more = ", and the other rows took in theirs" if others else ""
+        more = ", and the tokens of the other rows were accepted" if others else ""
         super().__init__(
             f"{what} were refused: {made}; the {stream} is as it was before them{more}"
         )
@@ -128,7 +128,7 @@ def describe_missing(what: str, module: str, *, reason: str = "", extra: str | N
         what: the feature that needs the package; it begins the sentence.
         module: the module that could not be imported; its package comes before the first dot.
         reason: why an installed package cannot be imported.
-        extra: the extra of weir that installs it; `EXTRAS` says, if not given.
+        extra: the extra of weir that installs the package; by default, the one in `EXTRAS`.
     """
     package = module.partition(".")[0]
     state = f"cannot be imported ({reason})" if reason else "is not installed"
@@ -137,7 +137,7 @@ def describe_missing(what: str, module: str, *, reason: str = "", extra: str | N
 
 
 def find_nearest(word: str, names: Iterable[str]) -> str | None:
-    """Find the name a misspelt word most likely means, in any case; None if none is close."""
+    """Find the name that a misspelt word most likely means, ignoring case; None if none is near."""
     known = {name.lower(): name for name in names}
     found = difflib.get_close_matches(word.lower(), known, 1)
     return known[found[0]] if found else None

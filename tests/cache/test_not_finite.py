@@ -124,7 +124,7 @@ def test_a_row_that_fails_is_that_row_s_own_affair(llama, ids, at: int, kind: fl
     alone = [weir.Stream(llama, "sink(2) | recent(8) | heavy(4)", chunk=4) for _ in range(3)]
     bad = more.clone()
     bad[1, at] = BAD
-    words = rf"token {at + 1} of this call \(id {BAD}\) of row 1 and what comes after.*layer 0"
+    words = rf"token {at + 1} of this call \(id {BAD}\) of row 1 and the tokens after it.*layer 0"
     with poisoned(llama, kind, 0):
         stream.feed(first)
         with pytest.raises(NotFiniteError, match=words) as caught:

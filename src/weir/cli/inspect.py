@@ -27,10 +27,18 @@ def inspect(
     model_name: options.ModelName = "nano",
     out: Annotated[Path, Option(help="Folder for index.html and the pictures.")] = Path("inspect"),
     only: Annotated[
-        str, Option(help="Comma-separated sections to draw: maps,kept. By default all.")
+        str, Option(help="Comma-separated sections to draw, such as maps,kept [default: all]")
     ] = "",
-    layers: Annotated[str, Option(help="Layers to show: 0,5. By default a selection.")] = "",
-    heads: Annotated[str, Option(help="Query heads to show: 0,1. By default a selection.")] = "",
+    layers: Annotated[
+        str,
+        Option(help="Comma-separated layers to show, such as 0,5 [default: set by each section]"),
+    ] = "",
+    heads: Annotated[
+        str,
+        Option(
+            help="Comma-separated query heads to show, such as 0,1 [default: set by each section]"
+        ),
+    ] = "",
     policy: Annotated[
         str | None, Option(help="A named policy or a pipe of pools, to show what it keeps.")
     ] = None,
@@ -41,13 +49,13 @@ def inspect(
     length: Annotated[int, Option(min=1, help="Tokens of each short sequence.")] = 16,
     tokens: Annotated[
         int | None,
-        Option(min=2, help="The most tokens of a long text [default: set by each section]"),
+        Option(min=2, help="The most tokens to read of a long text [default: set by each section]"),
     ] = None,
     at: Annotated[
         str,
         Option(
-            help="Numbers of tokens after which to show what is kept: 100,500 [default: each "
-            "quarter of the text]"
+            help="Numbers of tokens after which to show what is kept, such as 100,500 [default: "
+            "after each quarter of the text]"
         ),
     ] = "",
     seed: options.Seed = 0,

@@ -1,7 +1,7 @@
 """Options of every command that loads a model.
 
-The decorator `loads_model` adds the options to a command. The command gets the options that were
-typed in one dictionary, as arguments of `weir.load`.
+The decorator `loads_model` adds the options to a command. The command gets a dictionary of the
+options that were typed, which it can pass to `weir.load` as arguments.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ OPTIONS: dict[str, Any] = {
 """The options, by the name of the parameter of `weir.load`."""
 
 Loading = dict[str, Any]
-"""Given arguments of `weir.load`."""
+"""The arguments of `weir.load` that were typed as options, by name."""
 
 
 def loads_model(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Add the options with these names, or all `OPTIONS`, to a command after its other options.
 
-    The command's parameter `loading` gets the ones that were typed.
+    The command's parameter `loading` gets the options that were typed.
     """
     wanted = {name: OPTIONS[name] for name in names or OPTIONS}
 
@@ -81,7 +81,8 @@ def loads_model(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any
             )
             for name, annotation in wanted.items()
         ]
-        # Typer reads both attributes; `wraps` made them those of the decorated function.
+        # Typer reads these attributes. After `wraps`, they would describe the decorated function,
+        # which has a parameter `loading` instead of the options.
         command.__signature__ = inspect.Signature([*kept, *more])  # type: ignore[attr-defined]
         command.__annotations__ = {p.name: p.annotation for p in (*kept, *more)}
         del command.__wrapped__
@@ -108,7 +109,8 @@ def load_model(
                     "Leave out --weights."
                 )
             read = load_encoder
-        # Loading a GGUF file shows a progress bar, which a terminal cannot show below this line.
+        # Loading a GGUF file shows a progress bar. A terminal cannot show it together with the
+        # line of `waiting`, so the file is loaded after this block.
         barred = is_gguf(name) and messages().is_interactive
         if (local := is_local(name)) and not barred:
             disable_progress_bar()

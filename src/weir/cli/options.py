@@ -96,7 +96,7 @@ def with_given_budget(policy: str, budget: int | None) -> str:
 
 
 def model_or_none(argument: str | None, option: str | None) -> str | None:
-    """Return the model as `one_model` does; None if none is named."""
+    """Return the model as `one_model` does, but None if no model is named."""
     if argument is not None and option is not None:
         raise BadParameter(f"two models are named: {argument} and --model {option}. Name only one.")
     return option if argument is None else argument
@@ -106,7 +106,7 @@ def one_model(argument: str | None, option: str | None) -> str:
     """Return the model of a command that takes it as an argument or as `--model`, but not both."""
     if not (found := model_or_none(argument, option)):
         raise BadParameter(
-            "Missing argument 'MODEL': name nano, a folder, a .gguf file or a Hub id"
+            "Missing argument 'MODEL'. Use nano, smollm2, a folder, a .gguf file or a Hub id."
         )
     return found
 

@@ -59,7 +59,9 @@ POLICIES: dict[str, dict[str, str]] = {
         "pinned": "the beginning of a conversation, never evicted",
     },
 }
-"""Uses of weir's named policies, in the groups and the order of the list."""
+"""What each named policy of weir keeps or is good for, in the groups and the order in which `weir
+policies` lists them.
+"""
 
 _PARAMETER = re.compile(r" {4}(\w+(?:, \w+)*): (.+)")
 """First line of a docstring's entry about one or several parameters."""
@@ -67,11 +69,15 @@ _PARAMETER = re.compile(r" {4}(\w+(?:, \w+)*): (.+)")
 
 @dataclass(frozen=True)
 class Entry:
-    """An entry of the list: a named policy, or a pool (which has no paper and no default pipe).
+    """An entry of the list: a named policy or a pool.
 
     Attributes:
+        name: the name, as it is written in a policy.
         parameters: parameters with their defaults, as they are written in a policy.
         about: the first paragraph of the docstring, in one line.
+        paper: the paper or other origin of a policy; None for a pool.
+        pipe: the pipe or pyramid that a policy stands for by default; None for a pool, and for a
+            policy that is not made of pools.
         explains: the docstring's sentences about parameters, by parameter.
     """
 
@@ -169,8 +175,8 @@ def _read_parameters(doc: str) -> dict[str, str]:
 
 
 def explain(entry: Entry, pools: Iterable[Entry]) -> dict[str, str]:
-    """Return the descriptions of an entry's parameters. A policy without its own uses those of its
-    pools.
+    """Return the descriptions of an entry's parameters. For a parameter that a policy does not
+    describe itself, use the description in `SHARED` or in one of its pools.
     """
     words = set(re.findall(r"\w+", entry.pipe or ""))
     known: dict[str, str] = {}

@@ -30,14 +30,15 @@ hundreds.
 SPINS = "2000"
 """Rounds that a thread of OpenMP waits in a loop before it sleeps, about 30 microseconds.
 
-GNU's OpenMP waits for 300,000 rounds. Next to another busy process, threads then wait for a thread
-that does not run.
+By default, GNU's OpenMP waits for 300,000 rounds. If another process is busy, threads can then use
+up the processors' time by waiting for a thread that is not running.
 """
 _USUAL = gc.get_threshold()
 
 
 def wait_briefly() -> None:
-    """Let threads of PyTorch that wait for each other sleep soon, unless the user has set this.
+    """Let threads of PyTorch that wait for each other sleep soon, unless the user has set how long
+    they wait.
 
     This has an effect only before PyTorch is imported.
     """
@@ -84,7 +85,7 @@ def _ending() -> list[signal.Signals]:
 
 
 class Terminated(SystemExit):
-    """Exit on SIGTERM, which no `except Exception` can catch."""
+    """Exit on SIGTERM or SIGHUP. `except Exception` does not catch this."""
 
     def __init__(self) -> None:
         super().__init__(TERMINATED)
@@ -109,7 +110,7 @@ class Interrupt:
     """Counter of Ctrl-C presses that notes the first few and raises on the next one.
 
     Attributes:
-        terminated: whether one of the signals was SIGTERM.
+        terminated: whether one of the signals was SIGTERM or SIGHUP.
     """
 
     def __init__(self, noted: float) -> None:
@@ -135,8 +136,8 @@ class Interrupt:
         self._pressed += 1
         self.terminated = self.terminated or number != signal.SIGINT
         if self._pressed > self._noted:
-            # Restored here too, because the exception may reach a `noting` block before its `try`
-            # begins.
+            # `noting` restores this only once its `try` has begun, and the exception may be raised
+            # before that.
             self._noted = self._outside
             raise KeyboardInterrupt if number == signal.SIGINT else Terminated
 

@@ -1,4 +1,6 @@
-"""`weir serve`: serve endless sessions to many clients, over OpenAI's HTTP API."""
+"""`weir serve`: serve endless sessions to many clients, over the HTTP APIs of OpenAI, Anthropic and
+Ollama.
+"""
 
 from __future__ import annotations
 
@@ -216,7 +218,8 @@ def serve(
     plain = with_slots(named, slots)
     chunk = resolve_chunk(plain, chunk)
     form = pin_format(pin, pin_slots)
-    # The sizes that depend on memory are known only after the worker process has been copied.
+    # The number of tokens for --pin auto is chosen below. It depends on the free memory, and asking
+    # a GPU for it must wait until the worker process has been forked.
     wanted = with_pin(plain, None if pin == AUTO else read_pin(pin), form)
     limits = Limits(prompt=max_prompt, answer=max_answer, queue=queue, drain=drain)
     accepted = Keys() if keys is None else Keys.read(keys)
@@ -226,7 +229,7 @@ def serve(
         options.say_unused(context, ("allow_host",), "with --keys, every host name is accepted")
     if data is not None and cluster is None:
         os.close(claim_folder(Path(data)))  # before the model is loaded, which can take minutes
-    # The worker is copied before there are sockets, threads or a device.
+    # The worker is forked before this process has sockets, threads or a GPU.
     worker = WorkerProcess(fork=True) if cluster is None else None
     # Bound before the model is loaded, so that a port in use is reported at once.
     bound = bind(host, port, accepted)
@@ -292,8 +295,8 @@ def serve(
                 with waiting(f"{in_words(replicas, 'replica')} on {cluster}"):
                     started = running.Replicas(settings, replicas)
                 say(
-                    f"{in_words(replicas, 'replica')} of this; states of turns are in {data}, "
-                    f"at most {size(memory.row)} each"
+                    f"{in_words(replicas, 'replica')}, each with this memory; states of turns are "
+                    f"in {data}, at most {size(memory.row)} each"
                 )
                 say(f"{_url(*bound.getsockname()[:2])} ({known})")
                 started.serve(bound, limits)

@@ -53,11 +53,12 @@ def stream(
 ) -> int:
     """Read a text once, in constant memory, and report its perplexity.
 
-    Each forward pass reads many tokens. With --compile, it reads one token in a decode step, as in
-    generation.
+    Each forward pass reads many tokens. With --compile, each token is read in a separate decode
+    step, as in generation.
 
-    Ctrl-C stops and reports the tokens read so far; so does SIGTERM, with exit code 143. A
-    perplexity that is not a finite number also stops the reading, with exit code 1.
+    After Ctrl-C, the command stops and reports the perplexity of the tokens read so far. After
+    SIGTERM, it does the same, with exit code 143. It also stops if the perplexity is not a finite
+    number, with exit code 1.
     """
     from weir.evals.perplexity import read
     from weir.policies import Recompute, parse_policy, resolve_chunk, with_slots

@@ -52,11 +52,11 @@ def train(
     exercises: Annotated[
         str,
         Option(
-            help="Train on recall exercises too: on, off, or auto (on, if each of their words "
-            "is a token of the text's tokenizer)."
+            help="Train on recall exercises too: on, off, or auto (on with the preset nano, if "
+            "each word of the exercises is a token of the text's tokenizer)."
         ),
     ] = "auto",
-    shape: Annotated[str | None, Option(help="llama, qwen3 (QK norm), or alibi (an MPT).")] = None,
+    shape: Annotated[str | None, Option(help="llama, qwen3 (QK norm), or alibi (MPT).")] = None,
     width: Annotated[int | None, Option(min=8, help="Size of the hidden states.")] = None,
     layers: Annotated[int | None, Option(min=1, help="Number of layers.")] = None,
     heads: Annotated[int | None, Option(min=1, help="Attention heads per layer.")] = None,
