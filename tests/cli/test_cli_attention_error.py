@@ -66,7 +66,7 @@ def test_blocks_stand_beside_the_others():
             r"uniform has no budget, but h2o\(64\) has one",
         ),
         (["--blocks", "8,3"], "block must be an even number of tokens of at least 2, got 3"),
-        (["--tokens", "3"], "3 tokens are too few: the last quarter of them is compared"),
+        (["--tokens", "3"], "3 tokens are too few. The error is measured on the attention of"),
         (["--policy", "recent(5)", "--rates", "1/2"], "takes a budget, and .* does not"),
         (["--plot", "errors.txt"], "the name of a plot must end with .svg or .png or .pdf"),
         (

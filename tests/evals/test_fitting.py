@@ -87,7 +87,7 @@ def test_a_policy_with_slots_of_its_own_has_to_fit(shape):
 def test_a_budget_of_few_slots_is_warned_of(shape):
     with pytest.warns(UserWarning, match=r"300,000 bytes leave window on nano only \d+ slots"):
         assert fit_to_memory(shape, "window", 300_000, name="nano")[1] < 32
-    with pytest.warns(UserWarning, match=r"of its [\d,]+ bytes are not keys and values of slots"):
+    with pytest.warns(UserWarning, match=r"of the cache's [\d,]+ bytes are not keys and values"):
         fit_to_memory(shape, "h2o", 600_000, name="nano")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

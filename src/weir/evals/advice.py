@@ -46,7 +46,8 @@ class Trial:
     name.
 
     `budget` is slots per KV head; if layers differ, those of the largest layer. If nothing was
-    `evicted`, the perplexity equals that of `dense` and says nothing about the policy.
+    `evicted`, the perplexity is that of `dense`, except for the rounding of quantized slots, and
+    says nothing about which tokens the policy keeps.
     """
 
     policy: str
@@ -66,8 +67,8 @@ class Advice:
         tokens: length of the sample.
         available: length of the text in tokens.
         window: tokens the model was trained with; None if its configuration does not say.
-        everything: whether the whole text fits the window and the memory, so that nothing is
-            evicted.
+        everything: whether the whole text fits the window and the memory or budget, so that nothing
+            is evicted.
         left_out: by policy, the reason why it was not tried.
     """
 
@@ -172,8 +173,8 @@ def _list_policies(model: PreTrainedModel, policies: str) -> list[str]:
 def _fitting(
     model: PreTrainedModel, named: Sequence[str], memory: int | None, budget: int | None, chunk: int
 ) -> tuple[dict[str, int], dict[str, str]]:
-    """Return policies with their slots (their own, `budget`, or the most that fit), and for the
-    others the reason.
+    """Return the policies that fit, with their slots (their own, `budget`, or the most that fit),
+    and the other policies, with the reason why each is left out.
     """
     fits: dict[str, int] = {}
     left_out: dict[str, str] = {}
@@ -210,8 +211,8 @@ def _candidates(
     if not fits:
         takes = size_of(model, f"window(budget={SMALLEST})", chunk=chunk).stream
         raise WeirError(
-            f"{memory:,} bytes are too few for the budgets that are tried, of at least {SMALLEST} "
-            f"slots: window(budget={SMALLEST}) takes {takes:,}. A smaller cache may fit with "
-            "other policies or another chunk."
+            f"{memory:,} bytes are too few. The smallest budget that is tried is {SMALLEST} slots, "
+            f"and window(budget={SMALLEST}) takes {takes:,} bytes. Use more memory or a smaller "
+            "chunk, or name policies with fewer slots."
         )
     return fits

@@ -1,9 +1,10 @@
 """Measures the relative error of a layer's attention under a policy.
 
 BalanceKV (Kochetkova et al. 2025), section 4.1 and B.1: ‖z - Attn‖_F / ‖Attn‖_F over the last
-queries of a text. Each layer gets the queries, keys and values of the exact model, so errors of
-lower layers do not add up. In the paper the first and the last tokens are exact and the text
-between is compressed once; here a policy can also read the text as a stream, chunk by chunk.
+queries of a text, where z is the attention output under the policy, and Attn the exact output. Each
+layer gets the queries, keys and values of the exact model, so errors of lower layers do not add up.
+In the paper the first and the last tokens are exact and the text between is compressed once; here a
+policy can also read the text as a stream, chunk by chunk.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class ErrorSetup:
     Attributes:
         tokens: length of the text.
         queries: number of last tokens whose queries are evaluated; their keys and values are exact.
-        exact: number of first tokens that are exact if a share of the others is kept.
+        exact: number of first tokens that stay exact under policies whose budget is computed from a
+            rate, if they have the parameters `sinks` and `recent`.
         whole, chunk: fold the text before the queries at once, as in the paper; otherwise stream
             the text and fold every `chunk` tokens.
     """
@@ -56,8 +58,8 @@ class ErrorSetup:
     def __post_init__(self) -> None:
         if self.tokens < 4 and not self.queries:
             raise WeirError(
-                f"{self.tokens} tokens are too few: the last quarter of them is compared on its "
-                "attention to the earlier ones. Use a longer text."
+                f"{self.tokens} tokens are too few. The error is measured on the attention of the "
+                "last quarter of the tokens to the earlier ones. Use a longer text."
             )
         if not 0 < self.queries < self.tokens:
             raise WeirError(
@@ -78,8 +80,13 @@ class ErrorSetup:
 
 @dataclass(frozen=True)
 class SizedPolicy:
-    """A policy as given, its budget, and the `rate` (share of the middle) that determined the
-    budget.
+    """A policy with its budget.
+
+    Attributes:
+        name: the policy as it was given.
+        policy: the policy with its budget.
+        rate: the share of the middle from which the budget was computed; None if the policy was
+            given with its size.
     """
 
     name: str
@@ -93,9 +100,12 @@ class LayerError:
 
     Attributes:
         policy, name: the policy with its budget, and as it was given.
-        rate: the share of the middle that determined its budget; None if it has its own budget.
+        rate: the share of the middle from which the policy's budget was computed; None if the
+            policy was given with its size.
+        layer: index of the layer.
         errors: the error for each seed.
-        kept: share of the tokens before the queries that hold a slot at the end.
+        kept: number of tokens in slots of the pools at the end, as a share of the tokens before the
+            queries.
         seconds: seconds spent folding (median over the seeds).
     """
 
@@ -135,7 +145,7 @@ def set_up(
     """Build the paper's setup, as far as the model and the text allow.
 
     Args:
-        model: the model. By default, the text ends at its window, or after 4,096 tokens.
+        model: the model. By default, as many tokens are used as fit in its window, at most 4,096.
         available: number of tokens of the text.
         tokens, queries, exact: as in `ErrorSetup`; by default the paper's 256 for both, but at most
             a quarter (`queries`) and an eighth (`exact`) of the tokens.
@@ -160,15 +170,17 @@ def size_policies(
     """Give policies a budget for every rate.
 
     Args:
-        names: policies as texts. With `rates`, named ones without a budget; a budget is made for
-            each rate.
-        rates: shares of the middle to keep; if empty, the policies stay as they are.
+        names: policies as texts. With `rates`, these must be named policies without a budget.
+        rates: shares of the middle to keep, each of which gives every policy a budget; if empty,
+            the policies stay as they are.
 
     Returns:
-        The policies that can be measured, and for the others the reason: a budget may be too small.
+        The policies that can be measured, and sentences that say which policies are left out at
+        which rates because the budget would be too small.
 
     Raises:
-        WeirError: there are rates but a policy takes no budget, or nothing can be measured.
+        WeirError: there are rates but a policy takes no budget, a policy caches nothing, or nothing
+            can be measured.
         PolicyError: a policy cannot be parsed.
     """
     sized, missing = [], []
@@ -270,8 +282,8 @@ def _with_rate(name: str, rate: float, setup: ErrorSetup) -> str:
     budget = setup.exact + max(1, round(rate * setup.middle))
     ends = {"sinks", "recent"}
     if ends <= set(call.parameters) and not ends & call.given.keys():
-        # The first tokens are exact. The newest are those of the queries, which have not reached a
-        # pool yet.
+        # The sinks are the exact first tokens. One slot for recent tokens is enough, because the
+        # newest tokens are those of the queries, which no pool has received yet.
         return call.with_arguments(budget=budget + 1, sinks=setup.exact, recent=1)
     return call.with_arguments(budget=budget)
 
@@ -281,8 +293,9 @@ def _stream_layer(
 ) -> tuple[Tensor, float, float]:
     """Stream a layer's keys and values through a pipe, and attend with the last queries.
 
-    Returns their outputs [1, heads, queries, value_dim], the share of the tokens before them that
-    hold a slot at the end, and the seconds spent folding.
+    Returns the outputs of these queries [1, heads, queries, value_dim], the number of tokens in
+    slots of the pools at the end as a share of the tokens before the queries, and the seconds spent
+    folding.
     """
     chunk = setup.queries + 1 if setup.whole else setup.chunk
     draws = CounterRNG(seed, inputs.layer)

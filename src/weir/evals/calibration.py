@@ -245,7 +245,8 @@ class Calibration:
     Attributes:
         asked: the policy whose bytes were distributed.
         layers: budgets from the bottom layer up, without layers that have their own sliding window.
-        nbytes, before: bytes of all these layers, for one stream, and under the original policy.
+        nbytes, before: bytes of all these layers for one stream, with these budgets and under the
+            original policy.
         chunk: tokens between two folds.
         passages, length: number of passages that were read, and tokens of each.
         text, digest: the name of the file, and SHA-256 of the ids that were read.
@@ -279,7 +280,7 @@ class Calibration:
         """Write the policy file. If that fails, nothing is written.
 
         Raises:
-            WeirError: its name does not end with .toml, or it cannot be written.
+            WeirError: the name of the file does not end with .toml, or it cannot be written.
         """
         path = check_path(path)
         text = {"name": self.text, "sha256": self.digest, "passages": self.passages}
@@ -360,8 +361,8 @@ def calibrate(
     if max(slots) + chunk >= length:
         raise WeirError(
             f"{quote(str(asked))} has {max(slots)} slots and a chunk of {chunk}, so nothing is "
-            f"evicted from {length} tokens (a passage that the model reads at once), and there is "
-            "nothing to measure. Use a smaller budget, or less memory."
+            f"evicted from {length} tokens (the length of a passage), and there is nothing to "
+            "measure. Use a smaller budget, or less memory."
         )
     ids = read_stream(tokenizer, text, None if tokens is None else tokens + 1).ids
     if tokens is not None and tokens > len(ids):
@@ -398,8 +399,8 @@ def calibrate(
 def _plans(
     model: PreTrainedModel, policy: Policy, chunk: int
 ) -> tuple[dict[int, LayerPlan], int | None]:
-    """Return the plans of layers that follow the policy, by index, and the window, if all layers
-    slide.
+    """Return the plans of layers that follow the policy, by index, and the size of the sliding
+    window if all layers have one.
     """
     if isinstance(policy, Recompute):
         raise WeirError(

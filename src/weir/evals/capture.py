@@ -1,6 +1,6 @@
 """Records the queries, keys and values that each layer's attention receives while a model reads.
 
-A cache that keeps everything records them, so this works for every model that weir serves.
+A cache that keeps everything records them, so this works for every model that weir streams.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ class LayerInputs:
         queries, keys: [1, heads, length, key_dim] and [1, kv_heads, ...]; already rotated to their
             positions if `positions.placed`.
         values: [1, kv_heads, length, value_dim].
+        params: scale, capping and other parameters of the layer's attention.
+        positions: how the layer encodes positions.
     """
 
     layer: int
@@ -115,8 +117,8 @@ def in_place(inputs: LayerInputs, x: Tensor) -> Tensor:
 
 
 def unrotated_keys(inputs: LayerInputs) -> Tensor | None:
-    """Return the keys of a layer at position 0 [1, kv_heads, length, key_dim]; None if it does not
-    rotate.
+    """Return the keys of a layer, rotated to position 0 [1, kv_heads, length, key_dim]; None if the
+    layer does not rotate keys.
     """
     rotary = inputs.positions.rotary
     if rotary is None:

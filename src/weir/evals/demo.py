@@ -138,7 +138,7 @@ def held_by_part(stream: Stream, parts: int) -> list[float]:
 
 @dataclass(frozen=True)
 class BookStory:
-    """The names that follow the book, and the ids of the text before their questions [n]."""
+    """The names that follow the book, and the ids [n] of the text from them to the questions."""
 
     tokenizer: PreTrainedTokenizerBase
     names: Sequence[NamedNumber]
@@ -148,7 +148,8 @@ class BookStory:
         """Feed the names to a stream, read on, and ask for the numbers.
 
         Returns:
-            {"held", "answers", "right" (of each answer), "knows" (right answers)}.
+            {"held" (share of each part of the text), "answers", "right" (whether each answer is
+            right), "knows" (number of right answers)}.
         """
         stream.feed([token for one in self.names for token in one.said])
         stream.feed(self.between)
@@ -183,8 +184,9 @@ class FactStory:
         """Measure the policy of a stream that has read the book.
 
         Returns:
-            {"held" (of the book), "knows" (right answers at all distances together),
-            "by_distance": [{"distance", "right", "asked", "low", "high" (95 %)}]}.
+            {"held" (share of each part of the book), "knows" (number of right answers at all
+            distances together), "by_distance": [{"distance", "right", "asked", and the 95 %
+            interval of the share of right answers, from "low" to "high"}]}.
         """
         held = held_by_part(stream, PARTS)
         subject = Subject(self.name, self.model, self.tokenizer, stream.policy)
@@ -264,8 +266,8 @@ def read_book(
 
     Returns:
         {"model", "model_window", "book", "tokens", "block" (tokens of each of `ppl_by_block`),
-        "story" (its `facts`, None if not every policy was asked), "policies": [of each the figures
-        of `weir stream`, "slots" (None for no limit), and what `tell` returns]}.
+        "story" (its `facts`, None if not every policy was asked), "policies": [for each policy, the
+        figures of `weir stream`, "slots" (None for no limit), and the result of `tell`]}.
     """
     meters = [PerplexityMeter(make_stream(model, policy), block) for policy in policies]
     for piece in ids.split(STEP):
@@ -306,7 +308,9 @@ class _Stopped(Exception):
 
 
 def _told_of(on_ask: Callable[[float], bool | None], number: int) -> Progress:
-    """Report the progress of a policy's questions, and raise `_Stopped` to end them."""
+    """Return a function that reports the progress of a policy's questions to `on_ask`, and raises
+    `_Stopped` if `on_ask` returns True. Report now that they begin.
+    """
 
     def progress(share: float) -> None:
         if on_ask(number + share):

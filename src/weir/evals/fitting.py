@@ -19,8 +19,8 @@ from weir.policies import Policy, Recompute, parse_policy
 
 Counted = Literal["bytes", "kv"]
 """The bytes that count for a stream. `bytes` is everything that weir allocates for it. `kv` is the
-keys and values of its slots alone, as papers count, without second copies of keys, waiting queries,
-positions and scores.
+keys and values of its slots alone, as papers count. It leaves out stored queries, positions, scores,
+and second copies of keys.
 """
 MOST = 2**24
 """The largest budget in slots, whatever the memory."""
@@ -90,8 +90,9 @@ def fit_to_memory(
 ) -> tuple[str, int]:
     """Return a policy with the largest budget whose cache of one stream fits, and that budget.
 
-    Arguments are those of `budget_in`, and the name of the model for the error if no budget fits.
-    Warns of a budget of fewer than `FEW` slots.
+    The arguments are those of `budget_in` without `most`, and `name`, the model's name for error
+    messages and warnings. If no budget fits, a WeirError is raised. If the budget is fewer than
+    `FEW` slots, a warning is given.
     """
     budget = budget_in(model, policy, memory, chunk, None, positions, counted)
     if budget is None:
@@ -178,9 +179,9 @@ def _overhead(
     size = size_of(model, with_budget(policy, budget), chunk=chunk, positions=positions)
     more = size.stream - size.step_stream
     return (
-        f". {more:,} of its {size.stream:,} bytes are not keys and values of slots. The policy "
-        "also keeps a second copy of keys, queries, positions and scores. With --equal kv, these "
-        "are not counted"
+        f". {more:,} of the cache's {size.stream:,} bytes are not keys and values of slots, but, for "
+        "example, queries, positions, scores or a second copy of keys. With --equal kv, only the "
+        "keys and values of slots are counted"
     )
 
 
