@@ -19,8 +19,8 @@ from weir.policies import Policy, Recompute, parse_policy
 
 Counted = Literal["bytes", "kv"]
 """The bytes that count for a stream. `bytes` is everything that weir allocates for it. `kv` is the
-keys and values of its slots alone, as papers count. It leaves out stored queries, positions, scores,
-and second copies of keys.
+keys and values of its slots alone, as papers count: without stored queries, positions, scores or
+second copies of keys.
 """
 MOST = 2**24
 """The largest budget in slots, whatever the memory."""
@@ -179,9 +179,9 @@ def _overhead(
     size = size_of(model, with_budget(policy, budget), chunk=chunk, positions=positions)
     more = size.stream - size.step_stream
     return (
-        f". {more:,} of the cache's {size.stream:,} bytes are not keys and values of slots, but, for "
-        "example, queries, positions, scores or a second copy of keys. With --equal kv, only the "
-        "keys and values of slots are counted"
+        f". {more:,} of the cache's {size.stream:,} bytes are not keys and values of slots, but "
+        "other data such as queries, positions, scores or a second copy of keys. With --equal kv, "
+        "only the keys and values of slots are counted"
     )
 
 

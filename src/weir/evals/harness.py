@@ -88,7 +88,8 @@ def _feed(stream: Stream, ids: Tensor, mask: Tensor, every: bool) -> Tensor:
     if cache is None:
         logits = stream.feed(ids, all_logits=every)
         return logits if every else logits[:, None]
-    # With full prefill, the prompt is one forward. Otherwise it is read in pieces to save memory.
+    # With full prefill, the prompt is read in one call. Otherwise it is read in pieces, which saves
+    # memory.
     whole = cache.prefill == "full" and not cache.is_initialized
     seen = mask.shape[1] - ids.shape[1]
     parts: list[Tensor] = []
@@ -112,12 +113,13 @@ class WeirLM(TemplateLM):
         pretrained: `nano`, a folder, a Hub id, or a loaded model.
         policy: a pipe or a named policy.
         chunk, seed, positions, prefill: as for `StreamingCache`.
-        dtype, device, device_map, revision, trust_remote_code: as for `weir.load`; without a GPU,
-            "cuda" is the CPU, and a `device_map` overrides the harness's device.
+        dtype, device, device_map, revision, trust_remote_code: as for `weir.load`, with two
+            exceptions: if there is no GPU, the device "cuda" means the CPU; and `device` is ignored
+            if `device_map` is given.
         tokenizer: tokenizer of a loaded model.
         batch_size: number of requests at once.
         max_batch_size: passed on by the harness; only affects automatic batch sizes.
-        max_gen_toks: largest number of tokens of an answer, if the task does not say.
+        max_gen_toks: largest number of tokens of an answer, if the task does not set one.
         unknown: any other argument, which is refused.
 
     Raises:
@@ -323,7 +325,7 @@ class WeirLM(TemplateLM):
         return [cut_at_stop(text, stops) for text in texts]
 
     def _batches(self, lengths: list[int], what: str, quiet: bool) -> list[list[int]]:
-        """Yield batches of request indices of similar lengths, longest first."""
+        """Return batches of indices of requests of similar lengths, longest first."""
         order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
         size = self.batch_size
         batches = [order[i : i + size] for i in range(0, len(order), size)]

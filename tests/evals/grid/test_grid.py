@@ -98,7 +98,7 @@ def test_a_protocol_sets_chunk_positions_and_where_budgets_come_from():
     cell = make_grid(["nano"], "ppl", "h2o", paper="balancekv").cells[0]
     assert (cell.chunk, cell.positions, cell.policy) == (64, "original", "h2o")
     assert make_grid(["nano"], "ppl", "h2o", paper="streaming_llm", chunk=8).cells[0].chunk == 8
-    with pytest.raises(WeirError, match=r"sets the budgets from the prompt, 0\.25 of it"):
+    with pytest.raises(WeirError, match=r"every budget is 0\.25 of the prompt's length\. Leave"):
         make_grid(["nano"], "ppl", "h2o", paper="balancekv", budgets=[64])
     with pytest.raises(WeirError, match="unknown protocol 'balancekw', did you mean"):
         make_grid(["nano"], "ppl", "h2o", paper="balancekw")

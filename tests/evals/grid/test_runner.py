@@ -216,7 +216,10 @@ def test_what_was_asked_of_other_pools_is_not_measured_under_their_name(tmp_path
     toys.broken.clear()
     changed()
     (record,) = run(grid, path, resume=True)
-    said = "h2o(8) was recent(4) | heavy(4) when this cell was requested, and is sink(8) now"
+    said = (
+        "h2o(8) stood for recent(4) | heavy(4) when this cell was requested, and stands for "
+        "sink(8) now. To measure the earlier pools, name them instead of h2o(8)."
+    )
     assert record["status"] == "failed" and said in record["reason"]
 
 

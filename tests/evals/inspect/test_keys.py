@@ -174,7 +174,7 @@ def test_a_short_text_is_one_passage_and_a_shorter_one_is_refused(nano):
     told = section(Inspection(*nano, "nano", "so it goes, and so it ends", layers=(0,)))
     assert told.facts["passages"] == 1 and told.facts["tokens"] < 30
     assert told.facts["heads"][0]["reach"] is None
-    with pytest.raises(WeirError, match=r"3 tokens are too few\. Use a text, .* of at least 9"):
+    with pytest.raises(WeirError, match=r"3 tokens are too few\. Use a text of at least 9"):
         section(Inspection(*nano, "nano", "so it"))
 
 

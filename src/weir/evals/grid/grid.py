@@ -49,7 +49,7 @@ PROTOCOLS: dict[str, PaperProtocol] = {
         "evict after every token, positions inside the cache (section 3.2)", chunk=1
     ),
     "reservoir": PaperProtocol(
-        "as streaming_llm: the sample is a change to its cache (section 3)", chunk=1
+        "as streaming_llm, to whose cache the paper adds a sample (section 3)", chunk=1
     ),
     "subgen": PaperProtocol(
         "the prompt is read whole and compressed once to half, the largest reduction of Table 1; "
@@ -68,7 +68,7 @@ PROTOCOLS: dict[str, PaperProtocol] = {
         keeps_answers=True,
     ),
     "buzz": PaperProtocol(
-        "the prompt is read whole and thinned at its end, then eviction goes on token by token; "
+        "the prompt is read whole and then thinned, and after it eviction goes on token by token; "
         "positions inside the cache (section 3, Remark 2)",
         chunk=1,
         prefill="full",
@@ -108,9 +108,9 @@ class Cell:
         policy, budget: the policy with its budget inserted, and the budget if it was inserted.
         seed, chunk, positions: as for `Stream`; a protocol has its own positions.
         protocol: the paper's protocol, if the cell follows one.
-        memory: bytes from which the budget was computed; None if budgets were given in slots.
-        equal: "kv" if those are bytes of keys and values alone; None otherwise.
-        loading: how the model is loaded, pairs of an argument of `weir.load` and its value.
+        memory: bytes from which the budget was computed; None if it was not computed from bytes.
+        equal: "kv" if `memory` counts only bytes of keys and values; None otherwise.
+        loading: how the model is loaded, as pairs of an argument of `weir.load` and its value.
         compiled: whether decode steps are compiled; always false for a model given as an object.
         pools: the pools that the policy's name stands for, which can change between versions of
             weir; None for a policy that is written as pools.
@@ -191,10 +191,11 @@ def make_grid(
         policies: a list of policies and policy files; policies from files are written in full.
             `all` stands for every named policy except those in `NOT_IN_EVERY`.
         budgets: inserted into each policy that takes a budget and was written without one.
-        memory: instead of budgets, bytes of one stream's cache. Each model gets the largest budget
-            that fits, within the model's window. Weights are loaded only for `weir`, which gets
-            slots of 8 bits on models that do not tolerate 4. A policy with its own slots has to fit
-            into the largest of these sizes; `dense` and others without a limit run unchanged.
+        memory: instead of budgets, bytes of one stream's cache. On each model, a policy gets the
+            largest budget that fits, within the model's window. Weights are loaded only for `weir`,
+            which gets slots of 8 bits on models that do not tolerate 4. A policy with its own slots
+            has to fit into the largest of these sizes; `dense` and others without a limit run
+            unchanged.
         equal: what is equal for all policies: `slots` (the budgets), `bytes` (the whole cache) or
             `kv` (only keys and values of slots). The default is `bytes` with `memory`, otherwise
             `slots`. Without `memory`, `bytes` and `kv` use the sizes of `streaming_llm` at the
@@ -237,13 +238,13 @@ def make_grid(
         )
     if rules.rate is not None and equal is not None:
         raise WeirError(
-            f"the protocol {paper} takes its budgets from the prompt, {rules.rate:g} of it, so all "
-            "policies have the same slots. Leave out equal or the protocol."
+            f"with the protocol {paper}, every budget is {rules.rate:g} of the prompt's length, so "
+            "all policies have equally many slots. Leave out equal or the protocol."
         )
     if rules.rate is not None and (budgets or memory):
         raise WeirError(
-            f"the protocol {paper} sets the budgets from the prompt, {rules.rate:g} of it. Leave "
-            f"out the {'budgets' if budgets else 'memory'} or the protocol."
+            f"with the protocol {paper}, every budget is {rules.rate:g} of the prompt's length. "
+            f"Leave out the {'budgets' if budgets else 'memory'} or the protocol."
         )
     folds = (rules.chunk or 64) if chunk is None else chunk
 
@@ -290,8 +291,8 @@ def make_grid(
         )
 
     def sized(model: str, policy: str) -> list[tuple[str, int | None, int | None]]:
-        """Yield a policy with each budget inserted, the budget, and the memory that it was made
-        for.
+        """Return a policy with each budget inserted, the budget, and the memory from which the
+        budget was computed.
         """
         how_sized = folds, model, rules.positions, counted
         if not (budgets or memory) or not takes_budget(policy):
@@ -395,7 +396,7 @@ def named_pools(policy: str) -> str | None:
 
 
 def extend_grid(path: Path, grid: Grid) -> Grid:
-    """Append the cells of a grid to that of a results file, if the file exists, without duplicates.
+    """Append cells to the grid of a results file, without duplicates, if the file exists.
 
     Cells in the file keep their numbers, so the file's records stay valid. A policy whose name now
     stands for other pools counts as another policy. Raises WeirError if the file is not a results

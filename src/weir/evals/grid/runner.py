@@ -1,8 +1,9 @@
 """Runs the cells of a grid, in this process or on a Ray cluster, and records each when it is done.
 
-A cell that fails is recorded with its reason, and the others continue. On Ray, a cell is a task: if
-its worker dies, only that cell runs again elsewhere. A cell uses as many threads as this process
-would, so its figures are bit-identical. To run more cells in parallel, set OMP_NUM_THREADS=1.
+A cell that fails is recorded with its reason, and the others continue. If a worker of Ray dies,
+only the cell that it was running is run again, on another worker. Workers use as many threads for a
+cell as this process would, so that the figures are bit-identical to those measured here. To run
+more cells in parallel, set OMP_NUM_THREADS=1.
 """
 
 from __future__ import annotations
@@ -135,8 +136,8 @@ def measure(
 def record_of(number: int, cell: Cell, found: dict[str, Any]) -> CellRecord:
     """Return the record of a cell: everything that determines its figures, and the figures.
 
-    For a policy with a name, "pools" has the pools that ran. If the name stands for other pools
-    without a model, "stands_for" has those.
+    For a policy with a name, "pools" has the pools that ran. If these depend on the model, and the
+    name alone stands for other pools, "stands_for" has the others.
     """
     facts = cell.as_json()
     if facts.get("pools") != found.get("pools", facts.get("pools")):
@@ -147,11 +148,11 @@ def record_of(number: int, cell: Cell, found: dict[str, Any]) -> CellRecord:
 
 
 def subject_of(cell: Cell, models: Mapping[str, Loaded] = MappingProxyType({})) -> Subject:
-    """Load the subject of a cell, unless its model is one of `models`, by name."""
+    """Return the subject of a cell. Its model is taken from `models` by name, or else loaded."""
     if cell.pools is not None and (pools := named_pools(cell.policy)) != cell.pools:
         raise WeirError(
-            f"{cell.policy} was {cell.pools} when this cell was requested, and is {pools} now. "
-            "Request these pools instead."
+            f"{cell.policy} stood for {cell.pools} when this cell was requested, and stands for "
+            f"{pools} now. To measure the earlier pools, name them instead of {cell.policy}."
         )
     model, tokenizer = models.get(cell.model) or load_cached(
         cell.model, cell.loading, cell.compiled

@@ -52,7 +52,9 @@ def watch(model: PreTrainedModel, ids: Tensor, look: Look) -> None:
         return
 
     def hear(call: AttentionCall) -> None:
-        """Show the layer's queries and all keys; a call never exceeds the tail."""
+        """Show the layer's queries and all keys. A call is never longer than a chunk, so a layer
+        with its own window still holds all keys of the call.
+        """
         look(call.attention())
 
     # A cache without a limit first allocates five chunks for every row. A shorter chunk saves

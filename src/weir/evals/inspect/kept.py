@@ -1,11 +1,11 @@
-"""Tokens of a text that a policy keeps, by pool, at several moments, as a picture and as HTML.
+"""Shows which tokens of a text a policy keeps at several moments, by pool, as picture and as HTML.
 
 A token is *held* by a KV head of a layer while its own key and value are in a slot there. In pools
 with weights (`balance`, `subgen`, `uniform`, ...), a slot also represents evicted tokens. These are
 shown as gone, and the label gives the weight of the slot. A mean of several tokens (`residue`) is
 shown at the newest of them.
 
-The text needs no scripts, and color is never the only sign: each pool has a style for the line
+The HTML needs no scripts, and color is never the only sign: each pool has a style for the line
 under a token, and the line is thicker the more heads hold the token.
 """
 
@@ -62,12 +62,14 @@ class Run(NamedTuple):
 
 
 def color_of(pools: Sequence[str], pool: str) -> str:
-    """The color of a policy's pool; the last name stands for tokens that wait for a fold."""
+    """The color of a policy's pool; the last of `pools` stands for tokens that wait for a fold."""
     return WAITING if pool == pools[-1] else COLORS[pools.index(pool) % len(COLORS)]
 
 
 def fragment_of(tokenizer: PreTrainedTokenizerBase, ids: Tensor, found: Sequence[Holding]) -> str:
-    """HTML of a text [tokens] at each moment, the last one open; all token text is escaped."""
+    """HTML of a text [tokens] at each moment, with only the last moment expanded. The text of each
+    token is escaped.
+    """
     said, pools = describe_tokens(tokenizer, ids.tolist()), found[-1].pools
     moments = [(holding, runs_of(said, holding)) for holding in found]
     values = {"pools": pools, "moments": moments, "label_of": label_of}
@@ -123,7 +125,7 @@ MOST = 4096
 FEWEST = 8
 """Smallest number of tokens."""
 QUARTERS = 4
-"""The default moments at which the text is shown, as shares of the text."""
+"""Number of moments at which the text is shown by default: after each quarter of it."""
 MOST_MOMENTS = 12
 COLUMNS = 640
 """Largest number of columns of a strip; if there are more tokens, several share a column."""
@@ -275,8 +277,8 @@ def _explain(policy: str, found: Sequence[Holding]) -> str:
     )
     return (
         f"A stream under {policy}, shown after {times} tokens. A token is held by a KV head of a "
-        "layer while its key and value are in a slot there. Its color is the pool, and "
-        f'"{last.pools[-1]}" are tokens that wait for the next fold.{others if weighs else ""} '
+        "layer while its key and value are in a slot there. Its color shows the pool, or that it "
+        f'waits for the next fold ("{last.pools[-1]}").{others if weighs else ""} '
         "Below is the text. The more layers and heads hold a token, the stronger its shade and "
         "its line. Tokens without a line are in no layer. Point at a token, or tap it, to see "
         "which pools hold it."

@@ -1,11 +1,12 @@
 """The geometry of keys and values: t-SNE with greedy centers, and clusterability.
 
 SubGen (Zandieh et al. 2024), section 3.1 and Figure 1: the keys of a Llama-2-7B are said to be more
-clusterable than its values, thanks to rotary embedding. So keys are measured as a cache holds them,
-and again as if all were at place 0. By SubGen's Definition 1, points are clusterable if few balls
-of a small radius cover them. A radius grows with the points' scale, number and dimension, so it is
-compared with a control: every coordinate is shuffled independently. This keeps the distribution of
-each coordinate, but removes the dependence between coordinates, which makes clusters.
+clusterable than its values, thanks to rotary embedding. So keys are measured as transformers caches
+them, rotated to their places, and again as if all were at place 0. By SubGen's Definition 1, points
+are clusterable if few balls of a small radius cover them. A radius grows with the points' scale,
+number and dimension, so it is compared with a control: every coordinate is shuffled independently.
+This keeps the distribution of each coordinate, but removes the dependence between coordinates,
+without which there are no clusters.
 
 The first token, or all tokens of a learned sink, are left out. The sink is far from all other
 tokens. Its shuffled coordinates would spread the control, and make any set of points look
@@ -133,7 +134,9 @@ def shuffle_coordinates(points: Tensor, seed: int) -> Tensor:
 
 
 def centers(points: Tensor, k: int) -> Tensor:
-    """Pick k of points [sets, n, dim] as the pool `kcenter` does, from the first on [sets, n]."""
+    """Return which k of the points [sets, n, dim] the pool `kcenter` would pick, starting with the
+    first, as a mask [sets, n].
+    """
     if not 1 <= k <= points.shape[1]:
         raise WeirError(f"{k} centers cannot be picked from {points.shape[1]} tokens")
     pick = kernels.farthest_first(points.device) or farthest_first
@@ -214,10 +217,10 @@ def measure(
     """Measure the coverings of every head over passages [passages, length], layer by layer.
 
     Returns:
-        Of each layer, KV head and kind: the mean "score" and its interval's "reach", "scores" by
-        passage, "k" (numbers of centers), "radius" and "control" by passage and k. And vectors to
-        draw: of the first passage, a few layers and one head, random as in the paper if none is
-        chosen.
+        For each layer, KV head and kind: the mean "score", the half-width of its interval
+        ("reach"), "scores" by passage, "k" (numbers of centers), "radius" and "control" by passage
+        and k. And vectors to draw: those of the first passage, a few layers and one head, which is
+        random as in the paper if none is chosen.
     """
     found: dict[tuple[int, int, str], dict[str, Any]] = {}
     kept: list[Vectors] = []
@@ -384,7 +387,7 @@ def _cell(measured: Sequence[dict[str, Any]]) -> str:
 
 
 def _of(measured: Sequence[dict[str, Any]], **wanted: Any) -> list[dict[str, Any]]:
-    """Return the entries with the given figures."""
+    """Return the entries that have the wanted values."""
     return [one for one in measured if all(one[k] == v for k, v in wanted.items())]
 
 
@@ -396,7 +399,7 @@ def _text(texts: Tensor, measured: Sequence[dict[str, Any]]) -> str:
     figures = ", ".join(f"{kind} {_cell(_of(measured, kind=kind))}" for kind in _kinds(measured))
     count, length = texts.shape
     over = f"{count} passages of {length:,} tokens" if count > 1 else f"{length:,} tokens"
-    turned = ", rotated to their places; at place 0, they are turned back"
+    turned = f', rotated to their places; "{TURNED}" are rotated back to place 0'
     turned = turned if TURNED in _kinds(measured) else ""
     sure = ", 95 % intervals over the passages" if count > 1 else ""
     return (

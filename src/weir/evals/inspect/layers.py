@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 BUDGET = 1024
-"""Largest number of slots, or half of a model's window if that is less."""
+"""Largest number of slots; half of the model's window if that is less."""
 CHUNK = 64
 SCORED = 2000
 """Number of tokens that are scored by default."""
@@ -81,7 +81,8 @@ Hidden = dict[int, tuple[int, ...]]
 class StreamSetup:
     """Sizes of the stream that reads a text, with `recent` newest tokens.
 
-    `kv_heads` counts those of each layer that does not slide over a window of its own.
+    `kv_heads` has the number of KV heads of each layer, except for layers that keep their own
+    sliding window under any policy.
     """
 
     kv_heads: dict[int, int]
@@ -159,10 +160,10 @@ def section(asked: Inspection) -> Section:
     text = (
         f"Perplexity of {facts['scored']:,} tokens read as a stream under sink({FIRST}) | "
         f"recent({setup.recent}), positions inside the cache: {facts['ppl']:,.1f} if every layer "
-        f"sees the first {FIRST} tokens, {facts['ppl_without']:,.1f} if none does. First, they "
-        "are hidden in one layer and all others see them; then only one layer sees them. The "
-        "newest tokens are the same in all runs. A layer whose loss hardly rises does not need "
-        "its sinks."
+        f"sees the first {FIRST} tokens, {facts['ppl_without']:,.1f} if none does. In the first "
+        "picture, these tokens are hidden in one layer, and all other layers see them. In the "
+        "second, only one layer sees them. The newest tokens are the same in all runs. If the "
+        "loss hardly rises when they are hidden in a layer, this layer does not need its sinks."
     )
     pictures = [
         Picture(
@@ -177,7 +178,7 @@ def section(asked: Inspection) -> Section:
         ),
     ]
     if heads:
-        text += " Last, they are hidden in one KV head of one layer."
+        text += " In the third picture, they are hidden in one KV head of one layer."
         alt = "Rise of the loss when the sinks are hidden in one KV head, by layer and head."
         pictures.append(Picture("layers-heads", _heat(facts["hidden_in_head"]), alt))
     rows = []
@@ -204,7 +205,7 @@ def losses_of(asked: Inspection, ids: Tensor, setup: StreamSetup, hidden: Hidden
     """The loss of each scored token of a text, in nats [tokens - start], float64."""
     stream = Stream(asked.model, setup.policy(hidden), chunk=setup.chunk)
     try:
-        # The first loss belongs to a token without context.
+        # There is a loss for every token, so the loss at index `start` is that of token `start`.
         return stream.score(ids[None])[0].double().cpu()[setup.start :]
     finally:
         if stream.cache is not None:

@@ -62,18 +62,19 @@ def section(asked: Inspection) -> Section:
 
 
 def measure(asked: Inspection, prompts: Tensor) -> dict[str, Any]:
-    """Measure norms of prompts [prompts, length], with one layer of one in memory at a time.
+    """Measure norms of vectors of prompts [prompts, length]. At any time, only the vectors of one
+    prompt in one layer are in memory.
 
     Returns:
-        "tokens" and "prompts" (their numbers), and by each name of `NAMES` the "mean" norm of all
-        vectors; "reach", the half-width of the paper's interval for one prompt, with vectors
-        treated as independent; "reach_over_prompts", None for one prompt; "by_prompt" and
-        "by_layer".
+        "tokens" (of each prompt) and "prompts" (their number), and for each name of `NAMES`: the
+        "mean" norm of all vectors; "reach", the half-width of the paper's interval for one prompt,
+        with vectors treated as independent; "reach_over_prompts", the half-width of the interval
+        over prompts, None for one prompt; and the mean norms "by_prompt" and "by_layer".
     """
 
     def take(layer: LayerInputs) -> Tensor:
-        """Return, by kind, the number of vectors, the sum of their norms, and that of the squares
-        [kinds, 3].
+        """Return for each kind the number of vectors, the sum of their norms, and the sum of the
+        squares of their norms [kinds, 3].
         """
         group = layer.queries.shape[1] // layer.keys.shape[1]
         found = []
@@ -135,7 +136,7 @@ def draw(found: Sequence[dict[str, Any]]) -> Figure:
 def _text(asked: Inspection, found: Sequence[dict[str, Any]]) -> str:
     shown = len(found[-1]["queries"]["by_layer"])
     over = "all layers" if asked.layers is None else f"{shown} layer{'s'[: shown > 1]}"
-    heads = "all heads" if asked.heads is None else f"{len(asked.heads)} query heads and theirs"
+    heads = "all heads" if asked.heads is None else "the chosen query heads with their KV heads"
     return (
         f"The mean Euclidean norm over {over}, {heads} and all tokens of a prompt. Keys are "
         "shifted by their mean over the prompt, head by head, which changes no attention: "

@@ -112,7 +112,7 @@ class InspectionPage:
         self._images: dict[str, str] = {}
 
     def add(self, section: Section) -> None:
-        """Put a section on the page, and write both; WeirError if a file cannot be written."""
+        """Put a section on the page. Write its pictures and the page; WeirError if that fails."""
         self.sections.append(section)
         self._parts.append(section)
         for picture in section.pictures:

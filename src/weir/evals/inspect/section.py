@@ -165,11 +165,12 @@ _QUIET = {"verbose": False, "return_attention_mask": False}
 
 
 def sentences(asked: Inspection, count: int, length: int) -> Tensor:
-    """The first `count` sentences of a text, cut after `length` tokens [sentences, length].
+    """The first `count` sentences that have at least `length` tokens, cut to `length` tokens
+    [sentences, length].
 
-    If the text has more pieces of that length than such sentences, pieces are returned instead.
-    Tokens of a learned sink come first. Special tokens that are put around any text count as
-    tokens.
+    If the text has fewer such sentences, and can be cut into more pieces of `length` tokens, the
+    pieces are returned instead. Tokens of a learned sink come first. Special tokens that are put
+    around any text count as tokens.
     """
     found: list[list[int]] = []
     parts = [part for part in _END.split(asked.text) if part and part.strip()]
@@ -238,7 +239,7 @@ def passages(asked: Inspection, length: int, count: int, fewest: int) -> Tensor:
     length = len(encode(asked.tokenizer, asked.text, length))
     if length < fewest:
         raise WeirError(
-            f"{length} tokens are too few. Use a text, and passages of it, of at least {fewest} "
-            "tokens."
+            f"{length} tokens are too few. Use a text of at least {fewest} tokens, and a --tokens "
+            "of at least as many."
         )
     return pieces(asked, count, length)
