@@ -136,7 +136,7 @@ def test_a_text_that_fits_needs_no_policy(nano, tmp_path):
 @few_slots
 @pytest.mark.slow
 def test_too_little_memory_is_refused_with_what_it_takes(nano, memory):
-    with pytest.raises(WeirError, match=r"bytes are too few .* takes 675,840\. A smaller"):
+    with pytest.raises(WeirError, match=r"bytes are too few\. .* takes 675,840 bytes\. Use more"):
         advise(*nano, str(BOOK), memory)
 
 

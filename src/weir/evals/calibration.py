@@ -106,10 +106,10 @@ NEWEST = (1 / 4, 1 / 2, 3 / 4, 7 / 8)
 def size_ladder(pipe: Pipe, most: int, *, splits: bool = False) -> list[Pipe]:
     """Return the sizes to try of a pipe with a limit, smallest first, including the pipe's own.
 
-    First tokens, marked tokens and slots that a pool declares fixed stay as they are. The other
-    slots keep their proportions. Sizes other than the pipe's own have at most `most` slots. With
-    `splits`, several shares of newest tokens are tried, too, in pipes that hold newest and other
-    tokens.
+    Slots for first tokens, slots of pools that read the marks of rows (`Pool.needs_marks`), and
+    slots that a pool declares fixed stay as they are. The other slots keep their proportions. Sizes
+    other than the pipe's own have at most `most` slots. With `splits`, several shares of newest
+    tokens are tried, too, in pipes that hold newest and other tokens.
     """
     assert pipe.slots is not None
     free = [

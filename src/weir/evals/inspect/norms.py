@@ -111,7 +111,9 @@ def norms_of(layer: LayerInputs) -> dict[str, Tensor]:
 
 
 def draw(found: Sequence[dict[str, Any]]) -> Figure:
-    """Draw mean norms by prompt length, a panel per kind; bars are intervals over prompts."""
+    """Draw mean norms by prompt length, a panel per kind. Bars are intervals over prompts or, if
+    there is only one prompt, the paper's interval.
+    """
     from matplotlib.ticker import MaxNLocator, NullLocator
 
     with drawing(4.6) as figure:
@@ -144,7 +146,7 @@ def _text(asked: Inspection, found: Sequence[dict[str, Any]]) -> str:
         "of 2,281 to 21,274 tokens: queries 14.45 to 15.21, keys 15.35 to 15.95, values 3.34 to "
         "3.37, so they are bounded, as its theorem requires. The first ± is the paper's 95 % "
         "interval, which treats all vectors of a prompt as independent. The second ± is the "
-        "interval over prompts, which the bars show."
+        "interval over prompts. The bars show the second or, with only one prompt, the first."
     )
 
 
