@@ -138,11 +138,11 @@ def test_a_template_that_refuses_what_it_is_asked_tells_of_no_beginning():
 
 
 LONG = {
-    "many characters": ("a" * 70_000, "has 70,000 characters, and may have 65,536"),
-    "many words": ("{{ 1 }}" * 3000, "has 9,000 words, and may have 8,192"),
-    "many entries": ("{{ [" + "1," * 9000 + "] }}", "words, and may have 8,192"),
+    "many characters": ("a" * 70_000, "has 70,000 characters, but at most 65,536 are allowed"),
+    "many words": ("{{ 1 }}" * 3000, "has 9,000 Jinja tokens, but at most 8,192 are allowed"),
+    "many entries": ("{{ [" + "1," * 9000 + "] }}", "Jinja tokens, but at most 8,192"),
     "brackets": ("{{ " + "[" * 2000 + "]" * 2000 + " }}", "fails with RecursionError"),
-    "more brackets": ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "words, and may have 8,192"),
+    "more brackets": ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "Jinja tokens, but at most"),
     "a syntax error": ("{{ 1 ", "cannot be read: unexpected end of template"),
     "an unknown filter": ("{{ 1 | nosuch }}", "cannot be read: No filter named"),
 }

@@ -32,24 +32,26 @@ from weir.errors import WeirError, shorten
 from weir.stream.template_bounds import OutOfBounds, bounded
 
 MARK = "\ufdd0"
-"""The character that is inserted into control tokens in a message; Unicode reserves it for such
-uses.
+"""The character that is inserted into control tokens in a message; Unicode reserves it for internal
+use.
 """
 PIECE = 16_384
-"""Characters that are tokenized at once. Longer texts take much memory, and block threads."""
+"""Largest number of characters that are tokenized at once. Longer texts would take much memory and
+block other threads.
+"""
 KNOWN = 32
 """Number of pieces whose tokens are cached, so that repeated text is tokenized once."""
 SLACK = 64
 """Number of tokens by which the total can change if a text is cut in two."""
 SEVERAL = 256
-"""Short texts between marks that are tokenized together."""
+"""Number of parts between marks that are tokenized together if all of them are short."""
 LONGEST = 512
 """Largest number of characters of a control token; the longest known one has about thirty."""
 WINDOW = 65_536
-"""Characters that are searched at once. No other thread runs during a search."""
+"""Number of characters that are searched at once. No other Python thread runs during a search."""
 MOST_TEMPLATE, MOST_WORDS = 65_536, 8192
-"""Largest number of characters of a chat template, and of words of its program. The longest known
-templates have about twenty thousand characters.
+"""Largest number of characters of a chat template, and of tokens of its Jinja program. The longest
+known templates have about twenty thousand characters.
 """
 _BREAK = re.compile(r"(?<=[^\W\d_]) (?=[^\W\d_])")
 """A space between two letters, where tokens of most tokenizers begin."""
@@ -67,7 +69,13 @@ class PromptTooLong(WeirError):
 
 @dataclass(frozen=True)
 class TextPlace:
-    """Where a marked text is: its first character or token, and the one after its last."""
+    """Where a marked text is, in characters or in tokens.
+
+    Attributes:
+        name: the number that `mark_text` was given for the text.
+        start: the first character or token of the text.
+        stop: the character or token after its last.
+    """
 
     name: int
     start: int
@@ -80,10 +88,11 @@ _MARKED = re.compile(f"{_BEGIN}([0-9]+)\ufdd3|{_END}")
 
 
 def mark_text(text: str, name: int) -> str:
-    """Mark a text, so that `ChatTemplate` finds its tokens; white space around it is outside.
+    """Mark a text with a number, its `name`, so that `ChatTemplate` finds its tokens. Whitespace
+    around the text stays outside the marks.
 
-    The marks are not part of the rendered text. No client can write them, because they have a
-    random part.
+    `ChatTemplate` removes the marks from the rendered text. No client can write them, because they
+    have a random part.
     """
     core = text.strip()
     before, after = text[: len(text) - len(text.lstrip())], text[len(text.rstrip()) :]
@@ -139,8 +148,8 @@ class PromptEncoder:
     def mark(self, value: Any, *, trusted: bool = False) -> Any:
         """Mark the control tokens in all texts of a value of JSON.
 
-        `trusted` texts can contain tokens that are control tokens only for the template, such as
-        `<think>`.
+        In `trusted` texts, tokens that only the template uses as control tokens, such as `<think>`,
+        are not marked.
         """
         if isinstance(value, str):
             pattern = self._special if trusted else self._named
@@ -180,7 +189,8 @@ class PromptEncoder:
     def find_places(
         self, text: str, places: Sequence[TextPlace], ids: Sequence[int]
     ) -> list[TextPlace]:
-        """Find the tokens in parts of a text that are given by characters.
+        """Find the tokens of parts of a text. `places` has the parts in characters, and the result
+        has them in tokens.
 
         `ids` are the result of `encode` for the text. Returns nothing if the tokenizer does not
         tell which characters a token stands for.
@@ -283,8 +293,8 @@ def _mark(pattern: re.Pattern[str], text: str) -> str | None:
 
 
 def _find_cuts(pattern: re.Pattern[str], text: str) -> Iterator[list[int]]:
-    """Find where to cut a text so that no pattern matches: after the first letter of each match.
-    Yields a list for each window that has matches.
+    """Find where to cut a text so that the pattern matches nowhere: after the first character of
+    each match. Yields a list for each window that has matches.
     """
     after = 0
     for start in range(0, len(text), WINDOW):
@@ -322,8 +332,8 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def _pattern(texts: Collection[str]) -> re.Pattern[str] | None:
-    """Make a pattern that matches any of some texts; texts with the same beginning share it. Texts
-    of one letter cannot be cut and are left out.
+    """Make a pattern that matches any of some texts. Texts with the same beginning share that part
+    of the pattern. Texts of one character cannot be cut and are left out.
     """
     tree: dict[str, Any] = {}
     for text in (text for text in texts if len(text) > 1):
@@ -348,7 +358,7 @@ ANSWER = "an-answer-that-stands-for-all"
 SYSTEM = ("system", "developer")
 """Roles of instructions, which come before the conversation."""
 TRUSTED = (*SYSTEM, "assistant")
-"""Roles whose texts can contain tokens such as `<think>`, but no control tokens."""
+"""Roles in whose texts tokens such as `<think>` are not marked; control tokens are."""
 
 
 class BrokenTemplate(WeirError):
@@ -363,6 +373,7 @@ class ChatTemplate:
     Args:
         ends: the tokens that end an answer.
         tools: functions that the model may call, as JSON schemas.
+        encoder: tokenizes the rendered text; by default, one without a limit.
         variables: further variables of the template.
     """
 
@@ -383,7 +394,7 @@ class ChatTemplate:
     def with_tools(
         self, tools: Sequence[dict[str, Any]], variables: Mapping[str, Any] = MappingProxyType({})
     ) -> ChatTemplate:
-        """Return the same template for a conversation with tools and additional variables."""
+        """Return the same template with these tools and variables instead of its own."""
         return ChatTemplate(self._tokenizer, self._ends, tools, self._encoder, variables)
 
     @property
@@ -446,9 +457,10 @@ class ChatTemplate:
         return kept
 
     def beginning(self, messages: Sequence[dict[str, Any]], ids: Sequence[int]) -> int:
-        """Count the ids of a conversation (`whole`) before the first message that is not an
-        instruction: the start token, the system turn, the tools, and the template's tokens in front
-        of a user's words.
+        """Count the ids before the first message that is not an instruction: the start token, the
+        system turn, the tools, and the template's tokens in front of a user's words.
+
+        `ids` are those that `whole` returned for the messages.
         """
         roles = [message["role"] for message in messages]
         first = next((i for i, role in enumerate(roles) if role not in SYSTEM), None)
@@ -461,7 +473,7 @@ class ChatTemplate:
             return 0  # not known: the template does not accept a system turn followed by a user's
 
     def header(self, ids: Sequence[int]) -> int:
-        """Count the last ids that the template puts between the last words and an answer."""
+        """Count the ids at the end that the template puts between a message and its answer."""
         return _count_common(ids[::-1], self._header[::-1])
 
     @cached_property
@@ -478,7 +490,9 @@ class ChatTemplate:
         return self._encoder.encode(text.partition(ANSWER)[2])
 
     def _drop_end(self, ids: list[int], last: int | None) -> list[int]:
-        """Drop the end of the answer before a turn, if the model has generated it itself."""
+        """Drop the end of the answer, with which `ids` begin, if the answer's last token shows that
+        the model has generated its end itself.
+        """
         place = next((i for i, token in enumerate(ids) if token in self._ends), None)
         if place is None or last not in self._ends:
             return ids
@@ -517,8 +531,8 @@ def check_template(tokenizer: PreTrainedTokenizerBase) -> None:
     """Try a model's chat template, if it has one. Raises BrokenTemplate if it cannot render any
     turn.
 
-    Before the first message, an error costs the user nothing. A template that only refuses this
-    turn is not broken.
+    Call this before the first message, when an error costs the user nothing. A template that
+    refuses the turn that is tried here is not broken.
     """
     ChatTemplate(tokenizer, ()).header([])
 
@@ -536,12 +550,14 @@ def _check_length(name: str, template: Any) -> None:
 def _too_long(template: str) -> str:
     """Say what a template has too much of, and how much is allowed; "" if it is short enough."""
     if len(template) > MOST_TEMPLATE:
-        return f"{len(template):,} characters, and may have {MOST_TEMPLATE:,}"
+        return f"{len(template):,} characters, but at most {MOST_TEMPLATE:,} are allowed"
     words = 0
     with suppress(TemplateSyntaxError):  # rendering it reports the error
         for _, kind, _ in Environment().lex(template):
             words += kind not in ("whitespace", "data")
-    return f"{words:,} words, and may have {MOST_WORDS:,}" if words > MOST_WORDS else ""
+    if words <= MOST_WORDS:
+        return ""
+    return f"{words:,} Jinja tokens, but at most {MOST_WORDS:,} are allowed"
 
 
 def render_chat(

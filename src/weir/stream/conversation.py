@@ -28,8 +28,9 @@ from weir.stream.stream import Stream
 from weir.stream.transcript import Transcript, Turn, repeats
 
 UNTIMED = 2
-"""Tokens at the start of an answer that its rate leaves out if there are more: the first comes from
-the prompt's logits, and the second from the first step, which may include compilation.
+"""Number of tokens at the start of an answer that its rate leaves out if the answer has more: the
+first comes from the prompt's logits, and the second from the first step, which may include
+compilation.
 """
 RECALL = 256
 """Largest number of tokens of recalled text in a turn."""
@@ -38,8 +39,8 @@ JOINT = 2
 separately.
 """
 RECALL_SHARE = 4
-"""Recalled text also takes at most one part in this many of the cache's slots, so that it does not
-push everything else out.
+"""Recalled text also has at most as many tokens as the cache has slots, divided by this number, so
+that it does not push everything else out.
 """
 
 
@@ -57,7 +58,7 @@ class Conversation:
 
     Args:
         stream: the stream; a restored stream continues its conversation.
-        system: the system message. It is never forgotten only under a policy that keeps the
+        system: the system message. It can be forgotten, except under a policy that keeps the
             beginning.
         transcript: records every turn; None for no transcript.
         archive: stores the text of all turns, and is searched for answers to each turn's questions.
@@ -71,11 +72,11 @@ class Conversation:
     Attributes:
         recalled: excerpts that were quoted in the last turn, the best first.
         recalled_tokens: the number of tokens of that quotation.
-        held: tells which places of the archive's stream are held; if None, the stream's cache is
-            asked.
+        held: a function that tells whether a cache holds a text at given places of the stream that
+            was archived; if None, the cache of `stream` is asked.
         repeats: length in tokens of the loop in which the last answer ended; 0 for none.
-        rate: tokens per second of the last answer, without its first step, which may include
-            compilation.
+        rate: tokens per second of the last answer, without its first two tokens if it has more,
+            because the first step may include compilation.
     """
 
     def __init__(
@@ -174,10 +175,11 @@ class Conversation:
             self._lose_archive(error)
 
     def _keep(self, role: str, text: str, ids: Sequence[int]) -> None:
-        """Add what was just said to the archive. The last tokens of the stream are its `ids`.
+        """Add a text that was just said to the archive. `ids` are the newest tokens of the stream,
+        which contain the tokens of the text.
 
-        Other tokens among them, such as those of a quotation or of a template's system message, do
-        not belong to the text.
+        The other tokens in `ids`, such as those of a quotation or of a template's system message,
+        are not archived.
         """
         if self.archive is None:
             return
@@ -218,7 +220,7 @@ class Conversation:
         self._keep("assistant", answer, said)
 
     def _answer(self, answer: Turn, limit: int, **sampling: Any) -> Generator[str, None, None]:
-        """Generate an answer into its turn, and yield it piece by piece."""
+        """Generate an answer, add it to the turn `answer`, and yield it piece by piece."""
         self.rate = 0.0
         # Without a template, the model does not end its turn, so the first paragraph is the answer.
         stops = ["\n"] if self.tokenizer.chat_template is None else []
@@ -244,7 +246,7 @@ class Conversation:
             self.transcript.add(turn)
 
     def read_again(self, turns: Iterable[Turn]) -> None:
-        """Feed the turns of the transcript that the stream has not seen."""
+        """Feed turns from the transcript, all of which the stream has not seen yet."""
         for turn in turns:
             if turn.by_user:
                 self._feed(turn.text, turn.ids.tolist())
@@ -253,7 +255,7 @@ class Conversation:
 
     def turn(self, text: str, quoted: str = "") -> list[int]:
         """Return the ids of a turn of the user, up to the model's answer, with recalled text in
-        front of the user's words; WeirError if it is not UTF-8.
+        front of the user's words; WeirError if the text is not UTF-8.
         """
         try:
             text.encode("utf-8")
@@ -271,7 +273,7 @@ class Conversation:
         return ChatTemplate(self.tokenizer, self.stream.ends)
 
     def _feed(self, text: str, ids: list[int]) -> None:
-        """Feed a turn, with marks for a policy that keeps the beginning and a turn's header."""
+        """Feed a turn. If the policy keeps the beginning or headers, mark where they are."""
         cache = self.stream.cache
         if cache is None or not any(pipe.needs_marks for pipe in self.stream.policy.pipes):
             self.stream.feed(ids)
@@ -310,5 +312,5 @@ def _opening(system: str | None, text: str) -> list[dict[str, str]]:
 
 
 def _opened(model: PreTrainedModel, ids: list[int]) -> list[int]:
-    """Return the ids of a whole conversation, after those of a learnable sink."""
+    """Return the ids of a whole conversation, with those of a learnable sink in front."""
     return sink_of(transformers_model(model).config).first(ids)

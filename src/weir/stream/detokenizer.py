@@ -11,7 +11,9 @@ PARTIAL = "\ufffd"
 one.
 """
 LONGEST = 16
-"""Number of tokens to wait for a character to be complete. A character has at most four bytes."""
+"""Number of tokens after which an incomplete character is returned as it is. A character has at
+most four bytes.
+"""
 
 
 class Detokenizer:

@@ -37,7 +37,7 @@ class HoldsTokens(Protocol):
 
 
 class HeldPlaces:
-    """The places of a stream that are held; computed at the first call."""
+    """The places of a stream that its cache holds. They are computed at the first call."""
 
     def __init__(self, stream: HoldsTokens) -> None:
         self._stream = stream
@@ -59,8 +59,8 @@ class HeldPlaces:
 
     @cached_property
     def _slots(self) -> tuple[np.ndarray[Any, np.dtype[np.int64]], int, int]:
-        """Return the tokens of all slots with their pairs, in the form of `number_slots`, and the
-        number of pairs.
+        """Return the numbers of all slots by `number_slots`, the number of pairs of a layer and KV
+        head, and the factor of `number_slots`.
         """
         holding = self._stream.holding()
         slots, places = number_slots(holding)
@@ -80,10 +80,11 @@ def held_ranges(holding: Holding) -> bytes:
 
 
 class HeldRanges:
-    """Reads the places that `held_ranges` has written, for a stream that has now seen `seen`
-    tokens.
+    """Tells which texts are held, from ranges that `held_ranges` has written.
 
-    Tokens after the last one that was known then count as held.
+    Args:
+        ranges: the bytes that `held_ranges` returned.
+        known: number of tokens that the stream had seen then; later tokens count as held.
     """
 
     def __init__(self, ranges: bytes, known: int) -> None:
@@ -91,7 +92,7 @@ class HeldRanges:
         self._known = known
 
     def __call__(self, start: int, stop: int) -> bool:
-        """Return whether half of the positions `start` to `stop` are held."""
+        """Return whether at least half of the positions `start` to `stop` are held."""
         if not 0 <= start < stop:
             return False
         return self._count(stop) - self._count(start) >= HELD * (stop - start)

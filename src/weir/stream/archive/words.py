@@ -2,8 +2,8 @@
 
 English is indexed with `porter`, which treats "codes" as "code", and everything else with
 `unicode61`. Scripts without spaces between words (Chinese, Japanese, Thai and others) are indexed
-as overlapping pairs of characters: most Chinese words are pairs, and SQLite's `trigram` cannot find
-words of fewer than three.
+as overlapping pairs of characters: most Chinese words have two characters, and
+SQLite's tokenizer `trigram` cannot find words of fewer than three.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _ENGLISH = frozenset(
 )
 """Words that are frequent in English text."""
 _SHARE = 0.12
-"""Smallest share of such words in an English text."""
+"""A text counts as English if at least this share of its words is in `_ENGLISH`."""
 
 
 @cache
@@ -56,8 +56,8 @@ def _word_pattern() -> re.Pattern[str]:
 
 
 def index_form(text: str) -> str:
-    """Convert a text to the form that is indexed: in one normal form of Unicode, and in scripts
-    without spaces with pairs of characters instead of words.
+    """Convert a text to the form that is indexed: normalized to NFKC, with runs of scripts without
+    spaces cut into overlapping pairs of characters.
     """
     if text.isascii():
         return text
@@ -77,7 +77,7 @@ def split_words(text: str) -> list[str]:
 
 
 def is_english(text: str) -> bool:
-    """Return whether a text is English, judged by its most frequent words."""
+    """Return whether a text is English, judged by the frequent English words at its beginning."""
     words = [word.lower() for word in split_words(text[:2000])]
     return bool(words) and sum(word in _ENGLISH for word in words) >= _SHARE * len(words)
 
