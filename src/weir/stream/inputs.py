@@ -55,7 +55,7 @@ def read_ids(given: Tokens | None, vocabulary: int) -> Tensor:
 def pieces_of(given: Iterator[int], size: int) -> Iterator[list[int]]:
     """Yield the ids of an iterator in pieces of `size`, never reading further ahead.
 
-    Raises WeirError if it yields something else, or nothing.
+    Raises WeirError if it yields nothing, or something that is not a whole number.
     """
     last: list[int] | None = None
     while piece := list(itertools.islice(given, size)):
@@ -127,8 +127,8 @@ class Inputs:
     Attributes:
         ids: [batch, length], int64; `NO_ID` where a token has none.
         embeddings: vectors instead of the ids [batch, length, width], or None.
-        offsets: for a model with three axes, the place of each token within its word or image
-            [batch, length, 5]; None for words.
+        offsets: for a model whose positions have three axes, the place of each token within its
+            text token or image [batch, length, 5] (`models.offsets`); None if there are no images.
     """
 
     ids: Tensor
@@ -140,17 +140,17 @@ class Inputs:
 
     @property
     def rows(self) -> int:
-        """Rows of the batch."""
+        """Number of rows of the batch."""
         return self.ids.shape[0]
 
     @property
     def last(self) -> list[int | None]:
-        """The last token of each row; None if it has no id."""
+        """The id of the last token of each row; None if the token has no id."""
         return [None if token == NO_ID else token for token in self.ids[:, -1].tolist()]
 
     @property
     def given(self) -> dict[str, Tensor]:
-        """The model's arguments."""
+        """The arguments that the model is called with."""
         if self.embeddings is None:
             return {"input_ids": self.ids}
         if self.offsets is None:
@@ -183,9 +183,9 @@ def read_inputs(
     Args:
         given: as for `read_ids`, or the output of the model's processor, with pixels.
         embeddings: [length, width] or [batch, length, width]; `given` has their ids, or is None.
-        images: the facts about the model's images; None if it sees none.
+        images: the description of the model's images; None if the model accepts none.
         within: with embeddings, their offsets [length, 5] or [batch, length, 5]
-            (`models.offsets`); None for words.
+            (`models.offsets`); None if there are no images.
     """
     if embeddings is not None:
         inputs = _with_embeddings(given, embeddings, model, vocabulary)
@@ -210,7 +210,7 @@ def read_inputs(
 
 
 def _pictures(given: Tokens | None) -> dict[str, Any]:
-    """Return the other fields of a processor's output, if there are pixels among them."""
+    """Return the fields for images of a processor's output; none if it has no pixels."""
     if not isinstance(given, Mapping) or all(given.get(name) is None for name in PICTURES):
         return {}
     return {name: it for name, it in given.items() if name not in ("input_ids", "attention_mask")}
@@ -284,11 +284,12 @@ def _check_offsets(
         raise WeirError(f"the offsets of these embeddings must be {wanted}, got {what}")
     if not _is_whole(within) or not bool(((within >= 0) & (within < MOST_OFFSET)).all()):
         raise WeirError(
-            f"offsets must be whole numbers from 0 to {MOST_OFFSET - 1:,}, as models.offsets"
+            f"offsets must be whole numbers from 0 to {MOST_OFFSET - 1:,}, as models.offsets "
+            "returns them"
         )
     if bool((within[:, :, 3] < 1).any()):
         raise WeirError(
-            "the length of a word or image, the fourth of the offsets, must be at least 1, got 0"
+            "the fourth offset, the extent of a text token or image, must be at least 1, got 0"
         )
     return within.to(torch.int64)
 

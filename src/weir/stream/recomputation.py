@@ -30,8 +30,8 @@ class Recomputation:
     """
 
     def __init__(self, model: PreTrainedModel, policy: Recompute) -> None:
-        """Check the model; WeirError if the policy's window is longer than the model's, or its
-        attention lacks the model's sink.
+        """Check the model. WeirError if the policy's window is longer than the model's, or if the
+        model's attention does not implement its Zero Sink.
         """
         config = transformers_model(model).config.get_text_config(decoder=True)
         sink_at_work(config)

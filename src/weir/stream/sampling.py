@@ -22,7 +22,7 @@ HOTTEST = float(torch.finfo(torch.float32).max)
 FEW = 64
 """Number of likeliest tokens that `_nucleus` tries first."""
 MORE = 16
-"""Factor on that number for the next try, if the tokens do not add up to `top_p`."""
+"""Factor by which this number grows for the next try, if the tokens do not add up to `top_p`."""
 
 
 @dataclass(frozen=True)
@@ -176,14 +176,14 @@ class RepetitionPenalty:
         self._index = torch.tensor(sorted(self._known), dtype=torch.int64)
 
     def add(self, token: int) -> None:
-        """Add a token that has come."""
+        """Add a token to those that came before."""
         if token not in self._known:
             self._known.add(token)
             self._index = torch.cat([self._index, self._index.new_tensor([token])])
 
     def penalize(self, logits: Tensor) -> Tensor:
-        """Divide positive logits [..., vocabulary] of the tokens by the penalty, and multiply
-        negative ones.
+        """Return logits [..., vocabulary] in which tokens that came before have a penalty: their
+        positive logits are divided by it, and their negative logits are multiplied by it.
         """
         self._index = index = self._index.to(logits.device)
         some = logits[..., index]

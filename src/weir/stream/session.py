@@ -63,9 +63,9 @@ class Session:
 
     Attributes:
         last: the last token of each row.
-        generator: the state of the stream's random numbers.
-        logits: logits after the last token [batch, vocabulary]; None before the first.
-        rows: the rows of its cache; none before the first token.
+        generator: the state of the stream's random generator.
+        logits: logits after the last token [batch, vocabulary]; None before the first token.
+        rows: the rows of the stream's cache; none before the first token.
     """
 
     last: list[int | None]
@@ -98,7 +98,12 @@ class _SessionFacts(FileFacts):
     """The facts in a file, apart from its tensors.
 
     Attributes:
-        pools: the pipe that the name of the policy stood for.
+        format: the version of the file format.
+        model: the model that the session belongs to.
+        policy: the policy, possibly a name.
+        pools: the pipe that the name of the policy stood for when the session was saved.
+        seed: the seed of the cache.
+        made_with: the other arguments of the cache.
         last: the last token of each row.
     """
 
@@ -202,8 +207,8 @@ class SessionFile:
             raise WeirError(f"{self.path} is a session of another model ({what})")
 
     def policy(self, expected: str | Policy | None) -> Policy:
-        """Return the policy that it was saved under, by its pools if the name now stands for
-        others.
+        """Return the policy of the session. If its name now stands for other pools than when the
+        session was saved, return a policy with the old pools.
 
         Raises WeirError if another policy was expected.
         """
@@ -224,8 +229,8 @@ class SessionFile:
         return saved
 
     def read(self, cache: StreamingCache) -> Session:
-        """Return the session, for an empty cache that was made with its arguments. Raises WeirError
-        if such a cache cannot have this state.
+        """Return the session. `cache` must be empty, and made with the arguments in the file.
+        Raises WeirError if the cache cannot have the state in the file.
         """
         facts, made, row_format = self.facts, self.facts["made_with"], cache.row_format
         named = {name for name in self._mapped if name.startswith(ROW)}
@@ -284,7 +289,7 @@ def _check_stream(tensors: dict[str, Tensor], rows: int, vocabulary: int) -> Non
                 f"{name} must be {shape} of {dtypes[0]}, got {list(t.shape)} of {t.dtype}"
             )
     if rows:
-        highest = tensors["logits"].amax(dim=1)  # NaN if one of them is
+        highest = tensors["logits"].amax(dim=1)  # NaN if a logit of the row is
         if not bool(highest.isfinite().all()):
             raise WeirError("logits has numbers from which no token can be drawn")
     try:

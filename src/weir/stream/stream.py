@@ -26,11 +26,12 @@ from weir.stream.stream_text import StreamText
 from weir.stream.whole_text import WholeText, new_cache
 
 PIECE = 1024
-"""Tokens per forward. Memory grows with it. Smaller pieces take longer, because layers that keep a
-window attend and fold once for each piece (`weir.cache.layer.attention`).
+"""Number of tokens that the model reads in one call. Memory grows with this number. Smaller pieces
+take longer, because layers that keep a window attend and fold once for each piece
+(`weir.cache.layer.attention`).
 """
 MOST_LOGITS = 1 << 25
-"""Number of logits that are computed at once, 128 MB in float32."""
+"""Largest number of logits that are computed at once, 128 MB in float32."""
 
 
 class Stream:
@@ -46,7 +47,8 @@ class Stream:
         tokenizer: converts tokens to text for the archive, and makes the request of `kvzip`.
 
     Attributes:
-        policy: the policy.
+        model, seed: as given.
+        policy: the policy, parsed.
         cache: the `StreamingCache`; None under `recompute`, and under `kvzip` until its text has
             been read.
 
@@ -134,7 +136,7 @@ class Stream:
 
         Args:
             text: a question; its names, numbers and rare words are searched for.
-            most: number of excerpts.
+            most: largest number of excerpts.
 
         Returns:
             The excerpts, the best first; none if nothing matches well enough.
@@ -165,7 +167,8 @@ class Stream:
     def __deepcopy__(self, memo: dict[int, Any]) -> Stream:
         """Return a second, independent stream of the same model that continues from here.
 
-        If its model is copied in the same call, it is a stream of the copied model.
+        If the model is copied in the same call of `deepcopy`, the second stream uses the copied
+        model.
         """
         model = memo.get(id(self.model), self.model)
         made_with = {} if isinstance(self._held, Recomputation) else self._held.made_with
@@ -198,8 +201,8 @@ class Stream:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys, values and the data that belongs to them; fixed from the first token
-        on.
+        """Bytes of keys, values and the data that belongs to them; fixed from the first token on.
+        Under `recompute`, bytes of the ids in the window.
         """
         return self._held.nbytes
 
@@ -226,12 +229,14 @@ class Stream:
             token_ids: [length], or [batch, length] for several streams in step. The output of a
                 tokenizer is accepted if it has no padding, and so is the output of the model's
                 processor for text with images. An iterator of ids is read and fed piece by piece,
-                however long it is. If it yields something else, the ids before that have been fed.
+                however long it is. If an id in a piece is refused, the pieces before it have
+                already been fed.
             embeddings: fed instead of ids, [length, width] or [batch, length, width], as the
                 model's decoder reads them. `token_ids` are then their ids, which are used only for
-                `last`, or None.
-            offsets: for embeddings of a model with three axes (Qwen2-VL, Qwen2.5-VL), the place of
-                each within its image, as `weir.models.offsets` returns it; None for words.
+                `last` and an archive, or None.
+            offsets: for embeddings of a model whose positions have three axes (Qwen2-VL,
+                Qwen2.5-VL), the place of each embedding within its image, as `weir.models.offsets`
+                returns it; None if there are no images.
             all_logits: return the logits after every token, which takes length * vocabulary
                 numbers.
 
@@ -242,7 +247,7 @@ class Stream:
         Raises:
             WeirError: there are no tokens, one is out of range, images and image tokens do not
                 match, embeddings do not fit the model, or the batch does not fit the stream.
-                Nothing was fed.
+                Nothing was fed, except the earlier pieces of an iterator.
             NotFiniteError: the model computed keys or values of a token that are not finite. The
                 stream holds the tokens before it (see `seen`), and can continue from there. In a
                 batch, this holds only for that row: the other rows have read all their tokens.
@@ -273,7 +278,7 @@ class Stream:
         """Feed tokens, and return how surprising each was.
 
         Args:
-            token_ids: as for `feed`.
+            token_ids: as for `feed`, but no iterator.
 
         Returns:
             The negative log-likelihood of each token given everything before it, in nats
@@ -403,8 +408,8 @@ class Stream:
             row: in a batch, the row to save as a separate stream; None for all rows.
 
         Raises:
-            WeirError: the file cannot be written, there is no such row, or the policy is
-                `recompute`.
+            WeirError: the file cannot be written, there is no such row, the policy is `recompute`,
+                or it is `kvzip` and no text was fed yet.
         """
         cache, logits = self._cached(), self._logits
         rows = cache.take_rows() if row is None else [cache.take_row(row)]
@@ -523,9 +528,9 @@ class Stream:
         """Feed the next tokens of all rows that were not refused, and return logits [batch, length
         or 1, vocabulary]; None if no row is left.
 
-        `start` tokens of the call came before the piece. `refused` has, by row, the error after
-        which its tokens are no longer read. Rows that are refused now are added to it; their tokens
-        before the bad one are read.
+        `start` tokens of the call came before the piece. `refused` has the error of each row whose
+        tokens are no longer read. Rows that are refused now are added to `refused`, after their
+        tokens before the bad one have been read.
         """
         if isinstance(self._held, Recomputation):
             return self._recompute(self._held, piece, all_logits, start)
@@ -555,8 +560,8 @@ class Stream:
     def _recompute(
         self, window: Recomputation, piece: Inputs, all_logits: bool, start: int
     ) -> Tensor:
-        """Do what `_read` does without a cache: token by token if some logits are NaN, in all rows
-        alike.
+        """Do for `recompute` what `_read` does with a cache. If some logits are NaN, read the piece
+        again token by token; all rows then stop at the same token.
         """
         if piece.embeddings is not None:
             raise WeirError(
@@ -591,9 +596,9 @@ class Stream:
         return logits
 
     def _step(self, token: int) -> Tensor | None:
-        """Feed a token to the only row with a whole step, and return the logits that are kept.
-        Returns None without any effect if the model has to be called, which also reports why a
-        token is refused.
+        """Let an engine run the decode step of a token in the only row, and return the logits that
+        the stream keeps. Returns None, with no effect, if the model must be called instead; that
+        call also reports why a token is refused.
         """
         if self.cache is None or self.model is not self._served:
             return None
@@ -608,7 +613,7 @@ class Stream:
         return logits
 
     def _keep(self, piece: Inputs, logits: Tensor, without: Collection[int] = ()) -> Tensor:
-        """Keep the last tokens and logits of all rows but `without`, and return the logits."""
+        """Store the last tokens and logits of all rows but `without`, and return the logits."""
         last, after = piece.last, logits[:, -1].clone()
         if without:
             before = torch.zeros_like(after) if self._logits is None else self._logits
@@ -620,7 +625,7 @@ class Stream:
             self._whole.add(piece.ids, without)
         if self._text is not None:
             ids = piece.ids[0].tolist()
-            # An image has one token for each of its pieces, and no text.
+            # Image tokens are passed on, too, because the archive counts places in the stream.
             self._text.add(ids)
         return logits
 

@@ -18,10 +18,11 @@ class StreamText:
 
     Args:
         archive: the archive that gets the text.
-        seen: tokens that the stream has read before.
+        seen: number of tokens that the stream has already read.
 
     Attributes:
-        archive: the same; None after it could not be used any more, which raises a Python warning.
+        archive: the archive; None once it can no longer be used, which is reported as a Python
+            warning.
     """
 
     def __init__(self, archive: Archive, tokenizer: PreTrainedTokenizerBase, seen: int) -> None:
@@ -36,7 +37,7 @@ class StreamText:
             self._lose(error)
 
     def add(self, ids: list[int]) -> None:
-        """Add tokens that were read; whole lines of them are archived."""
+        """Add tokens that were read, and archive the lines that they complete."""
         if self.archive is None:
             return
         lines: list[str] = []

@@ -1,9 +1,9 @@
-"""Limits for rendering a chat template: steps, processor time, and the size of what it makes.
+"""Limits for rendering a chat template: steps, processor time, and the size of texts and lists.
 
 A template is a program that comes with a model. A trace counts its steps. The environment in which
-transformers compiles templates counts what it makes: after the fact if the result is no larger than
-its parts, and before if it can be larger (`'a' * 10**10`). This module knows nothing about messages
-or tokens.
+transformers compiles templates counts the texts and lists that the program makes. An operation
+whose result can be much larger than its operands (`'a' * 10**10`) is also checked before
+it runs. This module knows nothing about messages or tokens.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ REST = 0.001
 SLOW_SECONDS = 0.05
 """Processor time in seconds after which a rendering is slow and calls `make_way`."""
 MAX_MADE = 16_000_000
-"""Characters and entries of lists that a rendering can make of any messages."""
+"""Number of characters and list entries that a rendering can make, whatever the messages are."""
 MADE_OF_ONE = 32
-"""How many more of them it can make for each character of the messages, because most expressions
-copy what they change.
+"""Number of characters and list entries that a rendering can make in addition for each character of
+the messages, because most expressions copy what they change.
 """
 
 _WIDE = re.compile(r"%[^%a-zA-Z]*(\*|\d{4,})|\{[^{}]*:[^{}]*\d{4,}|\{[^{}]*\{")
@@ -56,7 +56,8 @@ class Account:
     """The characters and entries of lists that one rendering can still make.
 
     Attributes:
-        left: the number that is left.
+        most: the number that the rendering could make at its beginning.
+        left: the number that it can still make.
     """
 
     def __init__(self, most: int) -> None:
@@ -90,8 +91,8 @@ ends.
 
 @contextmanager
 def bounded(given: Any) -> Iterator[None]:
-    """Stop a template that is rendered in this thread from `given` when it exceeds a limit
-    (OutOfBounds).
+    """Stop a template that is rendered in this thread when it exceeds a limit (OutOfBounds).
+    `given` are the messages and tools, whose size raises the limit.
     """
     _bound_compilation()
     began, steps, waiting = time.thread_time(), 0, make_way.get()
@@ -129,14 +130,16 @@ def _bound_compilation() -> None:
     known["ImmutableSandboxedEnvironment"] = BoundedEnvironment
     for name in ("_compile_jinja_template", "_cached_compile_jinja_template"):
         if forget := getattr(known.get(name), "cache_clear", None):
-            forget()  # templates that were compiled before do not count
+            forget()  # templates that were compiled before do not count what they make
 
 
 def size_of(value: Any, most: float = inf, indent: int = 0, level: int = 1) -> float:
     """Count the characters of a value and its entries at any depth, up to `most`.
 
     Args:
-        indent: characters that each entry counts for in addition, times its level.
+        most: stop counting at this number; the result is then larger than `most`.
+        indent: number of characters that are added for each entry, times its level.
+        level: the level of the value's entries.
     """
     if isinstance(value, str | bytes):
         return len(value)
@@ -229,7 +232,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return value
 
     def concat(self, texts: Iterable[str]) -> str:
-        """Join texts that have been counted."""
+        """Count texts, and join them."""
         account = _account.get()
         if account is None:
             return "".join(texts)
@@ -280,7 +283,7 @@ def _foresee(
 
 
 def _of_product(most: int, value: Any, *others: Any) -> float:
-    """Estimate the size of a text or list that is repeated, filled or indented."""
+    """Estimate the size of a text or list that is repeated, padded or indented."""
     return max(1, size_of(value, most)) * prod(max(1, _times(other, most)) for other in others)
 
 
@@ -300,7 +303,7 @@ def _of_times(most: int, left: Any, right: Any) -> float:
 
 
 def _of_format(most: int, text: Any, *given: Any) -> float:
-    """Estimate the characters of a format that is filled in; each field may hold all arguments."""
+    """Estimate the length of a filled format string; each field may hold all arguments."""
     if not isinstance(text, str):
         return 0
     if _WIDE.search(text.replace("{{", "")):

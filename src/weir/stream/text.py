@@ -1,6 +1,6 @@
 """Reads files of text as token ids: plain or xz-compressed UTF-8, with one or many books in a file.
 
-A byte order mark is dropped, and all line ends are converted to line feeds.
+A byte order mark is dropped, and CR LF at the end of a line is converted to LF.
 """
 
 from __future__ import annotations
@@ -69,9 +69,10 @@ def encode(
     """Return the ids of a text [tokens], at most `most`, with the start token that the tokenizer
     puts in front.
 
-    `start` replaces the start token. Raises WeirError if there is no token to predict.
+    `start` is a text whose tokens replace the start token; "" for none. Raises WeirError if there
+    is no token to predict.
     """
-    # So many characters are enough for prose. Long runs of spaces or dashes need more.
+    # For prose, 16 characters for each token are enough. Long runs of spaces or dashes need more.
     size = len(text) if most is None else 16 * most
     options = {"verbose": False, "return_attention_mask": False}
     front: list[int] = []
@@ -120,8 +121,8 @@ def read_stream(
 ) -> Books:
     """Read the books of a file as one stream, like StreamingLLM with PG-19; at most `most` tokens.
 
-    Without a path, it is the packaged excerpt. `start` replaces the start token. Raises WeirError
-    if the file cannot be read, or has no tokens to predict.
+    Without a path, the packaged excerpt is read. `start` is as for `encode`. Raises WeirError if
+    the file cannot be read, or has no tokens to predict.
     """
     if path == "":
         raise WeirError("no text was given. Give the path of a file, or leave out the text.")

@@ -39,7 +39,7 @@ class Turn:
     Attributes:
         by_user: whether the user said it; otherwise, the model did.
         start: the place of its first token in the stream.
-        text: what was said; in a transcript, only its beginning.
+        text: what was said; in `Transcript.turns`, only the first `SHOWN` characters.
         ids: its tokens, including those of the template.
     """
 
@@ -56,14 +56,14 @@ class Turn:
 
 @dataclass(frozen=True)
 class Passage:
-    """Consecutive exchanges of which the cache holds an equal share.
+    """One exchange, or several consecutive ones that the cache holds entirely or not at all.
 
     Attributes:
-        turns: numbers of its first and last exchange, from 1. As on the server, a message and its
+        turns: numbers of the first and last exchange, from 1. As on the server, a message and its
             answer are one turn.
-        tokens: the number of their tokens.
-        held: the share of them that still has slots, over all layers and KV heads, 0 to 1.
-        text: the beginning of its first message.
+        tokens: number of tokens of these exchanges.
+        held: the share of these tokens that still has slots, over all layers and KV heads, 0 to 1.
+        text: the beginning of the first message.
     """
 
     turns: tuple[int, int]
@@ -163,14 +163,18 @@ class Transcript:
         return self.turns[-1].end if self.turns else 0
 
     def after(self, seen: int) -> Iterator[Turn]:
-        """Return the turns that a stream has not seen; the first has only its unseen rest."""
+        """Return the turns after the first `seen` tokens of the stream; the first may be the end
+        of a turn.
+        """
         for turn in self.turns:
             if turn.end > seen:
                 cut = max(0, seen - turn.start)
                 yield Turn(turn.by_user, turn.start + cut, turn.text, turn.ids[cut:])
 
     def passages(self, holding: Holding) -> list[Passage]:
-        """Return consecutive exchanges of which an equal share is held, oldest first."""
+        """Return all exchanges and the share of each that is held, oldest first. Consecutive ones
+        that are held entirely, or not at all, are returned as one passage.
+        """
         shares = held_shares(holding)
         found: list[Passage] = []
         for number, group in groupby(self._numbered(), key=lambda pair: pair[0]):
@@ -216,7 +220,7 @@ class Transcript:
                 yield Found(number, turn.by_user, held, tuple(by))
 
     def close(self) -> None:
-        """Close the file. Raises WeirError if turns are missing from it that cannot be written."""
+        """Close the file. Raises WeirError if it lacks turns, and they cannot be written."""
         if self._file is None:
             return
         try:

@@ -23,7 +23,7 @@ REQUEST = "\n\nRepeat the text above, word for word:\n\n"
 NEXT_REQUEST = "\n\nGo on repeating the text above, word for word, after these words:\n\n"
 """The request in front of the other parts; the last tokens of the previous part follow it."""
 LEAD = 8
-"""The number of those tokens of the previous part."""
+"""Number of tokens of the previous part that follow `NEXT_REQUEST`."""
 
 
 class WholeText:
@@ -72,7 +72,7 @@ class WholeText:
         self._ids = [list(ids) for ids in other._ids]
 
     def close(self) -> None:
-        """Free the full cache now, because a cache is part of reference cycles."""
+        """Free the full cache now. It is in reference cycles, so Python would free it later."""
         self.cache.reset()
         self.cache.detach()
 
