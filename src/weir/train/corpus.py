@@ -22,8 +22,9 @@ PAD = "<|pad|>"
 def train_backend(books: list[str], vocabulary: int) -> Tokenizer:
     """Train a byte-level BPE tokenizer, for any script, in which every digit is a separate token.
 
-    It has no sink tokens, so text has the same ids whatever sink a model has. If the books are too
-    short for the vocabulary, it becomes smaller.
+    Its only sink token is `<|start|>`, which is there even if a model has no sink, so text has the
+    same ids whatever sink a model has. If the books are too short for the vocabulary, the
+    vocabulary becomes smaller.
     """
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -77,7 +78,7 @@ def encode(books: list[str], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
 
 
 def load_or_train(path: Path, books: list[str], vocabulary: int) -> Tokenizer:
-    """Call `train_backend`, and save the result at `path` for resumed runs."""
+    """Load the tokenizer at `path`. If there is none, train it and save it for resumed runs."""
     if not path.exists():
         with replace_atomically(path) as new:
             train_backend(books, vocabulary).save(str(new))
@@ -85,7 +86,9 @@ def load_or_train(path: Path, books: list[str], vocabulary: int) -> Tokenizer:
 
 
 def load_or_encode(path: Path, books: list[str], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """Call `encode`, and save the result in a `.npy` file at `path` for resumed runs."""
+    """Load the ids in the `.npy` file at `path`. If there is none, encode the books and save it for
+    resumed runs.
+    """
     if not path.exists():
         with replace_atomically(path) as new:
             np.save(new, encode(books, tokenizer))

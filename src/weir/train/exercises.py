@@ -43,7 +43,12 @@ def practiced(config: PreTrainedConfig) -> bool:
 class Words:
     """The tokens that exercises are made of, found in a tokenizer's vocabulary.
 
-    `front` holds the tokens in front of every text: the start token, several, or none.
+    Attributes:
+        front: the ids in front of every text: the start token, several, or none.
+        names: ids of names.
+        verb, space, stop: ids of " has", of a space and of a full stop.
+        digits: ids of the digits 0 to 9, in order.
+        plain: all ids except those of special tokens.
     """
 
     front: np.ndarray
@@ -101,7 +106,9 @@ class Words:
 
 
 def front_of(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """Return the ids that a tokenizer puts in front of every text [front], or its start token."""
+    """Return the ids that a tokenizer puts in front of every text [front]; if there are none, its
+    start token.
+    """
     front = list(tokenizer("")["input_ids"])
     if not front and tokenizer.bos_token_id is not None:
         front = [tokenizer.bos_token_id]
@@ -148,11 +155,12 @@ def segment_sample(
 def recall_sample(
     words: Words, book: np.ndarray, length: int, plainly: float, rng: np.random.Generator
 ) -> Sample:
-    """Make a sample of names with numbers in book text, each stated two or three times.
+    """Make a sample of names with numbers in book text, each stated several times.
 
     A share `plainly` of the samples has the wording of the recall test. The others vary it (any
-    word for a name, any word for the verb, numbers of one to five digits, no book text between), so
-    that the model learns the rule and not the wording. Ids and weights, both [length].
+    token for a name, any token for the verb, numbers of one to five digits), so that the model
+    learns the rule and not the wording. In three of ten samples of either kind, statements are at
+    most 3 tokens apart. Returns ids and weights, both [length].
     """
     plain = rng.random() < plainly
     verb = words.verb if plain else int(rng.choice(words.plain))
@@ -167,7 +175,7 @@ def recall_sample(
     held, order, stated = len(words.front), list[int](), set[int]()
     while held < length:
         order = order or rng.permutation(np.repeat(np.arange(count), 2)).tolist()
-        # The first round states every fact for the first time; later rounds only repeat facts.
+        # Each round states every fact twice, in random order.
         fact = order.pop()
         gap = int(rng.integers(*filler))
         statement = words.statement(names[fact], numbers[fact], verb)

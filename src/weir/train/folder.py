@@ -60,11 +60,13 @@ def run(
         recipe, text, out: the recipe of the run, its books (UTF-8, plain or .xz), and the model's
             folder.
         vocabulary: size of the tokenizer's vocabulary, which becomes smaller for short texts.
-        exercises: "on" refuses a text whose tokenizer lacks the exercises' words, "auto" then
-            trains without exercises and reports it, "off" always trains without them.
+        exercises: what to do if the tokenizer of the text lacks the exercises' words: "on" refuses
+            the text, and "auto" trains without exercises and reports it. "off" always trains
+            without exercises.
         fit_tokens: for a short text, train on fewer tokens than the recipe says: `PASSES` times
             the text's tokens, and at least `FEWEST`.
-        shared: a folder for files shared by runs on the same text and vocabulary.
+        shared: a folder for the tokenizer and the text's ids, which runs on the same text and
+            vocabulary can share; None for the folder of this run.
         compiled: compile the model.
         on_step, on_note: called after every step, and with messages for the user.
 

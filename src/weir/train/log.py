@@ -28,8 +28,8 @@ COLUMNS = (
     "recall",
 )
 """`loss` is that of only the text, without predictions from sink tokens, so that models with
-different sinks can be compared. `objective` is minimized. The last two columns are filled at
-checkpoints.
+different sinks can be compared. `objective` is the loss of text and exercises that is minimized;
+the sink loss comes on top. The last two columns are filled at checkpoints.
 """
 
 

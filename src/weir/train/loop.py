@@ -4,8 +4,8 @@ This module knows nothing about caches, policies or text files, because training
 transformers and the model's own attention.
 
 The recipe of nano and its reasons: the losses of text and exercises are averaged separately and
-then added, because exercises are a few per cent of the tokens and would otherwise have little
-weight. Hidden matrices are trained with Muon, and the rest with AdamW. The learning rate is
+then added, because few tokens of exercises count, so they would otherwise have little weight. The
+matrices inside the layers are trained with Muon, and the rest with AdamW. The learning rate is
 constant and falls to zero over the last part, so that a run can be made longer or shorter while it
 is running.
 """
@@ -41,9 +41,13 @@ MOST_LOGITS = 2**28
 
 @dataclass(frozen=True)
 class Lesson:
-    """The ids in front of every sample, of the training text and of the held-out text [tokens].
+    """A text that is prepared for a recipe.
 
-    `words` are the tokens of the exercises; None without exercises.
+    Attributes:
+        front: ids in front of every sample [front].
+        words: the tokens of the exercises; None without exercises.
+        book: ids of the training text [tokens].
+        held_out: ids of the held-out text [tokens].
     """
 
     front: np.ndarray
@@ -78,10 +82,14 @@ def split(tokens: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 class TrainingBatch(NamedTuple):
-    """One step's samples, and the weight of predicting each id in the objective [rows, length].
+    """One step's samples, and weights of the loss of each id.
 
-    `text` has equal weights that sum to one, for tokens of text that follow a token of text, which
-    are the same for every sink.
+    Attributes:
+        ids: the samples [rows, length].
+        weight: weights for the objective [rows, length].
+        text: weights for the loss of the text alone [rows, length]. Ids of book text that follow
+            book text have equal weights, which sum to 1, and all others have 0. These ids are the
+            same for every sink.
     """
 
     ids: Tensor
@@ -151,8 +159,8 @@ def optimizers(model: PreTrainedModel, recipe: TrainingRecipe) -> list[torch.opt
 def losses(
     model: PreTrainedModel, ids: Tensor, weight: Tensor, text: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Sum a `TrainingBatch`'s losses, in nats, with the weights `weight`, to minimize, and `text`,
-    to log.
+    """Return two weighted sums of the losses of a `TrainingBatch`, in nats: with `weight`, the
+    objective; with `text`, a loss to log.
     """
     with torch.autocast(ids.device.type, torch.bfloat16):
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
@@ -162,14 +170,15 @@ def losses(
 
 
 def sink_loss(model: PreTrainedModel, ids: torch.Tensor, share: float) -> torch.Tensor:
-    """Compute how far attention on the start token is below `share`: mean log deficit, in nats.
+    """Compute how far attention on the start token is below `share`: the mean of log(share /
+    attention), in nats, or 0 where attention is above `share`.
 
     Large models learn on their own to put unused attention on their first tokens; a model of four
     million parameters needs this loss. The mean runs over layers, heads and queries from position
     64 on, so a head that attends to something useful pays little.
     """
     before = model.config._attn_implementation
-    model.set_attn_implementation("eager")  # this one returns attention
+    model.set_attn_implementation("eager")  # the only one that returns attention weights
     try:
         with torch.autocast(ids.device.type, torch.bfloat16):
             attention = model(input_ids=ids, use_cache=False, output_attentions=True).attentions
@@ -215,7 +224,9 @@ def book_loss(model: PreTrainedModel, lesson: Lesson, rows: int = 32) -> float:
 def recall_accuracy(
     model: PreTrainedModel, words: Words, book: np.ndarray, questions: int = 64
 ) -> float:
-    """Return the share of recall exercises with all digits right, at distances over the window."""
+    """Return the share of recall exercises with all digits right, at distances spread over the
+    window.
+    """
     rng = np.random.default_rng(2)
     prompt_length = _window(model) - exercises.DIGITS
     rows, answers = [], []
@@ -240,8 +251,8 @@ def save_checkpoint(
     step: int,
     seconds: float,
 ) -> None:
-    """Write weights, optimizers, step and recipe; if the run is killed meanwhile, the old file
-    stays.
+    """Write weights, optimizers, step, seconds and recipe. If the run is killed during that, the
+    old file stays.
     """
     # Batches and rates follow from recipe and step, so no generator state has to be saved.
     state = {
@@ -301,14 +312,16 @@ def train(
     Writes `out/loss.csv`, with a line per step, and `out/checkpoint.pt`, from which the run
     continues bit-identically on the same machine with the same number of threads.
 
-    `processes` are those of the launcher by default, and `look_every` is the steps between
-    checkpoints, where held-out text is measured: a twentieth of the run by default, at most 200.
+    Args:
+        processes: by default, those of the launcher.
+        look_every: number of steps between checkpoints, where held-out text is also measured. By
+            default, a twentieth of the run, but at most 200.
     """
     processes = processes or Processes.here()
     if recipe.rows % processes.count:
         raise WeirError(
-            f"{recipe.rows} rows cannot be shared among {processes.count} processes. Use a "
-            "multiple."
+            f"{recipe.rows} rows cannot be shared evenly among {processes.count} processes. Use a "
+            f"number of rows that is a multiple of {processes.count}."
         )
     look_every = look_every or min(200, max(1, recipe.steps // 20))
     model = new_model(recipe, tokenizer).to(processes.device)  # type: ignore[arg-type]

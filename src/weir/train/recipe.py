@@ -160,8 +160,8 @@ class TrainingRecipe:
             )
         if self.kind.taught:
             raise WeirError(
-                "ALiBi keeps heads with a steep slope from the start of a text, so no sink can be "
-                "taught to them. Use learnable or none."
+                "with ALiBi, heads with a steep slope hardly attend to the start of a text, so no "
+                "sink can be taught to them. Use learnable or none."
             )
         if self.kind.kind == "zero":
             raise WeirError(

@@ -1,7 +1,7 @@
 """Trainable models: Llama's shape, Qwen3's with QK norm, and MPT's with ALiBi.
 
-They differ in the keys that a cache stores: rotated keys, rotated keys of the same length, and keys
-without positions. This module knows nothing about text or the training loop.
+They differ in the keys that a cache stores: rotated keys, rotated keys that were normalized before,
+and keys without positions. This module knows nothing about text or the training loop.
 """
 
 from __future__ import annotations
