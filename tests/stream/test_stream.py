@@ -603,7 +603,7 @@ def test_recompute_has_nothing_to_show_or_to_save(llama, ids, tmp_path):
         with pytest.raises(WeirError, match="recompute caches nothing"):
             call()
     report = stream.report()
-    reason = "each chunk is recomputed from its tokens, without a cache"
+    reason = "each window is recomputed from its tokens, without a cache"
     assert report.pop("steps") == {"run": "eager", "reason": reason}
     assert report == {"policy": "recompute(24)", "seen": [30], "bytes": 24 * 8}
     assert not list(tmp_path.iterdir())

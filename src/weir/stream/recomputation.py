@@ -90,7 +90,7 @@ class Recomputation:
 
     def report(self, row: int = 0) -> dict[str, Any]:
         """Return the policy, tokens seen, bytes, and how steps run."""
-        reason = "each chunk is recomputed from its tokens, without a cache"
+        reason = "each window is recomputed from its tokens, without a cache"
         steps = {"run": "eager", "reason": reason}
         return {
             "policy": str(self.policy),
