@@ -31,8 +31,9 @@ class Outline:
 
     Attributes:
         systems: the texts of the system messages before the first answer.
-        hashes: hash of each prefix of the history, by its number of messages, without those system
-            messages. Histories that differ only in them have the same hashes.
+        hashes: the hash of the first n messages of the history, by n, without those system
+            messages. Histories that differ only in the texts of those system messages have the same
+            hashes.
     """
 
     systems: tuple[str, ...]
@@ -63,7 +64,10 @@ class ChangedPrefixes:
         self._lock = threading.Lock()
 
     def add(self, owner: str, outline: str, node: str, systems: tuple[str, ...]) -> None:
-        """Remember that a turn ends a history with this outline and these system messages."""
+        """Remember the turn at the end of a history, and the texts of its first system messages.
+
+        `outline` is the last hash of the history's `Outline`.
+        """
         with self._lock:
             self._kept[owner, outline] = node, systems
             self._kept.move_to_end((owner, outline))
@@ -71,7 +75,7 @@ class ChangedPrefixes:
                 self._kept.popitem(last=False)
 
     def find(self, owner: str, outline: str) -> tuple[str, tuple[str, ...]] | None:
-        """Return the newest turn with an outline, and its system messages."""
+        """Return the newest turn whose outline ends with this hash, and its system messages."""
         with self._lock:
             return self._kept.get((owner, outline))
 

@@ -192,7 +192,7 @@ async def _make_turn(
     items: list[Item] | Handle,
     session: str | None,
 ) -> ResponseTurn:
-    """Return the turn of a response, with the items that its input refers to."""
+    """Return the turn of a new response. References in its input are replaced with the items."""
     given: list[Item] = items.get() if isinstance(items, Handle) else items
     references = {item["id"] for item in given if item["type"] == "item_reference"}
     if references:
@@ -250,8 +250,8 @@ def _check(body: ResponseBody, session: str | None) -> None:
     if session not in (None, body.named):
         raise APIError(
             400,
-            "the turns of a conversation are in the session with its id. Leave out "
-            f"{SESSION_HEADER}.",
+            "the turns of a conversation are saved in a session with the conversation's id. Leave "
+            f"out {SESSION_HEADER}.",
             param=SESSION_HEADER,
             code="mutually_exclusive_parameters",
         )
@@ -284,7 +284,7 @@ def _match(turn: ResponseTurn) -> Prompt:
 def _previous_not_found(
     turn: ResponseTurn, error: PreviousNotFound, param: str, code: str | None = None
 ) -> APIError:
-    """The error for a previous response that is gone, which a field or a compaction names."""
+    """Return the error for a field or a compaction that names a response that does not exist."""
     if not turn.compacted:
         return APIError(404, str(error), param=param, code=code)
     return APIError(
@@ -368,7 +368,10 @@ class ResponseRenderer(Renderer):
         return self._encode([("response.failed", {"response": response})])
 
     def _add(self, event: AnswerEvent) -> list[ItemEvent]:
-        """Add the content of an event to the items. Returns the events about them."""
+        """Add the content of an engine's event to the output items.
+
+        Returns the events that tell the client about these items.
+        """
         added = self._items.add(event.text, self._logprobs.entries_of(event))
         if isinstance(event, RoundEvent):
             added += self._items.next_round(opens_thoughts=event.opens_thoughts)
@@ -454,12 +457,12 @@ class ResponseRenderer(Renderer):
 
 
 def _choice_of(body: ResponseBody) -> str | dict[str, Any]:
-    """Return the tool choice as the client wrote it."""
+    """Return the tool choice as the client wrote it, or "auto" if there is none."""
     choice = body.tool_choice
     return choice or "auto" if isinstance(choice, str | None) else choice.model_dump()
 
 
 def _format_of(body: ResponseBody) -> dict[str, Any]:
-    """Return the format of the answer as the client wrote it."""
+    """Return the format of the answer as the client wrote it, or text if there is none."""
     found = body.text and body.text.format
     return found.model_dump(by_alias=True, exclude_none=True) if found else {"type": "text"}

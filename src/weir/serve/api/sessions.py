@@ -27,7 +27,7 @@ FILE = "application/octet-stream"
 CHUNK = 2**18
 """Bytes of a file that are read at a time."""
 FILE_PATIENCE = 20
-"""The time limit for a file, as a multiple of that for a JSON body."""
+"""The time limit for reading a file, as a multiple of the time limit for a JSON body."""
 
 STREAM_FACTS = ("held", "bytes", "folds", "pinned", "beginning", "forgotten")
 """Fields of the newest turn's usage that are shown for a session."""
@@ -64,7 +64,8 @@ class TurnPage(PageQuery):
 async def sessions(client: Client, owner: Owner) -> dict[str, Any]:
     """List all sessions, most recently used first."""
     found = await run_in_thread(client.store.list_sessions, owner)
-    # An imported or forked session is new in the store, but its turns are not.
+    # The store sorts sessions by when their turns were used, which includes importing and forking.
+    # Clients see when the newest turn ended, so the list is sorted by that.
     shown = (session for session in found if not is_hidden(session.id))
     found = sorted(shown, key=lambda session: session.used)
     return {"object": "list", "data": [session_object(session) for session in reversed(found)]}
@@ -167,7 +168,7 @@ async def export(
 
 
 def _cannot_write(error: OSError) -> APIError:
-    """Return the error for a file in transit that cannot be written to disk."""
+    """Return the error for an imported or exported file that cannot be written to disk."""
     if is_full(error):
         return storage_full("the disk has no room for the file of this session. Free some space.")
     LOG.error("a file cannot be written", exc_info=error)

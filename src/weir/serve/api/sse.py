@@ -31,8 +31,13 @@ class EventStream(Response):
     Its headers are sent at once, before there is a first frame.
 
     Args:
+        frames: the bytes to send, in parts.
         overrun: set when the client has read too little.
         stall: seconds that the client may leave sent data unread.
+        close: called at the end, even if the client has disconnected.
+        headers: additional headers.
+        keep_alive: the frame that is sent when nothing else was sent for some seconds; None for
+            no such frame.
     """
 
     def __init__(

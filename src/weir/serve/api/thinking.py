@@ -29,21 +29,20 @@ SWITCHES = ("enable_thinking", "thinking")
 def find_variables(client: EngineClient, body: GenerationBody) -> dict[str, Any]:
     """Find the template variables that a request sets.
 
-    Raises APIError for a variable that the template does not use. An effort that the template
-    cannot be told has no effect, and a warning says so, because agents send one with every request.
+    Raises APIError for a variable that the template does not use. If the template has no variable
+    for the effort, the effort has no effect, and a warning says so. It is not refused, because
+    agents send an effort with every request.
     """
     own = client.renderer.variables - RESERVED
     known = {name for name in own if not name.endswith("_token")}
     given: Mapping[str, Any] = body.chat_template_kwargs or {}
     for name in given:
         if name not in known:
-            has = (
-                ", ".join(sorted(known & {*SWITCHES, "reasoning_effort"})) or "none about thoughts"
-            )
+            has = ", ".join(sorted(known & {*SWITCHES, "reasoning_effort"})) or "none"
             raise APIError(
                 400,
-                f"the chat template of this model does not use {shorten(name)!r}. It uses {has}. "
-                "Leave out the others.",
+                f"the chat template of this model does not use {shorten(name)!r}. Leave it out. "
+                f"Variables about thoughts that the template uses: {has}.",
                 param=f"chat_template_kwargs.{shorten(name)}",
                 code="unsupported",
             )
@@ -73,7 +72,9 @@ def find_variables(client: EngineClient, body: GenerationBody) -> dict[str, Any]
 
 
 def note_without_template(body: GenerationBody) -> None:
-    """Note the options for thoughts of a prompt that is continued as it is."""
+    """Note that options for thoughts have no effect on a prompt that is continued without a chat
+    template.
+    """
     if body.enable_thinking:
         body.note("enable_thinking")
     if body.chat_template_kwargs:

@@ -25,7 +25,10 @@ from weir.serve.messages import Call, Message
 from weir.serve.tools.formats import Tool
 
 BILLING = "x-anthropic-billing-header:"
-"""Prefix of a line in Claude Code's system message that differs in each request."""
+"""Prefix of a text block in Claude Code's system messages.
+
+The block differs in each request, and is left out.
+"""
 GAP = "\n"
 """Separator between the text blocks of a message, except an assistant's."""
 
@@ -157,7 +160,7 @@ def _kind_of_tool(value: Any) -> str:
 
 
 class AnthropicChoice(Lenient):
-    """The choice of tools that the model calls."""
+    """Whether the model may or must call tools, and which one."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: LongName | None = None
@@ -193,7 +196,9 @@ class AnthropicOutput(Noted):
 
 
 def _refuse_thread(value: object) -> None:
-    """Refuse to keep a thread. On this code, Anthropic's SDKs send the whole conversation."""
+    """Refuse to keep a thread. When Anthropic's SDKs receive this error code, they send the whole
+    conversation.
+    """
     if value is not None:
         raise PydanticCustomError(
             "thread_unsupported_request",
@@ -231,7 +236,10 @@ class CountBody(GenerationBody):
 
     @model_validator(mode="after")
     def _note_parts(self) -> CountBody:
-        """Note the parts that have no effect. The messages of a large body are not kept with it."""
+        """Note the parts that have no effect.
+
+        This happens here because a large body is returned without its messages.
+        """
         if self._billing:
             self.note("system (the billing header)")
         for n, message in enumerate(self.messages):
@@ -247,7 +255,7 @@ class CountBody(GenerationBody):
 
     @property
     def history(self) -> list[Message]:
-        """The messages, as the server's own."""
+        """The messages, converted to the server's own type."""
         system = self.system or ""
         if not isinstance(system, str):
             texts = (block.text for block in system)

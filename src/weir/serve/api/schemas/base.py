@@ -53,7 +53,7 @@ def bounded_dict(most: int) -> BeforeValidator:
 
 
 SHOWN = 64
-"""Characters of a client's name for something that a warning shows."""
+"""The most characters of a name from a request that a warning shows."""
 
 
 def is_nothing(value: Any) -> bool:
@@ -62,7 +62,7 @@ def is_nothing(value: Any) -> bool:
 
 
 class Strict(BaseModel):
-    """An object with no other fields than these, and no conversions of types.
+    """An object that can have only the declared fields, and whose values are not converted.
 
     An unknown field is ignored if its value asks for nothing.
     """
@@ -94,7 +94,7 @@ class Noted(BaseModel):
 
 
 def show_name(name: str) -> str:
-    """Format a client's name for something so that it can be in a header: escaped as in JSON."""
+    """Escape and shorten a name from a request, so that a header can contain it."""
     shown = json.dumps(name)[1:-1].replace("\x7f", "\\u007f")
     return shown if len(shown) <= SHOWN else f"{shown[:SHOWN]}..."
 
@@ -177,7 +177,8 @@ def _check_arguments(value: str, info: ValidationInfo) -> str:
     """Check the arguments of a call. Invalid JSON is accepted, because the model may have been cut
     off.
 
-    The arguments are JSON inside a JSON text, and count as part of the body (`parse_body`).
+    The arguments are JSON inside a text of the body. `info.context` counts their objects, lists and
+    fields together with those of the body (`parse_body`).
     """
     if info.context is not None:
         info.context(value)

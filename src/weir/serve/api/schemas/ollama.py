@@ -21,7 +21,7 @@ from weir.serve.api.schemas.formats import AnyTool, FunctionTool, ToolOffer, ski
 from weir.serve.messages import Call, Message
 
 TAG = ":latest"
-"""Suffix of a model's name if the client names no version."""
+"""Suffix that Ollama's clients add to the name of a model if the user names no version."""
 
 
 class OllamaFunction(Lenient):
@@ -64,9 +64,9 @@ class OllamaMessage(Lenient):
 def link_calls(messages: list[OllamaMessage]) -> list[Message]:
     """Convert messages to the server's own type.
 
-    A result belongs to the call with its `tool_call_id`. Most clients of this API send no ids. Then
-    it belongs to the first call without a result in the last message with calls, or to the first
-    such call of the function `tool_name` if that is given.
+    A result belongs to the call that its `tool_call_id` names. Most clients of this API send no
+    ids. A result without an id belongs to the first call without a result in the last message with
+    calls. If `tool_name` is given, only calls of this function count.
     """
     found: list[Message] = []
     waiting: list[tuple[str, str]] = []  # the ids and names of calls without a result
@@ -133,7 +133,7 @@ class OllamaChatBody(OllamaBody):
 
     @property
     def history(self) -> list[Message]:
-        """The messages, as the server's own."""
+        """The messages, converted to the server's own type."""
         return link_calls(self.messages)
 
     @property

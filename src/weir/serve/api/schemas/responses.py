@@ -213,7 +213,7 @@ class McpCallItem(Lenient):
     arguments: Arguments = "{}"
     output: str | None = None
     error: str | dict[str, Any] | None = None
-    # The server and status of the call. The model learns them from the result if it needs them.
+    # These fields are accepted, but the model does not see them.
     server_label: str | None = None
     approval_request_id: str | None = None
     status: str | None = None
@@ -264,7 +264,7 @@ class CompactionItem(Lenient):
 
 
 class SkippedItem(Skipped):
-    """An item that is ignored: thoughts, and searches whose results are in the answer."""
+    """An item that is ignored, such as reasoning or a web search."""
 
     type: Annotated[str, StringConstraints(max_length=64)]
 
@@ -323,7 +323,10 @@ AnyItem = Annotated[
 
 
 def _check_calls(items: list[Any]) -> list[Any]:
-    """Check the ids of the calls in each answer, up to the next message."""
+    """Refuse two calls with the same id in one answer.
+
+    An answer is a run of calls, skipped items and messages of the assistant.
+    """
     answers = groupby(
         items,
         lambda item: (
@@ -343,12 +346,12 @@ Items = Annotated[ListOf[AnyItem], AfterValidator(_check_calls)]
 
 
 def _check_kept(items: list[Any]) -> list[Any]:
-    """Refuse items that stand for others. A conversation keeps the items themselves."""
+    """Refuse items that are ignored or stand for other items, which a conversation cannot keep."""
     for item in items:
         if isinstance(item, ReferenceItem | CompactionItem | SkippedItem):
             raise unsupported(
-                f"a conversation cannot keep items of the type {item.type}. Send the items "
-                "themselves."
+                f"a conversation cannot keep items of the type {item.type}. Leave the item out, or "
+                "send the items that it stands for."
             )
     return items
 
@@ -438,7 +441,10 @@ class Reasoning(Noted):
 
 
 def split_at_compaction(items: list[Item]) -> tuple[str | None, list[Item]]:
-    """Return the response that the last compaction stands for, and the items after it."""
+    """Return the id of the response that the last compaction stands for, and the items after it.
+
+    Without a compaction, returns None and all items.
+    """
     places = [n for n, item in enumerate(items) if item["type"] == "compaction"]
     if not places:
         return None, items
@@ -483,7 +489,10 @@ class ResponseBody(GenerationBody):
 
     @model_validator(mode="after")
     def _note_items(self) -> Self:
-        """Note the items that have no effect. The input of a large body is not kept with it."""
+        """Note the items that have no effect.
+
+        This happens here because a large body is returned without its input.
+        """
         if isinstance(self.input, list):
             for n, item in enumerate(self.input):
                 if isinstance(item, SkippedItem):
@@ -524,7 +533,7 @@ class ResponseBody(GenerationBody):
 
     @property
     def logprobs(self) -> int | None:
-        """Number of most likely tokens to report with each; None for no log-probabilities."""
+        """Number of most likely tokens to report with each token; None for no log-probabilities."""
         if self.top_logprobs or LOGPROBS in (self.include or ()):
             return self.top_logprobs or 0
         return None
@@ -559,10 +568,15 @@ class ResponseBody(GenerationBody):
 def result_param(
     field: str, items: Sequence[Item], error: StrayResult, before: int = 0
 ) -> str | None:
-    """Return the path of a stray result in a field of the request, or None if it is before its
-    items.
+    """Return the path of the tool result that an error is about, such as `input[3].call_id`.
 
-    The field has `before` further items before these.
+    Returns None if the result is not in the request, but in the history that the request continues.
+
+    Args:
+        field: the field of the request that has the items.
+        items: the items of the field, without the first `before` ones.
+        error: the error about the result.
+        before: number of items of the field before `items`.
     """
     results = [n for n, item in enumerate(items) if item["type"] == "function_call_output"]
     at = len(results) - 1 - error.behind
