@@ -96,10 +96,15 @@ class GenerationRequest:
     """A request for one or more answers to a prompt.
 
     Attributes:
-        match: finds the prompt; called in a thread, and again if the turn that the prompt continues
-            is dropped before it starts.
+        match: finds the prompt. It is called in a thread, and again if the saved turn that the
+            prompt continues is deleted before the request starts.
+        sampling: the sampling parameters of each answer.
+        max_tokens: the most tokens of an answer.
+        stops: texts that end an answer.
+        stop_ids: tokens that end an answer.
         constraint: makes the format that each answer must follow; None for any text.
         tools: the client's functions that the model may call.
+        calls_only: whether an answer must consist of calls and have no text.
         own: the server's tools that the model may call; None if there are none.
         ignores_end: whether an answer goes on past the model's own end of a turn (`ignore_eos`).
     """
@@ -163,7 +168,8 @@ class PinnedOutput:
     Attributes:
         tokens: how many tokens it has.
         again: whether it had been pinned before.
-        reread: whether some of them have left the cache, so that the next answer reads it again.
+        reread: whether some of its tokens have left the cache. Then the next answer reads the whole
+            output again.
     """
 
     call: str
@@ -204,7 +210,7 @@ class Generation:
     _first: list[OutputEvent] = field(default_factory=list)
 
     async def start(self, seconds: float) -> Exception | None:
-        """Wait for the first events. Returns the error if the request failed first.
+        """Wait for the first events. Returns the error if the first event is a failure.
 
         Raises Busy if no row becomes free within this many seconds.
         """
@@ -282,11 +288,13 @@ class EngineClient:
         aliases: further names of the model; "*" for all names.
         notes_changes: whether a conversation whose system messages have changed continues with a
             note about the change, instead of being read again.
-        recall: the most tokens of forgotten text to put before a message that asks for it, if the
-            store has an archive; 0 for none unless a request asks for them.
+        recall: the most tokens of forgotten text to put before a message that asks for such text,
+            if the store has an archive. A request can ask for another number.
 
     Attributes:
         defaults: the sampling parameters of requests that set none.
+        unused_defaults: names of the options in the model's generation configuration that the
+            server does not use.
         own_tools: the tools that the server runs itself, by name.
         locked: conversations that requests are using, by owner; only the event loop changes it.
         failure: the reason why the engine stopped unexpectedly, if it did.
@@ -335,8 +343,8 @@ class EngineClient:
         self._tool_threads = ThreadPoolExecutor(TOOL_THREADS, "weir-tools")
         sink = sink_of(transformers_model(engine.model).config)
         self.renderer = PromptRenderer(tokenizer, self.stop_ids, sink, limits.prompt)
-        # Turns saved with one model and policy cannot be used with another. The store knows the
-        # model by its weights, whatever its name.
+        # Turns saved with one model and policy cannot be used with another. This hash does not need
+        # the model, because the store compares the model's weights.
         kind = [str(engine.cache.policy), engine.cache.chunk, engine.cache.positions]
         root = hashlib.sha256(json.dumps(kind).encode()).hexdigest()
         self.worker = worker or Worker()
@@ -407,8 +415,8 @@ class EngineClient:
         try:
             self.engine.run()
         except Exception as error:
-            # The engine failed, not a sequence. Nothing will be answered, and no request must wait
-            # for it.
+            # The engine has failed, not only one sequence. No request will be answered any more, so
+            # all of them end now.
             self.failure = error
             self._fail_all(error)
 
@@ -456,7 +464,7 @@ class EngineClient:
     ) -> Generation:
         """Submit a request with its prompt to the engine.
 
-        `holder` is the client whose turn the request takes (`TokenSequence.holder`).
+        `holder` is the client whose share of the rows the request uses (`TokenSequence.holder`).
         """
         answers = range(len(request.sampling))
         queue = OutputQueue(loop, self.limits.unread * len(answers))
@@ -467,7 +475,7 @@ class EngineClient:
         generation = Generation(request, prompt, sequences, queue, self, set(answers))
         self._submit(generation)
         if prompt.parent is not None and self.store.dropped_chains(prompt.owner):
-            # Outputs that were dropped after the prompt was found.
+            # Some outputs may have been dropped after the prompt was found.
             gone = self.store.dropped_places(prompt.owner, prompt.parent.node)
             for place in set(gone) - set(prompt.dropped):
                 for sequence in sequences:
@@ -679,7 +687,9 @@ class EngineClient:
         return CallParser(self.renderer.call_format, names, request.calls_only, own)
 
     def _trim(self, prompt: Prompt) -> None:
-        """Drop the owner's oldest session if a saved turn has begun a session above the limit."""
+        """Delete the owner's least recently used session if a saved turn has begun a session above
+        the limit.
+        """
         begins = prompt.parent is None or prompt.parent.session != prompt.session
         if prompt.session is not None and begins:
             self.sessions.trim(prompt.owner)
@@ -726,7 +736,7 @@ class EngineClient:
     def drop_output(self, owner: str, session: str, call: str) -> DroppedOutput:
         """Drop the output of a tool from a session, and from all histories that begin like it.
 
-        It is not read again in later turns. Dropping it a second time does nothing.
+        The output is not read again in later turns. Dropping it a second time does nothing.
 
         Raises:
             UnknownSession: the owner has no such session.
@@ -741,7 +751,7 @@ class EngineClient:
         place = self._find_output(owner, session, call, sequence)
         if place is None:
             raise NoOutput(call)
-        # It was dropped, or there are more outputs than are listed.
+        # The output was dropped already, or it is older than the outputs that were listed.
         again = place.chain in self.store.dropped_chains(owner)
         self._drop_output(owner, ToolOutput(call, place))
         return DroppedOutput(call, place.stop - place.start, again=again)
@@ -749,8 +759,9 @@ class EngineClient:
     def _find_output(
         self, owner: str, session: str, call: str, sequence: TokenSequence | None
     ) -> ResultPlace | None:
-        """Find where the newest output of a call is, dropped or not, in a session or in its
-        sequence that runs.
+        """Find the place of the newest output of a call in a session, even if it was dropped.
+
+        `sequence` is the running sequence of the session; None if there is none.
         """
         if sequence is not None:
             prompt = self.prompt_of(sequence)
@@ -775,8 +786,10 @@ class EngineClient:
     def list_outputs(
         self, owner: str, session: str
     ) -> tuple[list[ToolOutput], TokenSequence | None]:
-        """List the outputs of tools in a session that were read and not dropped, the newest first,
-        and the sequence of the session that runs; UnknownSession if there is neither.
+        """List the outputs of tools that a session has read and not dropped, the newest first.
+
+        Also returns the running sequence of the session, or None. Raises UnknownSession if the
+        session is neither saved nor running.
         """
         sequence = self.running_sequence(owner, session)
         if sequence is not None:
@@ -805,7 +818,7 @@ class EngineClient:
         place = output.place
         self.store.drop_result(owner, place.chain)
         for sequence in self._readers(owner, output):
-            # It may have been read again elsewhere, because it was pinned.
+            # A pinned output may have been read again at another place.
             for one in {place, *(kept for kept in sequence.kept if kept.chain == place.chain)}:
                 self.engine.drop(sequence, (one.start, one.stop))
 
@@ -833,7 +846,7 @@ class EngineClient:
                 "this server's policy keeps every token, so no output has to be pinned"
                 if every
                 else "this server has no slots for outputs that are pinned. Start it with --pin "
-                "and a policy that does not name the pool beginning itself"
+                "and a policy whose text does not contain the pool 'beginning'"
             )
 
     def pin_output(self, owner: str, session: str, call: str) -> PinnedOutput:
@@ -885,7 +898,8 @@ class EngineClient:
         """Pin an output now, also in the rows of all running answers that have read it.
 
         Args:
-            end: the saved turn up to which the stream is checked, in addition to these answers.
+            end: the newest saved turn of the stream. Its history is searched for other pinned
+                outputs. None for the turn that a running answer continues.
         """
         place, pinned = output.place, self.store.pinned_chains(owner)
         tokens = place.stop - place.start
@@ -939,17 +953,22 @@ class EngineClient:
     def _describe_lost(
         self, prompt: Prompt, name: str, held: Tensor, read: int
     ) -> list[dict[str, Any]]:
-        """Describe the turns that had lost tokens at the end of a turn, which has been saved."""
+        """Describe the turns that had lost tokens when an answer ended.
+
+        Args:
+            name: the id of the answer's turn. An answer that is not saved is left out.
+            held: the tokens of the stream that were still in the cache.
+            read: number of tokens that the row had read.
+        """
         node: str | None = name
         if prompt.session is None:
             node = None if prompt.parent is None else prompt.parent.node
         return describe_forgotten(self.store, prompt.owner, node, held, read)
 
     def tell_forgotten(self, record: TurnRecord) -> str:
-        """Write a note for the model about the tokens that have left the cache at the end of a
-        turn.
+        """Write a note for the model about the tokens that had left the cache when a turn ended.
 
-        Empty if none have, or if the turn's state is not kept.
+        Empty if none had, or if the turn's state is not kept.
         """
         if not record.usage.get("forgotten"):
             return ""

@@ -19,8 +19,8 @@ class TooManyNodes(WeirError):
 
     def __init__(self, most: int) -> None:
         super().__init__(
-            f"the JSON can have at most {MAX_NODES:,} objects, lists and fields, and {most:,} "
-            "list entries in all. Send less"
+            f"the JSON can have at most {MAX_NODES:,} objects, lists and fields, and at most "
+            f"{most:,} fields and list entries together. Send less"
         )
 
 
@@ -42,7 +42,9 @@ class NodeCounter:
         self._backslash = b""
 
     def feed_text(self, text: str) -> None:
-        """Count JSON inside a text, from a fresh start, as `feed` does."""
+        """Count the nodes of JSON inside a text, as `feed` does. The text begins outside of a
+        string.
+        """
         self._in_string, self._backslash = False, b""
         for at in range(0, len(text), PIECE):
             self.feed(text[at : at + PIECE].encode("utf-8", "replace"))

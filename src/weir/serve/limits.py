@@ -7,7 +7,10 @@ from dataclasses import dataclass, fields
 from weir.errors import WeirError
 
 MEMORY_OF_BYTE = 24
-"""Bytes of memory for a byte of a body. In the worst case, each is a token that waits for a row."""
+"""Bytes of memory for a byte of a body.
+
+In the worst case, each byte of the body becomes a token that waits for a row.
+"""
 NODE = 64
 """Bytes of a body that an object, list or field counts for, besides its text.
 

@@ -31,7 +31,10 @@ class MemoryEstimate:
 
     Attributes:
         policy: the policy, with the budget and the heads that it has on this model.
-        row: bytes of one row, and of one checkpoint.
+        weights: bytes of the model's weights.
+        row: bytes of one row. A checkpoint has as many.
+        rows: number of rows.
+        kept: number of checkpoints in memory.
         prefixes: number of prompt states that are kept so that nothing is read twice.
         free: bytes that are free before anything is loaded; None if unknown.
     """
@@ -62,8 +65,8 @@ def estimate_memory(
     """Estimate the memory of a server. Raises WeirError if it is more than is free.
 
     Args:
-        kept: checkpoints in memory; None for `DEFAULT_KEPT`, or for as many as fit in half of the
-            remaining memory.
+        kept: checkpoints in memory; None for `DEFAULT_KEPT`, or fewer if these would take more than
+            half of the remaining memory.
         loading: arguments of `load`. With a device map, the free memory is unknown.
     """
     model = skeleton(model_name, **loading)
@@ -104,13 +107,13 @@ def choose_pin(
         kept: checkpoints in memory; None for at least `LEAST_KEPT`.
 
     Raises:
-        WeirError: the policy cannot be pinned, or the free memory is not known.
+        WeirError: the policy cannot pin a beginning, or the free memory is not known.
     """
     _, free = _find_free(loading)
     if free is None:
         raise WeirError(
-            "--pin auto needs to know how much memory is free, which is unknown with "
-            "--device-map. Give a number of tokens, as in --pin 8192."
+            "--pin auto needs to know how much memory is free. This is unknown with --device-map, "
+            "and on some systems. Give a number of tokens, as in --pin 8192."
         )
     least = with_pin(policy)
     if not isinstance(least, Pinned) or least is policy:

@@ -69,8 +69,10 @@ def find_nearest(
 
 
 def same_results(nearest: Sequence[Message], messages: Sequence[Message]) -> dict[int, str]:
-    """Find the results of a history that were already read in a conversation. Returns, by their
-    index, the hash of the conversation up to each.
+    """Find the results of a history that were already read in a conversation.
+
+    Returns the hash of the conversation up to each of these results, by the index of the result in
+    `messages`.
 
     Results are the same if all messages up to them are the same, apart from system messages.
     """
@@ -105,7 +107,7 @@ def explain_reread(
     """
     count = answered - known
     if refused:
-        detail = "the chat template cannot render a turn without those before it"
+        detail = "the chat template cannot render a turn without the turns before it"
         return Reread(known, count, "template", detail)
     at = _count_same(nearest, messages)
     if not nearest:
@@ -162,7 +164,7 @@ def _difference(at: int, old: Message, new: Message, dropped: Collection[str]) -
         shorter = min(len(old.content), len(new.content))
         first = next((n for n, (a, b) in pairs if a != b), shorter)
         if old.where is not None and old.where.chain in dropped:
-            return f"{place} differs from character {first} on from the output that was dropped"
+            return f"{place} differs from the dropped output, from character {first} on"
         was, now = (repr(text[first : first + EXCERPT]) for text in (old.content, new.content))
         return f"{place} differs from character {first} on: it was {was} and is {now}"
     if len(old.calls) != len(new.calls):

@@ -35,7 +35,9 @@ class ResponseTurn:
     """The turn of one response.
 
     Attributes:
+        items: the items of the input, without those up to its last compaction.
         instructions: a system message before the history; None for none.
+        previous: the id of the response that is continued; None for none.
         conversation: the conversation that is continued, locked until the request ends.
         session: the session of the turn, if the HTTP client names one.
         is_stored: whether the response can be continued and retrieved.
@@ -43,9 +45,10 @@ class ResponseTurn:
         drops: ids of calls whose outputs are dropped.
         pins: ids of calls whose outputs stay in the cache permanently.
         tells_forgotten: whether the model reads a note about what has left its cache.
-        compacted: number of items of the input up to and including its last compaction, 0 if it
-            has none. The previous response is then that of the compaction, which may be one that is
-            not stored.
+        recall: the most tokens of forgotten text that the model may read again.
+        compacted: number of items of the input up to and including its last compaction; 0 if there
+            is no compaction. If there is one, `previous` is the response that it stands for, which
+            may be a response that is not stored.
     """
 
     client: EngineClient
@@ -118,8 +121,10 @@ class ResponseTurn:
         return None, self.items
 
     def _hidden(self, prompt: Prompt) -> Prompt:
-        """Return a prompt whose turn is found by the same history, but not by its id. In a session
-        that the client names, it is an ordinary turn.
+        """Put the turn of a prompt into a hidden session.
+
+        A later request with the same history finds the turn, but a request with its id does not. If
+        the client names a session, the turn stays in that session.
         """
         if self.session is not None:
             return prompt
@@ -168,9 +173,9 @@ class ResponseTurn:
     def _has_same_setup(self, found: StoredResponse | None, record: TurnRecord) -> bool:
         """Return whether a turn was answered with the same instructions and tools.
 
-        A turn without a stored response, such as a turn of a chat, has its first message as
-        instructions, and its hash shows whether it had these tools. It may be continued without
-        naming either.
+        If a turn has no stored response, such as a turn of a chat, its first message is compared
+        with the instructions, and its hash shows whether it had these tools. For a request with
+        neither instructions nor tools, they count as the same.
         """
         if found is not None:
             return self._matches(found)

@@ -62,9 +62,10 @@ class SystemPlaces:
     def place(self, messages: Sequence[Message], *, at_start: bool) -> list[Message]:
         """Move system messages to places that the template accepts.
 
-        System messages before the first answer come first. Agents send one after the first user
-        message that is the same in all their conversations. At the beginning, it is part of what
-        conversations share, and is read only once.
+        System messages before the first answer come first. Some agents send a system message after
+        the first user message, with the same text in all conversations. At the beginning, it is
+        part of what the conversations share, and is read only once.
+
         System messages at the beginning are joined. A later one that the template does not accept
         is appended to the user message directly before it. If there is none, it is put before the
         text of the user message directly after it. If there is none either, it becomes a user

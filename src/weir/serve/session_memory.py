@@ -1,8 +1,8 @@
 """Report the tokens of a session's stream that the cache still holds, and the pools that hold them.
 
-The row knows which tokens it holds, and the records of turns contain their ids. Either may have
-tokens that the other lacks: a row holds the beginning of a stream whose first turns are no longer
-kept, and no slot holds most of the tokens in the records.
+The row knows which tokens it holds, and the records of turns contain the ids of all tokens of these
+turns. Either may have tokens that the other lacks: a row can hold the beginning of a stream whose
+first turns are no longer kept, and no slot holds most of the tokens in the records.
 """
 
 from __future__ import annotations

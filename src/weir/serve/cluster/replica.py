@@ -1,4 +1,4 @@
-"""One server of a cluster in a separate process: that of `weir serve`, with a shared store.
+"""One server of a cluster: `weir serve` in a separate process, with a store that replicas share.
 
 `ReplicaProcess` starts the process, which runs `main`. The settings come on standard input, which
 stays open as long as the starter lives. The port is written to standard output. This file does not
@@ -33,9 +33,13 @@ class Settings:
     """The settings of every replica.
 
     Attributes:
-        place: for `open_storage`.
-        keys: SHA-256 hashes.
-        secret: the secret by which a replica recognizes the front.
+        place: the storage that all replicas share, for `open_storage`.
+        name: the name of the model in the API.
+        most: number of checkpoints that a replica keeps in memory.
+        keys: SHA-256 hashes of the API keys.
+        loading: arguments of `load`.
+        secret: the secret by which a replica recognizes the front, which forwards requests to it
+            (`api/front.py`).
         host: address at which a replica listens; the front must be able to reach it.
     """
 
@@ -59,8 +63,8 @@ class Settings:
     host: str = "127.0.0.1"
 
     def book(self, number: int) -> Path | None:
-        """Return the file of a replica's responses and conversations. None if files are not
-        mounted.
+        """Return the file of a replica's responses and conversations. None if `place` is not a
+        folder.
         """
         scheme, found, rest = self.place.partition("://")
         if found and scheme != "file":
@@ -72,7 +76,7 @@ class ReplicaProcess:
     """The process of a replica, which is started again when it has ended.
 
     Args:
-        number: among the replicas; the same number always has the same responses.
+        number: the number of this replica. A process with the same number has the same responses.
     """
 
     def __init__(self, settings: Settings, number: int) -> None:

@@ -69,10 +69,10 @@ class PrefixPlace(Protocol):
 
 
 class PrefixStates:
-    """Keeps at most `most` states in memory. The least recently used one is dropped first.
+    """Keeps at most `most` states in memory.
 
-    The owner with the most states loses one, so that no owner can drop all states of another. Only
-    the engine's thread calls this.
+    If there are more, the owner with the most states loses the least recently used one, so that no
+    owner can drop all states of another. Only the engine's thread calls this.
 
     Args:
         place: also keeps beginnings, so that they are available after a restart.
@@ -92,7 +92,10 @@ class PrefixStates:
         return len(self._kept)
 
     def find(self, key: PrefixKey, ids: Iterable[int], most: int) -> PrefixState | None:
-        """Return the state that covers most of a prompt, up to `most` of its tokens."""
+        """Return the state that has read the most tokens of a prompt, and at most `most`.
+
+        None if there is no such state.
+        """
         fitting = [kept for kept in self._kept if kept.key == key and len(kept.ids) <= most]
         if not fitting:
             return None
@@ -109,8 +112,8 @@ class PrefixStates:
     def add(self, new: PrefixState) -> None:
         """Keep a state, and drop a state that has read less of the same prompt.
 
-        The end of a beginning is not replaced by a longer state, because conversations that differ
-        after it start from it.
+        A state at the end of a beginning is not replaced by a longer one, because other
+        conversations with the same beginning start from it.
         """
         if not self._most:
             return

@@ -28,7 +28,11 @@ LOGITS_AT_ONCE = 2**17
 
 @dataclass(frozen=True)
 class SampledToken:
-    """A token of an answer. Its `logprob`, if requested, is from before temperature and limits."""
+    """A token of an answer.
+
+    `logprob` and `top`, if requested, are computed from the model's logits, without penalties,
+    bias, format, temperature or limits such as `top_k`.
+    """
 
     id: int
     logprob: float | None = None
@@ -37,13 +41,14 @@ class SampledToken:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """The sampling parameters of one answer. Requests are checked against bounds.
+    """The sampling parameters of one answer. The schemas of requests check their bounds.
 
     Attributes:
         repetition: logits of tokens that came before are divided by it if they are positive, and
             multiplied if not (CTRL, section 4.1); 1 does nothing.
         presence: subtracted once from the logits of tokens in this answer.
         frequency: subtracted for each time that a token occurs in this answer.
+        bias: added to the logits of tokens, by token id.
         logprobs: number of most likely tokens to report with every token; None for no
             log-probabilities at all.
     """
@@ -158,7 +163,10 @@ class Sampler:
         return adjusted if self.constraint is None else self.constraint.allow(adjusted)
 
     def accept(self, token: int, logits: Tensor, adjusted: Tensor) -> SampledToken:
-        """Advance by a token that was drawn from logits [vocabulary] that `adjust` has adjusted.
+        """Advance by a token that was drawn.
+
+        `logits` [vocabulary] are the model's. `adjusted` are the logits that `adjust` has returned
+        for them, from which the token was drawn.
 
         Raises WeirError if there was no token to draw, or if the constraint does not allow this
         one.

@@ -13,7 +13,7 @@ from weir.serve.limits import share_of
 
 
 class Busy(WeirError):
-    """The queue is full."""
+    """The server has no room for a request now, for example because its queue is full."""
 
 
 class Scheduler:
@@ -24,11 +24,14 @@ class Scheduler:
     turns, and the sequences of one client keep their order.
 
     Args:
+        rows: number of rows.
         queue: number of sequences that may wait.
-        deterministic: whether every call is over one row.
+        prefill_chunk: the most tokens of prompts, including padding, in one call of the model.
+        deterministic: whether every call of the model computes only one row.
         shared: whether one client gets only a share of the rows and of the queue.
 
     Attributes:
+        waiting: sequences that wait for a row; those of one client start in this order.
         running: sequences with a row; the one whose prompt was read longest ago comes first.
         resting: rows that hold a checkpoint's state, by its name; the most recently used one comes
             last.
@@ -124,7 +127,7 @@ class Scheduler:
                 yield decoding
             return
         for sequence in decoding:
-            if sequence.stage is Stage.DECODE:  # it did not fail with the sequence before it
+            if sequence.stage is Stage.DECODE:  # it may have failed during an earlier call
                 yield [sequence]
 
     def prefill_batch(self) -> list[TokenSequence]:

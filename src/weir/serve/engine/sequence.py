@@ -50,18 +50,22 @@ class TokenSequence:
         parent: the checkpoint at which it starts; None for a new stream.
         prompt_ids: tokens to feed before the answer, at least one.
         max_tokens: maximum number of tokens of the answer, at least 1.
-        holder: the client whose turn it takes: a key or, without keys, an address.
+        stop_ids: tokens that end the answer.
+        holder: the client whose share of the rows it uses (`Scheduler`): a key or, without keys, an
+            address.
         seed: seed of the row's random draws, if the stream is new.
         beginning: how many of `prompt_ids` are the stream's beginning, if it is new.
         header: how many tokens at the end of `prompt_ids` are the header of the answer.
         owner: who may share the state after a part of the prompt (`PrefixStates`); None if no such
             state is kept.
         may_be_lost: whether the answer is given even if its end cannot be saved.
+        forks: other answers to the same prompt, which start when this sequence has read it.
         record: makes the record that is saved with its end, from the sequence and the reason why it
             ended (`Listener.on_finish`); None if the end is not saved.
         on_stop: called in the engine's thread when a token ends the answer. Returns the reason why
             it ends, or None if it continues with tokens from `Engine.resume`. Until then the
-            sequence keeps its row and waits. None if every answer ends there.
+            sequence keeps its row and waits. Without this function, such a token always ends the
+            answer.
         stage: its progress. The engine alone sets this field and the following ones.
         pending: tokens of `parent` that are fed before those of the prompt.
         unread: tokens still to be fed before the answer.

@@ -74,7 +74,7 @@ class Database:
                 os.close(os.open(path, flags, 0o600))
                 self._writer = _connected(path)
                 undo.callback(self._writer.close)
-                # This comes first, because a new database has neither version nor tables.
+                # A new database has the version 0 and no tables.
                 found = self._writer.execute("PRAGMA user_version").fetchone()[0]
                 there = self._writer.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
                 if create and found == 0 and there == 0:

@@ -38,8 +38,8 @@ _log = logging.getLogger(__name__)
 def claim_folder(folder: Path) -> int:
     """Make a folder, if it is missing, and lock it for this process.
 
-    Returns the open file of the lock, which closing releases. Raises WeirError if the folder cannot
-    be used, or if another server uses it.
+    Returns the file descriptor of the lock. Closing it releases the lock. Raises WeirError if the
+    folder cannot be used, or if another server uses it.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
