@@ -374,5 +374,5 @@ def test_what_is_told_of_turns_does_not_quote_it():
         # A history in which the output differs.
         changed = [*HISTORY[:2], result(f"{SECRET}!"), said(first), USER]
         third = ask(server, changed, "one")
-        assert "the output that was dropped" in third.json()["usage"]["weir"]["reread"]["detail"]
+        assert "the dropped output" in third.json()["usage"]["weir"]["reread"]["detail"]
         assert SECRET not in third.json()["usage"]["weir"]["reread"]["detail"]
