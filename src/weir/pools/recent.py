@@ -34,7 +34,7 @@ class Recent(Pool):
     n: Count | None
 
     def check(self, before: tuple[Pool, ...]) -> None:
-        """Refuse a place after pools that leave gaps if there is no limit."""
+        """Refuse a window without a limit after pools that leave gaps."""
         if self.n is None and not all(pool.in_order for pool in before):
             raise WeirError(
                 "recent(none) can only follow pools that pass on all tokens in order. Give it a "

@@ -1,9 +1,10 @@
 """A reservoir: keep every token that ever left the window with the same probability.
 
 "An Experiment of Implementing Reservoir Sampling to StreamingLLM", section 4: the n-th token of the
-middle is kept with probability p = s/n and then replaces one of the s samples, each with
-probability q = 1/s. Otherwise it is dropped. This is Algorithm R. (The code of the paper's Figure 2
-samples again from the tokens that are still cached, which favors newer tokens.)
+middle (between the sinks and the window) is kept with probability p = s/n and then replaces one of
+the s samples, each with probability q = 1/s. Otherwise it is dropped. This is Algorithm R. (The
+code of the paper's Figure 2 samples again from the tokens that are still cached, which favors newer
+tokens.)
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ class Reservoir(SizedPool, Sample):
 
     Attributes:
         n: number of tokens to keep.
-        weighted: whether each of them counts for (tokens that came) / n, in numerator and
-            denominator, so that both sums are unbiased and no token overflows. Otherwise weights do
-            not change, and dropped and replaced tokens overflow, as in the paper.
+        weighted: whether each kept token counts for (tokens that came) / n, so that the numerator
+            and the denominator of attention are unbiased and no token overflows. Otherwise weights
+            do not change, and dropped and replaced tokens overflow, as in the paper.
         per_head: whether each KV head has a separate sample; in the paper, all heads of a layer
             share one.
     """
@@ -68,6 +69,7 @@ class Reservoir(SizedPool, Sample):
         kept = both.take(index)
         if self.weighted:
             return self.stand_for_all(kept, fold), new.part(0, 0)
-        # A head with an empty place, index -1, has lost no token yet, so clamping to 0 is right.
+        # A head with an empty place (index -1) has lost no token yet. Its slot 0 is kept anyway, so
+        # clamping the index to 0 changes nothing.
         gone = torch.ones_like(both.held).scatter_(2, index.clamp_min(0), False)
         return kept, both.only(gone)

@@ -2,9 +2,10 @@
 
 ResKV (arXiv:2607.29591): in addition to the tokens that are kept exactly, some slots represent the
 other tokens. Each has the mean of a group's keys, the mean of its values, and the logarithm of its
-size as a log-weight. An exponential of a mean is less than the mean of exponentials; the second
-order of this difference is corrected by the spread of the keys. How much weight means get is tested
-in every layer on the latest queries. In a stream, merged tokens fade.
+size as a log-weight. The exponential of a mean logit is less than the mean of the exponentials. The
+log-weight makes up for the second-order term of this difference, which depends on the spread of the
+keys. In every layer, the latest queries decide how much weight the means get. In a stream, merged
+tokens fade: they count less as more tokens arrive.
 
 Groups are joined by the rule of Ward (1963, "Hierarchical Grouping to Optimize an Objective
 Function"): joining two groups of weights v and w, whose means are a distance d apart, adds v w / (v
@@ -29,12 +30,12 @@ from weir.slab import Slots
 
 MOST_CORRECTION = 5.0
 """The most by which the correction for the spread of keys raises a log-weight. For wider groups,
-the second order has no meaning.
+a second-order correction is meaningless.
 """
 ALIKE = 1e-3
-"""Gates whose error exceeds the best by at most this share count as equally good."""
+"""Gates (see `GATES`) whose error exceeds the smallest by at most this share are equally good."""
 LASTS = 0.9
-"""The factor by which the earlier errors of gates are multiplied at each fold."""
+"""The factor by which the earlier errors of all gates are multiplied at each fold."""
 
 
 @pool("residue")
@@ -48,10 +49,11 @@ class Residue(SizedPool):
 
     Attributes:
         r: number of means.
-        half_life: arrivals after which tokens merged before count half; none for never.
+        half_life: number of arrivals after which the tokens that were merged before them count
+            half; none if merged tokens never count less.
         spread: whether the weights of means make up for the spread of the keys in them.
-        gate: whether the weights of all means of a layer are lowered, down to zero, if the last
-            queries would have been answered better.
+        gate: whether the weights of all means of a layer are multiplied by a *gate* from 0 to 1,
+            the one with which the last queries would have been answered best.
         window: how many of the last queries are used.
     """
 
@@ -74,9 +76,9 @@ class Residue(SizedPool):
         """Make the state, all float32.
 
         For each slot it has the log-weights `a` and `b` of its group, without correction and gate
-        [batch, kv_heads, r], and the variance of its keys in each dimension, `spread` [batch,
-        kv_heads, r, key_dim]. `misled` says how far each gate has misled queries lately [batch,
-        kv_heads, gates].
+        [batch, kv_heads, r], and the variance of the group's keys in each dimension, `spread`
+        [batch, kv_heads, r, key_dim]. For each gate, `misled` is how far it has moved the outputs
+        of recent queries from the exact ones [batch, kv_heads, gates].
         """
         batch, heads, _, key_dim = like.keys.shape
         weights, spread = (batch, heads, self.r), (batch, heads, self.r, key_dim)
@@ -113,7 +115,8 @@ class Residue(SizedPool):
             return held.join(new), gone
         keys = fold.observed.unrotated(both).float()
         power = (fold.observed.power(self.window) * fold.form.scale**2)[:, :, None]
-        # Distances of points are those of logits, as the last queries see them.
+        # With this scale, the distance between two keys is the typical difference between the
+        # last queries' logits for them.
         top = b.amax(dim=2, keepdim=True)
         weight = (b - top.masked_fill(top.isneginf(), 0.0)).double().exp()
         near = merge_nearest(keys * power.sqrt(), weight, both.held, self.r)
@@ -172,24 +175,23 @@ GATES = (1.0, 0.75, 0.5, 0.25, 0.0)
 """Shares of its weight that a mean may get. Among equally good ones, the first is used."""
 LEAST = 1e-6
 """The smallest share of attention that is used as a divisor. A query with less has attended to
-almost nothing but the tokens that are left out, so its answer does not matter.
+almost nothing but the tokens that `measure_misled` leaves out, so its answer does not matter.
 """
 ROUNDING = 1e-5
-"""Share of an answer by which rounding may change it.
-
-The same applies to a share of attention that is computed as the rest of 1.
+"""How much rounding may change an answer, as a share of it, and how much it may change a share of
+attention that is computed as 1 minus other shares.
 """
 
 
 def measure_misled(
     read: ObservedAttention, held: Slots, new: Slots, means: Slots, window: int
 ) -> Tensor:
-    """Measure how far the last `window` queries' outputs move with means in place of the arrivals.
+    """Measure how far the last `window` queries' outputs move if means replace the arrivals.
 
-    The tokens that the pool `held` are left out on both sides, because their exact attention is no
-    longer known. `means` are weighted only for the arrivals. Returns, for each gate, the squared
-    distance of the layer's output, summed over the queries and the query heads of each KV head
-    [batch, kv_heads, gates].
+    The tokens in `held` are left out of both outputs, because their exact attention is no longer
+    known. `means` are weighted only for the arrivals. Returns, for each gate, the squared distance
+    between the layer's outputs with the arrivals and with the means, summed over the queries and
+    the query heads of each KV head [batch, kv_heads, gates].
     """
     old_above, old_below = _part(read.attention(held, window), held)
     above, below = _part(read.attention(new, window), new)
@@ -216,7 +218,7 @@ def measure_misled(
 
 
 def _part(shares: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
-    """Compute the parts of slots in numerator and denominator, relative to the denominator."""
+    """Compute what slots add to attention's numerator and denominator, divided by the latter."""
     more = (slots.a - slots.b).exp().masked_fill(~slots.held | slots.b.isneginf(), 0.0)
     above = shares * more[:, :, None, None]
     return above @ slots.values.float()[:, :, None], shares.sum(dim=4, keepdim=True)
@@ -225,18 +227,19 @@ def _part(shares: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
 LEAST_WEIGHT = 1e-300
 """Smaller weights count as zero."""
 SAME_POINT = 1e-12
-"""Points are equal if their squared distance is at most this share of their squared lengths, which
-is rounding.
+"""Points are equal if their squared distance is at most this share of the sum of their squared
+lengths: such a distance can come from rounding.
 """
 
 
 def merge_nearest(points: Tensor, weight: Tensor, among: Tensor, most: int) -> Tensor:
     """Join points until at most `most` groups are left.
 
-    Returns the first point of the group of each point [batch, heads, n], int64. In each round,
-    groups that are nearest to each other, in both directions, are joined, those with the lowest
-    cost by Ward's rule first; among equal costs, the earlier points. Points [batch, heads, n, dim]
-    are finite, their `weight` is float64, and `among` says which of them exist.
+    Returns the first point of the group of each point [batch, heads, n], int64. In each round, two
+    groups are joined if each costs the other the least to join with, by Ward's rule. Pairs with the
+    lowest cost are joined first and, among equal costs, those with the earlier points. Points
+    [batch, heads, n, dim] are finite, their `weight` is float64, and `among` says which of them
+    exist.
     """
     n = among.shape[2]
     step = torch.arange(n, device=points.device)
@@ -258,7 +261,8 @@ def merge_nearest(points: Tensor, weight: Tensor, among: Tensor, most: int) -> T
         other = mean.gather(2, nearest[..., None].expand_as(mean))
         mean = torch.where(takes[..., None], torch.lerp(mean, other, share[..., None]), mean)
         weight = torch.where(takes, weight + theirs, weight)
-        # The target of each group. Groups that take in no other name a place beyond the last.
+        # The group that each group joins: itself, unless another group takes it in. Groups that
+        # take in no other write to place n, which is cut off.
         goes = F.pad(step.expand(among.shape), (0, 1))
         goes = goes.scatter(2, nearest.where(takes, n), step.expand(among.shape))[:, :, :n]
         first = first & (goes == step)
@@ -268,7 +272,8 @@ def merge_nearest(points: Tensor, weight: Tensor, among: Tensor, most: int) -> T
 def _costs(mean: Tensor, weight: Tensor) -> Tensor:
     """Compute the cost of joining two groups [batch, heads, n, n], finite and exactly symmetric.
 
-    Otherwise three equally near groups could each be nearest to the next.
+    Otherwise three equally near groups could each be nearest to the next, so that no two of them
+    would ever be joined.
     """
     square = mean.square().sum(dim=3)
     squares = square[..., None] + square[:, :, None]
@@ -295,8 +300,8 @@ class Groups:
 
     @classmethod
     def of(cls, group: Tensor, slots: Slots) -> Groups:
-        """Make groups from numbers from 0 to n [batch, kv_heads, n], for slots that hold a
-        token.
+        """Make groups from the number of each slot's group, from 0 to n - 1 [batch, kv_heads, n],
+        for slots that hold a token.
         """
         step, held = torch.arange(group.shape[2], device=group.device), slots.held[..., None]
         together = (group[..., None] == step) & held
@@ -304,15 +309,16 @@ class Groups:
         return cls(home, (home == step) & slots.held, (home[..., None] == step) & held)
 
     def total(self, log: Tensor) -> Tensor:
-        """Return logarithms of sums, from logarithms, both [batch, kv_heads, n]; -inf for slots
-        that are no home.
+        """Return the logarithm of each group's sum, from the logarithms of its members, both
+        [batch, kv_heads, n]; -inf for slots that are no home.
         """
         return log[..., None].where(self.member, -torch.inf).logsumexp(dim=2)
 
     def mean(self, x: Tensor, log: Tensor) -> Tensor:
-        """Return means of `x` [batch, kv_heads, n, dim], float32, weighted by these logarithms.
+        """Return each group's mean of `x` [batch, kv_heads, n, dim], float32.
 
-        Zero for slots that are no home, and for a group without weight.
+        `log` has the log-weights of the members. The mean is zero for slots that are no home, and
+        for a group without weight.
         """
         total = self.total(log)
         share = log[..., None] - total.masked_fill(total.isneginf(), 0.0)[:, :, None]

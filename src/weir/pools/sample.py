@@ -37,11 +37,13 @@ class Sample(Pool):
 
     @property
     def drops(self) -> bool:
-        """Whether weights do not change. Otherwise they represent all tokens that came."""
+        """Whether weights do not change, so that a token can be dropped. The weights of a weighted
+        sample represent all tokens that came.
+        """
         return not self.weighted
 
     def state(self, like: Slots) -> dict[str, Tensor]:
-        """Make `came`, the tokens that arrived so far [batch, kv_heads], int64.
+        """Make `came`, the number of tokens that arrived so far [batch, kv_heads], int64.
 
         A weighted sample also has `a` and `b`, the original log-weights of its tokens [batch,
         kv_heads, n].

@@ -1,9 +1,9 @@
 """Uniform sampling: the baseline that BalanceKV and others are measured against.
 
 BalanceKV (Kochetkova et al. 2025, "Streaming Attention Approximation via Discrepancy Theory",
-arXiv:2502.07861), section 4.1 and appendix B.1, "independent uniform sampling". By rate, each token
-is kept with that probability; by budget, that many of all that came are kept, each with the same
-probability.
+arXiv:2502.07861), section 4.1 and appendix B.1, "independent uniform sampling". With a rate, each
+token is kept with that probability. With a budget, that many of all tokens that came are kept, each
+with the same probability.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Uniform(Sample):
         n: number of tokens to keep; none if `rate` is given.
         rate: the probability with which each token is kept; none to keep a fixed number. With a
             rate, there is no limit: the number of slots grows with the stream.
-        weighted: whether each kept token counts for (tokens that came) / n, or for 1 / rate, in
-            numerator and denominator, so that both sums are unbiased and no token overflows.
+        weighted: whether each kept token counts for (tokens that came) / n, or for 1 / rate, so
+            that the numerator and the denominator of attention are unbiased and no token overflows.
             Otherwise weights do not change, and other tokens overflow.
         per_head: whether each KV head has a separate sample; otherwise all heads of a layer share
             one.
@@ -58,15 +58,15 @@ class Uniform(Sample):
         return super().ends_pipe or self.rate == 1
 
     def slots(self) -> int | None:
-        """Return the number of tokens kept. None, no limit, by rate."""
+        """Return the number of tokens kept. None with a rate, which sets no limit."""
         return self.n
 
     def state(self, like: Slots) -> dict[str, Tensor]:
-        """Make the state of a weighted sample by budget; other samples need none."""
+        """Make the state of a weighted sample of `n` tokens; other samples need none."""
         return super().state(like) if self.weighted and self.n is not None else {}
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
-        """Keep the tokens whose number is below the rate, or the `n` with the lowest numbers."""
+        """Keep the tokens whose random number is below the rate, or the lowest `n`."""
         if self.rate is not None:
             return self._by_rate(self.rate, held, new, fold)
         if self.weighted:
