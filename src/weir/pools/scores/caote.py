@@ -24,9 +24,10 @@ from weir.slab import Slots
 class Caote(Asking):
     """Keep the tokens without which the output would move most, separately for each KV head.
 
-    The error is that of each of the last queries, over all tokens that it sees, including those of
-    other pools. Its mean over these queries and the query heads of the group is the score. With
-    `window=1` it is the paper's score on top of TOVA.
+    For each of the last queries, the error of its output is computed, with its attention over all
+    tokens that it sees, including those of other pools. The score is the mean error over these
+    queries and the query heads of the group. With `window=1`, this is the paper's score on top of
+    TOVA.
 
     Attributes:
         n: number of tokens to keep.
@@ -37,7 +38,7 @@ class Caote(Asking):
     window: Count = 32
 
     def score(self, slots: Slots, fold: Fold) -> Tensor:
-        """Return the mean error without each token [batch, kv_heads, slots], float32."""
+        """Return the mean error if each token were evicted [batch, kv_heads, slots], float32."""
         share = self.attention(slots, fold)
         output = fold.observed.answers[:, :, :, -self.window :].float()
         group = output.shape[2]

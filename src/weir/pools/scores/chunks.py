@@ -29,7 +29,7 @@ class Chunks(PoolWrapper):
 
     The average is over the tokens of a span that are still there. Slots left by the last whole span
     go to the best tokens of the next best span. A token with an infinite score is kept before all
-    spans, and does not count in them.
+    spans, and does not count in their averages.
 
     Attributes:
         pool: the inner pool, which keeps tokens by a score. Its number of slots is used.
@@ -45,7 +45,7 @@ class Chunks(PoolWrapper):
                 "chunks needs an inner pool that keeps tokens by a score, as in "
                 f"chunks(heavy(64), size=8), got {self.pool.name}"
             )
-        if type(self.pool).fold is not Ranked.fold:  # `chunks` folds by `fold_by`, and skips it
+        if type(self.pool).fold is not Ranked.fold:  # `chunks` calls `fold_by` instead
             raise WeirError(
                 f"chunks cannot use {self.pool.name}, because {type(self.pool).__name__} has a "
                 "separate fold(), which chunks would not call. Override fold_by(), score() or "
@@ -79,9 +79,9 @@ def whole_spans(
 ) -> Tensor:
     """Return at most `n` tokens of the best spans [batch, kv_heads, slots], bool.
 
-    A span has `size` places, and the first begins at `origin`. The first score is averaged, and the
-    others also decide within a span. Slots are in order from the oldest on. `alike` is as in
-    `select_highest`.
+    A span has `size` places, and the first begins at `origin`. Spans are ranked by the average
+    of the first score, and the tokens of a span by all scores. Slots are in order from the oldest
+    on. `alike` is as in `select_highest`.
     """
     first = scores[0].double()
     counts = slots.held & first.isfinite()

@@ -4,7 +4,7 @@ CriticalKV (Feng et al. 2025, "Identify Critical KV Cache in LLM Inference from 
 Perturbation Perspective", arXiv:2502.03805), Algorithm 1: the first half of the slots goes to the
 tokens with the most attention. The second half goes to the tokens with the largest product of
 attention and the size of their value after the output projection, which bounds how far the output
-moves without them.
+moves if they are evicted.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from weir.slab import Slots
 class Critical(Asking):
     """Keep tokens by attention, then by attention times ‖W_o v‖₁, separately for each KV head.
 
-    Attention is the mean over the last queries and the query heads of the group, and so is the size
-    of the projected value, its L1 norm. If the output projection is not known, the norm of the
-    value is used.
+    Attention is the mean over the last queries and the query heads of the group. The size of the
+    projected value, its L1 norm, is the mean over the query heads. If the output projection is not
+    known, the L1 norm of the value is used.
 
     Attributes:
         n: number of tokens to keep.

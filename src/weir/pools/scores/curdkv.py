@@ -49,6 +49,7 @@ class CurDKV(Ranked):
 
 def _shares(size: Tensor, window: Tensor) -> Tensor:
     """Divide each size [batch, kv_heads, n] by the sum of its window; 0 / 0 is 0."""
-    # In double precision, a sum does not depend on its order, which is arbitrary on a GPU.
+    # On a GPU, the order of a sum is arbitrary. In double precision, it makes no difference that
+    # could decide between equal tokens.
     total = torch.zeros_like(size).scatter_add_(2, window, size).gather(2, window)
     return (size / total).masked_fill(total == 0, 0.0)

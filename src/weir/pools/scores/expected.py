@@ -4,7 +4,7 @@ Expected Attention (Devoto et al. 2025, "Expected Attention: KV Cache Compressio
 Attention from Future Queries Distribution", arXiv:2510.00636), section 3: queries without their
 rotation are assumed to be Gaussian, with the mean and covariance of past queries. With the mean
 rotation R over the next places, the expected e^logit of a key k is e^(k'R mu scale + k'R Sigma R'k
-scale^2 / 2). Its share, times the value's length, is the score.
+scale^2 / 2). The share of a key in the sum of these, times the length of its value, is the score.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ from weir.slab import Slots
 class Expected(Asking):
     """Keep the tokens with the most expected attention, times |v|, separately for each KV head.
 
-    The expected attention of each query head of the group is computed as a share of the tokens that
-    the pool holds and that arrive, and averaged. It ignores the capping of logits, but includes
-    linear biases.
+    Expected attention is a share of attention among the tokens that the pool holds and those that
+    arrive, averaged over the query heads of the group. It ignores the capping of logits, but
+    includes linear biases.
 
     Attributes:
         n: number of tokens to keep.
-        ahead: number of next places; 512 in the authors' code.
+        ahead: number of places, from the next one on, over which the rotation is averaged; 512 in
+            the authors' code.
         queries: how many of the last queries give mean and covariance.
         covariance: whether the covariance counts, or only the mean.
         floor: added to shares, so that large values are not overlooked; at most 0.02 in the

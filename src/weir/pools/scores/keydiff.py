@@ -25,8 +25,8 @@ class KeyDiff(Ranked):
     """Keep the tokens whose keys differ most from the average direction, separately for each KV
     head.
 
-    Keys are compared as attention reads them, as they are stored in the paper's cache. The average
-    is over the tokens that the pool holds and those that arrive.
+    Keys are compared as attention reads them, which is how the paper's cache stores them. The
+    average is over the tokens that the pool holds and those that arrive.
 
     Attributes:
         n: number of tokens to keep.
@@ -42,6 +42,6 @@ class KeyDiff(Ranked):
 
 def anchor(keys: Tensor, among: Tensor) -> Tensor:
     """Return the sum of the directions of the keys that `among` marks [batch, kv_heads, 1,
-    key_dim], float32.
+    key_dim], float32. Their mean has the same direction.
     """
     return F.normalize(keys, dim=-1).masked_fill(~among[..., None], 0.0).sum(dim=2, keepdim=True)
