@@ -30,14 +30,15 @@ READ = "read"
 class Keyformer(Asking, Tallied):
     """Keep the tokens with the largest sum of noisy attention, separately for each KV head.
 
-    Each query counts once, for the tokens that are in the pool or arrive when it is folded. The
-    softmax is over the tokens that it sees, summed over the query heads of the group.
+    Each query counts once, at the next fold, for the tokens that are then in the pool or arrive.
+    Its softmax is over those of these tokens that it sees, and is summed over the query heads of
+    the group.
 
     Attributes:
         n: number of tokens to keep.
         hot: the final temperature.
         over: number of tokens of the stream over which the temperature rises from 1 to `hot`.
-        window: number of queries that can be counted at a fold; in a larger chunk, the last ones.
+        window: the most queries that are counted at a fold; if there are more new ones, the last.
     """
 
     is_stochastic = True
@@ -53,7 +54,7 @@ class Keyformer(Asking, Tallied):
         return {**super().state(like), READ: like.position.new_zeros(batch, heads, 1)}
 
     def tally(self, slots: Slots, before: Tensor, fold: Fold) -> Tensor:
-        """Return the sums with the queries since the last fold [batch, kv_heads, slots],
+        """Return the sums, including the queries since the last fold [batch, kv_heads, slots],
         float32.
         """
         place = fold.observed.query_positions[:, None, -self.window :]
@@ -63,7 +64,7 @@ class Keyformer(Asking, Tallied):
         tau = (1 + (self.hot - 1) * rise)[:, :, None, :, None]
         logits = self.logits(slots, fold)
         noisy = (logits + self._noise(slots, fold, place, logits.shape[2])) / tau
-        # A query that sees none of them adds nothing.
+        # A query that sees none of these tokens adds nothing.
         share = noisy.softmax(dim=-1).nan_to_num(nan=0.0) * fresh[:, :, None, :, None]
         return before + share.sum(dim=(2, 3)).float()
 

@@ -4,7 +4,8 @@ farther back.
 LaCache (Shi et al. 2025, "LaCache: Ladder-Shaped KV Caching for Efficient Long-Context Modeling of
 Large Language Models", arXiv:2507.14204), section 3, and its released code: when there are too many
 tokens, all but a few of a group of neighbors are evicted. Which few are kept shifts with the layer,
-like the rungs of a ladder. Groups are thinned from the oldest on, repeatedly. Keys are not read.
+like the rungs of a ladder. Groups are thinned from the oldest on. When all have
+been thinned, the next round begins at the oldest again. Keys are not read.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class Ladder(SizedPool):
 
     Attributes:
         n: number of tokens to keep.
-        keep: how many of a group are kept. In LaCache's terms, the span is `keep / of` of the
-            layers.
+        keep: how many of a group are kept. LaCache's span, the number of layers in which a token is
+            kept, corresponds to the number of layers times `keep / of`.
         of: number of neighbors in a group.
     """
 
@@ -88,7 +89,7 @@ class Ladder(SizedPool):
         inside = (behind >= 0) & (behind < groups * self.of)
         place = behind % self.of - offset
         rung = rung + groups * self.keep
-        # A round ends when no whole group is left. Heads with room wait where they are.
+        # A round ends when no whole group is left. Heads with room keep their rung.
         count = count - groups * drop
         over = (count > self.n) & (count - rung < self.of)
         return stays & ~(inside & ((place < 0) | (place >= self.keep))), rung.where(~over, 0)

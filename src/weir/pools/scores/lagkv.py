@@ -2,9 +2,9 @@
 
 LagKV (Liang, Zhang et al. 2025, "LagKV: Lag-Relative Information of the KV Cache Tells Which Tokens
 Are Important", arXiv:2504.04704), section 3: the stream is cut into segments of `lag` tokens. Keys
-and values of a segment are related to the smallest and largest entries, by channel, of the next
-segment. The spread over the channels, as a softmax over the segment, is the score. No query is
-used.
+and values of a segment are scaled, in each channel, by the smallest and largest entry of the next
+segment. The score is the standard deviation of a token's scaled entries, as a softmax over the
+segment. No query is used.
 """
 
 from __future__ import annotations
@@ -84,21 +84,21 @@ class LagKV(Tallied):
 
 
 def _newer(slots: Slots, than: Slots) -> Slots:
-    """Return the slots that are newer than all of some others. They are in pools before this
+    """Return the slots that are newer than every token in `than`. They are in pools before this
     one.
     """
     return slots.only(slots.position > than.position.amax(dim=2, keepdim=True))
 
 
 def _spread(t: Tensor, stretch: Tensor) -> Tensor:
-    """Compute how far each key or value stands out, relative to the average of its segment [batch,
+    """Compute how far each key or value stands out, divided by the average of its segment [batch,
     kv_heads, n].
 
     `stretch` has the number of each token's segment, -1 for none.
     """
     dim = t.shape[3]
     count = int(stretch.max()) + 2
-    # Tokens in no segment go to one after the last, which nothing is compared with.
+    # Tokens in no segment go to an extra one after the last, which nothing is compared with.
     of = torch.where(stretch < 0, count, stretch)
     each = of[..., None].expand_as(t)
     none = t.new_full((*t.shape[:2], count + 1, dim), torch.inf)

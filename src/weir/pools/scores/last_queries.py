@@ -1,8 +1,8 @@
 """Estimates of later queries from the last ones, and keys as attention reads them, for scores.
 
 Expected Attention and TriAttention assume that later queries are like the last ones, but at the
-next places of the stream. The mean over queries and places is the mean query, rotated by the mean
-rotation.
+next places of the stream. The mean of such queries, over queries and places, is the mean query
+rotated by the mean rotation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from weir.pools.parameters import Bounds
 from weir.slab import Rotation, Slots
 
 Ahead = Annotated[int, Bounds(1, 2**20)]
-"""Number of places ahead of the next one; by default, a fold comes after every 64 tokens."""
+"""How many of the next places count. Pools use 64 by default, because by default a fold comes after
+every 64 tokens.
+"""
 
 
 def keys_as_read(slots: Slots, fold: Fold) -> Tensor:
@@ -48,8 +50,8 @@ def mean_query(queries: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mean_rotation(fold: Fold, ahead: Sequence[int]) -> Rotation | None:
-    """Return the mean rotation over places `ahead` of the next one. None without a rotary
-    embedding.
+    """Return the mean of the rotations at the next place plus each number in `ahead`. None without
+    a rotary embedding.
 
     Cosines and sines are [batch, 1, 1, rotary_dim / 2].
     """

@@ -32,8 +32,8 @@ class QFilters(Asking):
     """Keep the tokens whose keys point along the queries' common direction, separately for each KV
     head.
 
-    The authors take the direction once from queries of a few texts, at their places. Here it is
-    that of the last queries without rotation, moved to the next place.
+    The authors compute the direction once, from the rotated queries of a few texts. Here, it is
+    computed from the last queries without rotation, and then rotated to the next place.
 
     Attributes:
         n: number of tokens to keep.

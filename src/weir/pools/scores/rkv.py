@@ -29,16 +29,17 @@ ROWS = 512
 class RKV(Asking):
     """Keep tokens by weight * attention - (1 - weight) * redundancy, separately for each KV head.
 
-    Both are shares that sum to 1 over the tokens. Keys are compared as attention reads them. The
-    tokens of the last `window` queries that arrive here are kept.
+    Redundancy, and attention before it is pooled over neighbors, are shares that sum to 1 over the
+    tokens. Keys are compared as attention reads them. Tokens of the last `window` queries are kept
+    if they arrive here.
 
     Attributes:
         n: number of tokens to keep.
-        window: how many of the last queries are used, and are kept.
+        window: how many of the last queries are used; their tokens are kept.
         kernel: number of neighboring places in the stream over which the largest attention is
             taken; odd.
         weight: weight of attention; 0.1 in the paper.
-        alike: the cosine from which a newer token replaces an older one.
+        alike: the cosine above which keys are similar, so that an older token is redundant.
     """
 
     n: int
@@ -65,7 +66,7 @@ class RKV(Asking):
         """
         largest = self.logits(slots, fold).amax(dim=2)
         largest = largest.masked_fill(~among[:, :, None], -torch.inf)
-        # A query that sees none of them does not count.
+        # A query that sees none of these tokens adds nothing.
         return largest.softmax(dim=-1).nan_to_num(nan=0.0).mean(dim=2)
 
 
@@ -73,9 +74,8 @@ def redundant(keys: Tensor, among: Tensor, alike: float) -> Tensor:
     """Compute the mean cosine of each key with all others, as a softmax [batch, kv_heads, n].
 
     Keys are in order from the oldest on; `among` says which count. Two keys are similar if their
-    cosine is above `alike`. A cosine of two similar keys is left out of the mean of one of them if
-    that one is the newest key that is similar to the other. So the newest of several similar keys
-    is not redundant.
+    cosine is above `alike`. For each key, its cosine with the newest key that is similar to it is
+    left out of the mean of that newest key. So the newest of several similar keys is not redundant.
     """
     keys = F.normalize(keys, dim=-1).masked_fill(~among[..., None], 0.0)
     place = torch.arange(keys.shape[2], device=keys.device)

@@ -1,4 +1,4 @@
-"""Persistence of importance: keep tokens to which many of the last queries gave more than average.
+"""Persistence of importance: keep tokens that often got at least an average share of attention.
 
 Scissorhands (Liu et al. 2023, "Scissorhands: Exploiting the Persistence of Importance Hypothesis
 for LLM KV Cache Compression at Test Time", arXiv:2305.17118), Algorithm 2: a token is counted
@@ -26,8 +26,8 @@ class Scissorhands(Asking):
     """Keep the tokens to which the largest number of the last queries gave an average share or
     more, by KV head.
 
-    Each query head of a group is counted. If counts are equal, attention decides, which the paper
-    leaves open.
+    Each query head of a group is counted separately. If counts are equal, the sum of attention
+    decides. The paper does not say what does.
 
     Attributes:
         n: number of tokens to keep.
