@@ -81,7 +81,7 @@ class Snap(Asking):
         return max(0, inside)
 
     def score(self, slots: Slots, fold: Fold) -> tuple[Tensor, Tensor]:
-        """Return pooled votes and a token's votes. The window is kept without votes."""
+        """Return each token's votes, after and before pooling. The window is kept without votes."""
         in_window = slots.position >= fold.next[:, None, None] - self.window
         votes = self._votes(slots, fold).masked_fill(in_window | ~slots.held, 0.0)
         score = pool_neighbors(votes, slots.position, self.kernel, average=self.average)

@@ -4,8 +4,9 @@ SubGen (Zandieh et al. 2024, "SubGen: Token Generation in Sublinear Time and Mem
 arXiv:2402.06082), Algorithm 1. The denominator is a sum over clusters of keys, each known by its
 size and t uniform samples; the numerator is a sum over s pairs of key and value, drawn with
 probability proportional to the squared length of the value. Both sums are unbiased, at every step.
-For a bounded number of clusters it is the doubling algorithm of its reference [3] (Charikar,
-Chekuri, Feder and Motwani 1997). What the paper's experiments run instead is the pool `kcenter`.
+If the number of clusters is limited, clusters are joined by the doubling algorithm of the paper's
+reference [3] (Charikar, Chekuri, Feder and Motwani 1997). What the paper's experiments run instead
+is the pool `kcenter`.
 """
 
 from __future__ import annotations
@@ -43,11 +44,12 @@ class SubGen(Pool):
     e^a in the numerator, e^b in the denominator. No token overflows.
 
     Attributes:
-        samples: s, pairs that are drawn for the numerator.
-        clusters: m, the most clusters. When another one is needed, delta is doubled and clusters
-            whose centers are within it are joined; keys are then within 2 delta of their center.
+        samples: s, the number of pairs that are drawn for the numerator.
+        clusters: m, the most clusters. When another one is needed, delta is doubled, and clusters
+            whose centers are at most delta apart are joined. Keys are then within 2 delta of their
+            center.
             `none` for no limit, as in the paper: slots then grow with the clusters.
-        per_cluster: t, keys that are drawn of each cluster.
+        per_cluster: t, the number of keys that are drawn from each cluster.
         delta: the distance within which keys share a cluster; if clusters are limited, the initial
             distance. "auto" begins with the smallest distance among the first m + 1 different keys.
         exact: whether tokens are kept exactly while all of them fit in the slots (without a limit,
@@ -93,10 +95,10 @@ class SubGen(Pool):
     def state(self, like: Slots) -> dict[str, Tensor]:
         """Make the state.
 
-        It has the fields of `Clusters`, and for each head of each row: `came`, tokens so far,
-        int64; `still`, whether they are still kept exactly, bool; `mu`, the sum of the squared
-        lengths of their values, float64; and `pairs`, the list M as slots [batch, kv_heads,
-        samples], int64, -1 as long as there is none.
+        It has the fields of `Clusters`, and for each head of each row: `came`, the number of
+        tokens so far, int64; `still`, whether they are still kept exactly, bool; `mu`, the sum of
+        the squared lengths of their values, float64; and `pairs`, the slots of the list M of
+        Algorithm 1 [batch, kv_heads, samples], int64, -1 as long as there is none.
         """
         room = _ROOM if self.clusters is None else self.clusters
         came = like.position.new_zeros(like.position.shape[:2])
@@ -181,10 +183,10 @@ class SubGen(Pool):
         fold.state["came"] = came[..., -1]
 
     def _drawn(self, both: Slots, clusters: Clusters, fold: Fold) -> Slots:
-        """Return the tokens that were drawn, with the weights of lines 29 and 30, times their
-        draws.
+        """Return the tokens that were drawn, with the weights of lines 29 and 30, times the number
+        of their draws.
 
-        These are mu / (s |v|^2) for a pair, and n_i / t for a sample of cluster i.
+        The weights are mu / (s |v|^2) for a pair, and n_i / t for a sample of cluster i.
         """
         pairs, still = fold.state["pairs"], fold.state["still"][..., None]
         there = (clusters.count > 0)[..., None]
@@ -205,7 +207,7 @@ class SubGen(Pool):
             b=torch.where(still, both.b, below.log().to(both.b.dtype)),
         )
         stays = torch.where(still, both.held, (times > 0) | (below > 0))
-        # The new slot of each of them.
+        # The new slot of each token that stays.
         after = stays.cumsum(dim=2) - 1
         fold.state["pairs"] = after.gather(2, pairs.clamp_min(0)).where(pairs >= 0, -1)
         moved = after.gather(2, samples).view_as(clusters.samples)
@@ -217,9 +219,9 @@ def resample(total: Tensor, weight: Tensor, into: Tensor, u: Tensor) -> tuple[Te
     """Fill weighted reservoirs, as if arrivals came one by one.
 
     Returns the last arrival that took each entry, -1 for none [batch, kv_heads, reservoirs,
-    entries], and the new totals. An arrival of weight w that joins a weight W takes each entry with
-    probability w / (W + w), independently. So every entry is, at all times, one draw of all that
-    came, by weight.
+    entries], and the new totals. An arrival of weight w that joins a reservoir of weight W takes
+    each entry with probability w / (W + w), independently. So every entry is, at all times, one
+    draw of all that came, by weight.
 
     Args:
         total: total weight of each reservoir so far [batch, kv_heads, reservoirs], float64.
@@ -232,7 +234,7 @@ def resample(total: Tensor, weight: Tensor, into: Tensor, u: Tensor) -> tuple[Te
 
 
 def reservoirs(total: Tensor, weight: Tensor, into: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """`resample` in PyTorch, which a kernel must equal. Arguments are the same."""
+    """The PyTorch version of `resample`, with the same arguments. Kernels must return the same."""
     count, entries = total.shape[2], u.shape[3]
     each = F.one_hot(into, count) * weight[..., None]
     running = torch.cat([total[:, :, None], each], dim=2).cumsum(dim=2)
@@ -251,13 +253,13 @@ class Clusters:
 
     Attributes:
         delta: the distance within which a key joins a cluster [batch, kv_heads], float64; 0 until
-            there is a reason to choose one.
+            it is chosen, for `delta="auto"`.
         count: n_i, the weight of all keys that joined [batch, kv_heads, clusters], float64; 0 where
             there is no cluster (yet).
         centre: x_i, the center of each cluster [batch, kv_heads, clusters, key_dim]. The name is
             spelled as in saved sessions.
         born: the place of x_i in the stream [batch, kv_heads, clusters], int64.
-        samples: S_i, as slots [batch, kv_heads, clusters, per_cluster], int64.
+        samples: S_i, as numbers of slots [batch, kv_heads, clusters, per_cluster], int64.
     """
 
     delta: Tensor
@@ -290,12 +292,12 @@ class Clusters:
         Args:
             keys: [batch, kv_heads, n, key_dim].
             weight: the weight of each key, float64; zero for none.
-            born: their places in the stream.
+            born: the place of each key in the stream.
             u: uniform in [0, 1), of each key for each entry [batch, kv_heads, n, per_cluster].
-            first: the slot of the first of them.
+            first: the slot of the first key.
             limit: the most clusters; None for no limit.
-            draw: maps `born` of clusters to the uniform numbers of each when it is joined into
-                another.
+            draw: maps `born` of clusters to the uniform numbers that each cluster uses when it is
+                joined into another.
         """
         n = keys.shape[2]
         step = torch.arange(n, device=keys.device)
@@ -346,7 +348,7 @@ class Clusters:
         return _distance(keys, self.centre).masked_fill(self.count[:, :, None] == 0, torch.inf)
 
     def _make_room(self, stuck: Tensor) -> None:
-        """Double the number of clusters if one must open and there is no place for it."""
+        """Double the room for clusters if one must open and there is no place for it."""
         room = self.count.shape[2]
         if bool((stuck & (self.used == room)).any()):
             self.count, self.born = (F.pad(t, (0, room)) for t in (self.count, self.born))
@@ -354,8 +356,8 @@ class Clusters:
             self.samples = F.pad(self.samples, (0, 0, 0, room))
 
     def _merge(self, full: Tensor, near: Tensor, draw: Callable[[Tensor], Tensor]) -> None:
-        """Double delta, and join clusters whose centers are now within it to the oldest such
-        cluster.
+        """Double delta, and join clusters whose centers are at most that far apart to the oldest
+        of them.
 
         There are no chains: a cluster that another joins does not join a third. If delta is 0, it
         becomes the smallest distance that exists. Each entry of the cluster that stays is replaced

@@ -5,9 +5,9 @@ subset sums", section 1): a token of weight s draws u and has the priority s / u
 the highest priorities are kept. With τ the highest priority among the others, each counts max(1, τ
 / s) times. Sums over all that came are then unbiased, whatever the weights.
 
-"Error certificates" (arXiv:2607.21475) draws such a sample once from a whole prompt, after tokens
-that are kept for certain. Here, weights and random numbers of tokens never change, and τ only
-rises.
+"Error certificates" (arXiv:2607.21475) draws such a sample once from a whole prompt, in addition
+to tokens that are kept for certain. Here, weights and random numbers of tokens never change, and τ
+only rises.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class Tail(SizedPool, Sample):
         value: whether the length of the value is; with neither, all have the same probability.
         floor: from 0 to 1; above 0, no token counts for more than about 1 / floor times its count
             in a uniform sample.
-        watch: how many of the last queries of each fold estimate the error (`report`); 0 for none.
+        watch: how many of the last queries of each fold the error is estimated with (`report`); 0
+            for no estimate.
     """
 
     weighted = True
@@ -78,8 +79,8 @@ class Tail(SizedPool, Sample):
         They are `said`, the logarithm of each slot's weight s [batch, kv_heads, n]; `threshold`,
         the logarithm of τ, and `sum`, the sum of all contributions [batch, kv_heads], all float64.
         If queries are watched, the state also has `watched`, their number, int64; `variance`, the
-        sum of their relative variances, float64; and `until`, the tokens seen at the last fold,
-        int64 [batch, kv_heads].
+        sum of their relative variances, float64; and `until`, the number of tokens seen at the last
+        fold, int64 [batch, kv_heads].
         """
         state = super().state(like)
         none = torch.zeros_like(state["came"], dtype=torch.float64)
@@ -124,7 +125,7 @@ class Tail(SizedPool, Sample):
         sample.
 
         It is the root mean square over the row's heads and all queries watched since the stream
-        began, so the newest may have a larger error; None before the first.
+        began, so the newest queries may have a larger error. None before the first watched query.
         """
         if not self.watch:
             return {}
@@ -153,9 +154,10 @@ class Tail(SizedPool, Sample):
     def _watch(self, held: Slots, came: Slots, fold: Fold) -> None:
         """Add up the variances of the last queries' outputs over the sample as it was read.
 
-        Each token was in the sample with a probability π, the inverse of its weight. Without it,
-        the output z would move by p / (1 - p) (z - v), with p the share of attention that the token
-        and those it represents received. So the variance of z is Σ (1 - π) (p / (1 - p))² |v - z|².
+        Each token was in the sample with a probability π, the inverse of its weight. Without the
+        token, the output z would move by p / (1 - p) (z - v), with p the share of attention that
+        the token and those it represents received. So the variance of z is Σ (1 - π) (p / (1 - p))²
+        |v - z|².
         This is the jackknife estimate (Särndal, Swensson and Wretman 1992, sections 5.6 and 11.5).
         It assumes that draws are independent, as they nearly are.
         """
