@@ -115,8 +115,8 @@ class Residue(SizedPool):
             return held.join(new), gone
         keys = fold.observed.unrotated(both).float()
         power = (fold.observed.power(self.window) * fold.form.scale**2)[:, :, None]
-        # With this scale, the distance between two keys is the typical difference between the
-        # last queries' logits for them.
+        # With this scale, the distance between two keys estimates how much the last queries'
+        # logits for them differ.
         top = b.amax(dim=2, keepdim=True)
         weight = (b - top.masked_fill(top.isneginf(), 0.0)).double().exp()
         near = merge_nearest(keys * power.sqrt(), weight, both.held, self.r)

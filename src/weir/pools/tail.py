@@ -50,8 +50,8 @@ class Tail(SizedPool, Sample):
         value: whether the length of the value is; with neither, all have the same probability.
         floor: from 0 to 1; above 0, no token counts for more than about 1 / floor times its count
             in a uniform sample.
-        watch: how many of the last queries of each fold the error is estimated with (`report`); 0
-            for no estimate.
+        watch: how many of the last queries of each fold are used to estimate the error (`report`);
+            0 for none.
     """
 
     weighted = True

@@ -66,7 +66,7 @@ class Uniform(Sample):
         return super().state(like) if self.weighted and self.n is not None else {}
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
-        """Keep the tokens whose random number is below the rate, or the lowest `n`."""
+        """Keep tokens whose random number is below the rate, or is one of the `n` lowest."""
         if self.rate is not None:
             return self._by_rate(self.rate, held, new, fold)
         if self.weighted:

@@ -38,7 +38,7 @@ class Caote(Asking):
     window: Count = 32
 
     def score(self, slots: Slots, fold: Fold) -> Tensor:
-        """Return the mean error if each token were evicted [batch, kv_heads, slots], float32."""
+        """Return the mean error without each token [batch, kv_heads, slots], float32."""
         share = self.attention(slots, fold)
         output = fold.observed.answers[:, :, :, -self.window :].float()
         group = output.shape[2]

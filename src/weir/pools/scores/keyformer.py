@@ -31,14 +31,14 @@ class Keyformer(Asking, Tallied):
     """Keep the tokens with the largest sum of noisy attention, separately for each KV head.
 
     Each query counts once, at the next fold, for the tokens that are then in the pool or arrive.
-    Its softmax is over those of these tokens that it sees, and is summed over the query heads of
+    Tokens newer than the query are left out of its softmax, which is summed over the query heads of
     the group.
 
     Attributes:
         n: number of tokens to keep.
         hot: the final temperature.
         over: number of tokens of the stream over which the temperature rises from 1 to `hot`.
-        window: the most queries that are counted at a fold; if there are more new ones, the last.
+        window: the most queries that a fold counts; if more are new, only the last of them count.
     """
 
     is_stochastic = True
