@@ -66,10 +66,12 @@ class ThoughtTokens:
 class AfterThoughts:
     """The grammar that one answer must follow after its thoughts.
 
-    An answer may begin with thoughts or without. Thoughts end with `</think>`, which cannot end the
-    answer.
+    An answer may begin with thoughts or without. Thoughts end with `</think>`, and the answer
+    cannot end before that.
 
     Args:
+        inner: the grammar of what follows the thoughts.
+        tokens: the special tokens of the model.
         is_open: whether the prompt has already opened the thoughts.
     """
 

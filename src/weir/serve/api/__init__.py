@@ -1,4 +1,4 @@
-"""OpenAI's HTTP API for an engine, served by FastAPI and uvicorn."""
+"""The HTTP APIs of OpenAI, Anthropic and Ollama for an engine, served by FastAPI and uvicorn."""
 
 from weir.serve.api.access import Access
 from weir.serve.api.app import bind, make_app, run_app

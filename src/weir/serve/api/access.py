@@ -1,4 +1,4 @@
-"""Rules for the hosts and web pages that may use a server: `--allow-host` and `--allow-origin`."""
+"""Rules for who may use a server: by host name (`--allow-host`), by web page (`--allow-origin`)."""
 
 from __future__ import annotations
 
@@ -69,7 +69,9 @@ class Access:
         )
 
     def refuse(self, scope: Scope) -> APIError | None:
-        """Return the error for a request from a host or web page that is not allowed, or None."""
+        """Return the error for a request to a host name, or from a web page, that is not allowed.
+        None if both are allowed.
+        """
         host = host_of(scope)
         allowed = {*LOCAL_HOSTS, *(name.lower() for name in self.hosts)}
         if not self.has_keys and host not in allowed:

@@ -148,7 +148,7 @@ class AnthropicRenderer(Renderer):
             return []
         if block["type"] == "tool_use":
             given = Call("", "", block["input"]).parse_arguments()
-            # For an answer that was cut off, a stream contains the text up to there.
+            # A call that was cut off has no valid arguments. Only a stream shows their text so far.
             block["input"] = given if isinstance(given, dict) else {}
         self._done.append(block)
         return [{"type": "content_block_stop", "index": len(self._done) - 1}]
@@ -167,7 +167,7 @@ class AnthropicRenderer(Renderer):
         return {"stop_reason": "end_turn", "stop_sequence": None}
 
     def _usage(self) -> dict[str, Any]:
-        """Token usage in this API's fields. `input_tokens` counts the tokens that are read."""
+        """Token usage in this API's fields. `input_tokens` leaves out cached tokens."""
         usage = usage_of(self._generation)
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         return {

@@ -76,7 +76,8 @@ def make_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        # Tokenizing a long text holds one of these threads, but never the last one.
+        # Tokenizing a long text holds a thread. There are as many threads as requests may be open,
+        # so that every other request still finds one.
         threads = ThreadPoolExecutor(client.limits.open, "weir-request")
         asyncio.get_running_loop().set_default_executor(threads)
         watching = asyncio.create_task(watch_stalls())
@@ -122,8 +123,9 @@ def make_app(
 def _short_pauses() -> Iterator[None]:
     """Let the engine's thread and the event loop wait less for the interpreter.
 
-    Another working thread holds the interpreter for an interval, and a step of the engine asks for
-    it hundreds of times. Garbage collection looks only at objects that requests have made.
+    A thread that works keeps the interpreter for `SWITCH_INTERVAL`, and a step of the engine waits
+    for it hundreds of times. Garbage collection skips all objects that already exist, and so looks
+    only at objects that requests make.
     """
     before, thresholds = sys.getswitchinterval(), gc.get_threshold()
     sys.setswitchinterval(SWITCH_INTERVAL)

@@ -48,6 +48,7 @@ class ChatRequest:
     Attributes:
         body: the model's name and the sampling parameters.
         messages: the history, or a handle of the worker that holds it.
+        offer: the tools that the client offers.
         limit: the field with the maximum number of tokens of an answer, and its value.
         logprobs: number of most likely tokens to report with each; None for no log-probabilities.
         held_to: the schema of answers, and whether unknown keywords are refused; None for text.
@@ -146,9 +147,8 @@ def _link(_: Any, messages: Sequence[Message]) -> Sequence[Message]:
     ):
         raise APIError(
             400,
-            "the last message cannot be answered. It must be a message with another role than "
-            "assistant, or an assistant message without tool calls, which begins the answer, "
-            "after such a message.",
+            "the last message cannot be answered. End with a message whose role is not assistant. "
+            "To begin the answer yourself, add one assistant message without tool calls after it.",
             param="messages",
         )
     return linked

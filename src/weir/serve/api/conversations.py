@@ -1,4 +1,4 @@
-"""`/v1/conversations`: lists of items. A request locks the conversation that it works on."""
+"""`/v1/conversations`: lists of items. A request that changes the items locks the conversation."""
 
 from __future__ import annotations
 

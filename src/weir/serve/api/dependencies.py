@@ -146,7 +146,7 @@ async def run_in_thread(
 class PageQuery:
     """The page of a list that a client asks for, after an item; a dependency of routes.
 
-    `include` would name further fields; none exist.
+    `include` may name further fields of items, but none exist.
     """
 
     after: Annotated[str | None, Query()] = None
@@ -157,7 +157,7 @@ class PageQuery:
     what: ClassVar[str] = "item"
 
     def cut(self, items: Sequence[Item]) -> list[Item]:
-        """Cut the page from items in oldest-first order, plus one more item if there is one."""
+        """Cut the page from items in oldest-first order, plus the item after it if there is one."""
         wanted = list(items) if self.order == "asc" else list(reversed(items))
         if self.after is not None:
             at = next((n for n, item in enumerate(wanted) if item["id"] == self.after), None)
@@ -167,7 +167,7 @@ class PageQuery:
         return wanted[: self.limit + 1]
 
     def to_json(self, found: Sequence[Item]) -> dict[str, Any]:
-        """Return the page as JSON, from its items plus one more item if there is one."""
+        """Return the page as JSON, from its items plus the item after it if there is one."""
         return list_object(found[: self.limit], more=len(found) > self.limit)
 
 
