@@ -41,12 +41,12 @@ FORGOTTEN_HEADER = "x-weir-forgotten"
 """Header with the number of tokens of the conversation that were in no slot after the last answer.
 """
 WARNINGS = 16
-"""Parts of a request that a warning names."""
+"""The most parts of a request that a warning names."""
 ATTEMPTS = 2 + LOOKUPS
 """The most times that a request is started.
 
 It is started again if the turn that it continues is dropped while it waits, or if the turn's
-snapshot is damaged. It then continues the turn before, and in the end none.
+snapshot is damaged. It then continues an earlier turn, and in the end none.
 """
 
 FULL = "too many requests are waiting for a row. Try again later."
@@ -162,7 +162,7 @@ async def send_answers(
 
     Args:
         param: the field that the prompt comes from, for errors.
-        body: says whether the answers are streamed, and collects parts for the warning.
+        body: says whether the answers are streamed, and which parts the warning must name.
         always_named: whether the session header is sent even if there is no session.
     """
     client: EngineClient = http.app.state.client
@@ -217,9 +217,9 @@ async def send_answers(
 
 
 def _warn_unpinned(http: Request, client: EngineClient, prompt: Prompt) -> str:
-    """Log that the beginning of a new conversation does not fit, and return what to do about it.
-    Returns an empty text if it fits, or if the warning was given in the conversation's first turn.
-    Does the same for pinned outputs, in every turn.
+    """Log that the beginning of a new conversation does not fit into the pinned slots, and return
+    what to do about it. Returns an empty text if it fits, or if the warning was given in the
+    conversation's first turn. Does the same for pinned outputs, in every turn.
     """
     pinned = client.pinned
     if prompt.unkept:
@@ -230,7 +230,7 @@ def _warn_unpinned(http: Request, client: EngineClient, prompt: Prompt) -> str:
         return (
             f"{in_words(prompt.unkept, 'token')} of pinned outputs "
             f"{'has' if prompt.unkept == 1 else 'have'} no "
-            f"room, and leave the cache like others; start the server with --pin {needed}"
+            f"room, and can be evicted like others; start the server with --pin {needed}"
         )
     if prompt.parent is not None or pinned is None or prompt.beginning <= pinned:
         return ""
@@ -369,7 +369,7 @@ def usage_of(generation: Generation, so_far: int | None = None) -> dict[str, Any
     """Return the token usage of a request: OpenAI's fields, and the state of its streams in `weir`.
 
     For several answers, `bytes` and `folds` are sums, and the other fields are the largest.
-    `so_far` counts tokens of answers that have not ended.
+    `so_far` is the number of tokens of all answers so far; None if all answers have ended.
     """
     prompt = generation.prompt
     answered = generation.tokens if so_far is None else so_far

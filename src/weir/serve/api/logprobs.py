@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens for clients: the text, bytes and logarithm of each."""
+"""Log-probabilities of tokens for clients: the text, bytes and log-probability of each."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class LogprobFormatter:
         return str(self._tokenizer.decode([token]))
 
     def entries_of(self, event: AnswerEvent) -> list[dict[str, Any]]:
-        """Return the entries for an event's token. Empty if it has no token or none were asked
-        for.
+        """Return the entries for an event's token. Empty if it has no token, or if no
+        log-probabilities were asked for.
         """
         return self.entries(event.token) if isinstance(event, TokenEvent) else []
 

@@ -25,7 +25,7 @@ Inspections = WeakKeyDictionary[TokenSequence, RowInspection]
 PATIENCE = 5.0
 """Seconds to wait for the first inspection of a sequence. A step of the engine takes less."""
 SOON = 0.2
-"""Seconds to wait for a later one. After that, the last one is reported, which is a step old."""
+"""Seconds to wait for a later inspection. After that, the last one is reported, a step old."""
 
 
 @router.get("/v1/sessions/{name}/memory")
@@ -104,8 +104,8 @@ async def inspect(
 ) -> RowInspection | None:
     """Inspect the row of a running sequence between two steps; None if it has ended.
 
-    `known` has the last inspections. One of them is returned if the engine's step takes long, as
-    those do that read a long prompt.
+    `known` has the last inspection of each sequence. It is returned if the engine's current step
+    takes long, as steps do that read a long prompt.
     """
     last = known.get(sequence)
     inspecting = asyncio.wrap_future(client.engine.inspect(sequence))

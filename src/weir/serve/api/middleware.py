@@ -25,12 +25,13 @@ LOG = logging.getLogger("weir.serve")
 UNDER_WAY: set[str] = set()
 """Ids of the requests in progress."""
 STALL = 1.0
-"""Seconds without an answer to any request after which a line is logged."""
+"""A line is logged after the event loop has been blocked for more than this many seconds."""
 
 
 def _origin_form(scope: Scope) -> dict[str, Any]:
-    """Return the path of a request that names the whole address, as clients of proxies do (RFC
-    9112, section 3.2.2). The host that counts is still that of the header.
+    """Return `path` and `raw_path` for a request that names the whole address, as clients of
+    proxies do (RFC 9112, section 3.2.2). Empty for other requests. The host that counts is still
+    that of the header.
     """
     path, raw = scope["path"], scope.get("raw_path") or b""
     if not path.startswith(("http://", "https://")):
@@ -43,9 +44,9 @@ class RequestMiddleware:
     """Wraps an application.
 
     Args:
-        access: refuses requests from hosts and pages that are not allowed. Without this check, a
-            web page in a browser on this machine could use a server without keys, through a DNS
-            name that leads to this machine.
+        access: refuses requests to host names and from pages that are not allowed. Without this
+            check, a web page in a browser on this machine could use a server without keys, through
+            a DNS name that leads to this machine.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, access: Access) -> None:
@@ -67,7 +68,7 @@ class RequestMiddleware:
         UNDER_WAY.add(number)
         status = 0
         bare = scope["method"] == "HEAD"
-        # The routes know GET only. What they answer is sent without its body.
+        # Routes know only GET, so they get a HEAD as a GET. Their answer is sent without its body.
         asked = {**scope, "method": "GET"} if bare else scope
 
         def end() -> None:
@@ -80,7 +81,7 @@ class RequestMiddleware:
                 status = message["status"]
                 message["headers"] = [*message["headers"], (b"x-request-id", number.encode())]
             elif not message.get("more_body"):
-                end()  # who has read the last byte may ask again
+                end()  # a client that has read the last byte may send another request
             if bare and "body" in message:
                 message["body"] = b""
             await send(message)
@@ -120,8 +121,8 @@ class RequestMiddleware:
 def check_http(scope: Scope) -> APIError | None:
     """Return the error for a request that this server cannot read as HTTP/1.0 or HTTP/1.1, or None.
 
-    It is of another version, has an expectation that this server does not know, or says in two
-    ways where its body ends. A proxy in front of this server could read the last one differently.
+    Such a request is of another version, has an expectation that this server does not know, or says
+    in two ways where its body ends. A proxy in front of this server could follow the other way.
     """
     version = scope["http_version"]
     if not version.startswith("1."):
@@ -133,7 +134,7 @@ def check_http(scope: Scope) -> APIError | None:
         return APIError(
             417,
             "the only expectation that this server meets is 100-continue. Leave out the header "
-            "Expect, or send that.",
+            "Expect, or send Expect: 100-continue.",
             headers={"Connection": "close"},
         )
     names = {name for name, _ in scope["headers"]}
@@ -143,7 +144,7 @@ def check_http(scope: Scope) -> APIError | None:
     ):
         return APIError(
             400,
-            "a request must have a Content-Length or, from HTTP/1.1 on, a Transfer-Encoding, and "
+            "a request can have a Content-Length or, from HTTP/1.1 on, a Transfer-Encoding, but "
             "not both",
             headers={"Connection": "close"},
         )

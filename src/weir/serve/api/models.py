@@ -37,8 +37,8 @@ async def models(
     """List the models: only one, which may have several names.
 
     The parameters are those of Anthropic's API. They choose a page of the names: those after
-    `after_id` and before `before_id`, at most `limit`. With only `before_id`, the page ends at it;
-    otherwise it begins after `after_id`.
+    `after_id` and before `before_id`, at most `limit`. With only `before_id`, the page ends right
+    before this name. Otherwise it begins right after `after_id`, or with the first name.
     """
     names = _names_between(names_of(client), after_id, before_id)
     if limit is None:
