@@ -312,7 +312,7 @@ class OllamaRenderer(Renderer):
 
 
 class OllamaTextRenderer(OllamaRenderer):
-    """Writes the answers of prompts."""
+    """Writes answers to `/api/generate`."""
 
     def _content(self, text: str, thoughts: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
         return {"response": text, **({"thinking": thoughts} if thoughts else {})}

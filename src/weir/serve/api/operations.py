@@ -41,7 +41,7 @@ class Metrics:
         )
         self.turns = Counter("weir_turns", "Answers, by how they ended.", ["ended"], registry=own)
         self.tokens = Counter(
-            "weir_tokens", "Tokens read, answered, and reused.", ["kind"], registry=own
+            "weir_tokens", "Tokens read, generated, and reused.", ["kind"], registry=own
         )
         self.first = Histogram(
             "weir_time_to_first_token_seconds",
@@ -77,7 +77,7 @@ class Metrics:
         with self._lock:
             folds, folding = self._folds, self._folding
         yield CounterMetricFamily(
-            "weir_folds", "Calls of the model in which a row folded, for each row.", folds
+            "weir_folds", "Folds of rows, with all layers counted as one fold.", folds
         )
         yield CounterMetricFamily("weir_fold_seconds", "Time spent in folds.", folding)
         yield GaugeMetricFamily("weir_cache_bytes", "Bytes of all rows.", cache.nbytes)

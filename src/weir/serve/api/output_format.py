@@ -51,12 +51,12 @@ def add_own_tools(client: EngineClient, body: GenerationBody, offer: ToolOffer) 
 
 
 def refuse_own_tools(body: GenerationBody) -> None:
-    """Refuse what `weir` offers only for chats (APIError): the server's tools, drops, pins, recall
-    and notes about forgotten text.
+    """Refuse what the field `weir` offers only for chats (APIError): the server's tools, drops,
+    pins, recall and notes about forgotten text.
     """
     for name, calls in (("drop", body.drops), ("pin", body.pins)):
         if calls:
-            message = "texts have no outputs of tools. Leave it out, or send a chat"
+            message = f"texts have no outputs of tools. Leave out weir.{name}, or send a chat"
             raise APIError(400, message, param=f"weir.{name}", code="unsupported")
     for name, wanted in (("recall", body.recall), ("tell_forgotten", body.tells_forgotten)):
         if wanted:

@@ -120,7 +120,7 @@ class OutputItems:
         if self._open is None and not self.done:
             events += self._begin_message()  # an empty answer is an empty message
         if self._open is not None and self._open["type"] != "message":
-            status = "incomplete"  # whatever ended the answer
+            status = "incomplete"  # a call or thoughts without an end, whatever ended the answer
         elif self._open is not None and self._logprobs:
             events.append(self._delta(self._open, ""))
         return events + self._close(status)

@@ -33,12 +33,12 @@ PROBE_SECONDS = 0.05
 LATER_SECONDS = 5.0
 """Seconds between later probe writes."""
 PROBE = "probe"
-"""Key in a request's state of the function that writes something into its response."""
+"""The key, in a request's state, of a function that writes something into the response."""
 _open: Counter[str] = Counter()  # connections by address
 
 
 class BoundedConnection(H11Protocol):
-    """A connection that is closed if its address has too many, or if its head is too slow.
+    """A connection that is closed if its address has too many, or if the head of a request is slow.
 
     Attributes:
         bounded: whether there are limits on the connections of an address and on small chunks of a

@@ -40,17 +40,17 @@ BROWSER_HEADERS = ("origin", "sec-fetch-mode", "sec-fetch-site")
 MAX_DIGITS = 20
 """The most digits of a Content-Length. `int` raises an error for thousands of digits."""
 DRAINED = 64_000_000
-"""Bytes of an oversized body that are read and thrown away."""
+"""The most bytes beyond the limit that are read of an oversized body, and thrown away."""
 PACE = 32_000_000
-"""Bytes of large bodies that are read from a client per second while there are answers.
+"""Bytes of large bodies that are read from a client per second while answers are generated.
 
 A client that sends as fast as this machine copies would keep the interpreter from the engine's
 thread.
 """
 SLOW_SECONDS = 0.5
 SLOW_RATE = 10_000
-"""A body is slow if it has taken longer than the time above and comes at fewer bytes per second
-than this.
+"""A body is slow if it has taken longer than `SLOW_SECONDS` and comes at fewer than `SLOW_RATE`
+bytes per second.
 """
 LARGE = 65_536
 """Bytes from which a body is parsed in another process, so that no other client waits."""
@@ -71,7 +71,7 @@ class BodyLimiter:
         self._limits = limits
         self._bytes: Counter[str] = Counter()
         self._reading: defaultdict[str, list[IncomingBody]] = defaultdict(list)
-        # By client, the time until which enough of its bodies has been read.
+        # By client, the time from which on more of its large bodies may be read (`PACE`).
         self._paced: dict[str, float] = {}
 
     def delay(self, holder: str, size: int, now: float) -> float:
@@ -107,8 +107,8 @@ class BodyLimiter:
             del self._bytes[holder]
 
     def end_slow(self, holder: str) -> None:
-        """End a slow body of a client with many bodies, which could otherwise take all its
-        places.
+        """End a slow body of a client that already sends as many bodies as it may, to make place
+        for another one.
         """
         bodies = self._reading.get(holder, [])
         slow = next((body for body in bodies if body.is_slow), None)
@@ -167,7 +167,7 @@ class IncomingBody:
 
 
 def begin_request(request: Request, owner: str) -> EngineClient:
-    """Count a request of its client until it ends.
+    """Count a request for its client until the request ends.
 
     The client is the owner or, without keys, the address: `request.state.holder`. Raises APIError
     if the client already has too many.
@@ -265,7 +265,7 @@ def _check_headers(request: Request, media_type: str) -> None:
 def _may_leave_out_type(request: Request, media_type: str) -> bool:
     """Return whether a body is taken as JSON although its header does not say so.
 
-    LiteLLM's client of Ollama's API sends no type or that of bytes, and `curl -d` in Ollama's
+    LiteLLM's client of Ollama's API sends no type or `BYTES`, and `curl -d` in Ollama's
     documentation sends the type of a form. Browsers name the page that sends a request (`Origin`).
     """
     headers = request.headers
@@ -376,7 +376,7 @@ def parse_body(
 
 
 def _has_no_body(request: Request) -> bool:
-    """Return whether a program sends no body. A page in a browser would name its origin."""
+    """Return whether a request has no body, and is not from a web page, which names its origin."""
     headers = request.headers
     return headers.get("content-length", "0") == "0" and not any(
         name in headers for name in ("content-type", "transfer-encoding", "origin")
