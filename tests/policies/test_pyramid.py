@@ -145,7 +145,7 @@ MISTAKES = {
     "»pyramidkv(budget=9)": "the top layer of this pyramid would have 0 slots",
     "»pyramidkv(budget=8)": "budget of snap must be at least",
     "»pyramid(buzz(budget=60), beta=20)": "threshold must be at least the stride",
-    "»pyramid(recent(9) | subgen(9, 1, 4), beta=5)": "clusters of 4 needs more than 2 slots",
+    "»pyramid(recent(9) | subgen(9, 1, 4), beta=5)": "got clusters=1 and 2 slots",
     "»pyramid(recent(9) | heavy(9) | reservoir(9))": "each of its pools needs at least one",
     "pyramid(»4)": "pipe of pyramid must be a policy or none",
     "pyramid(»true)": "pipe of pyramid must be a policy or none",

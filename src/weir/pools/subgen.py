@@ -85,8 +85,9 @@ class SubGen(Pool):
         """
         if self.clusters is None or slots <= self.per_cluster:
             raise WeirError(
-                f"subgen with clusters of {self.per_cluster} needs more than {slots} slots and a "
-                "limit of clusters. Use a larger budget."
+                f"subgen needs a limit of clusters, and more than {self.per_cluster} slots (one "
+                f"cluster), got clusters={'none' if self.clusters is None else self.clusters} and "
+                f"{slots} slots. Set clusters, or use a larger budget."
             )
         share = slots * self.clusters // (self.samples + self.clusters * self.per_cluster)
         clusters = max(1, share)

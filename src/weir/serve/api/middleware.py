@@ -68,7 +68,7 @@ class RequestMiddleware:
         UNDER_WAY.add(number)
         status = 0
         bare = scope["method"] == "HEAD"
-        # Routes know only GET, so they get a HEAD as a GET. Their answer is sent without its body.
+        # Routes do not know HEAD, so they get it as a GET. Their answer is sent without its body.
         asked = {**scope, "method": "GET"} if bare else scope
 
         def end() -> None:

@@ -77,7 +77,7 @@ class Metrics:
         with self._lock:
             folds, folding = self._folds, self._folding
         yield CounterMetricFamily(
-            "weir_folds", "Folds of rows, with all layers counted as one fold.", folds
+            "weir_folds", "Calls of the model in which a row folded, counted once per row.", folds
         )
         yield CounterMetricFamily("weir_fold_seconds", "Time spent in folds.", folding)
         yield GaugeMetricFamily("weir_cache_bytes", "Bytes of all rows.", cache.nbytes)
