@@ -1,10 +1,11 @@
-"""Quantizes weights to 8 and 4 bits: `weir.load(name, weights="int8")` with torchao, "q8_0" in
-blocks.
+"""Quantizes the weights of linear layers to 8 or 4 bits: `weir.load(name, weights=...)`.
 
-The weight of every linear layer becomes integers with scales, made and stored by torchao;
-embeddings, norms, and experts that are stored in one tensor are unchanged. If embedding and head
-share one table, the embedding keeps it and the head gets a quantized copy, because at batch 1 the
-head is the largest weight that a step reads. This module knows nothing about caches.
+With "int8" and "int4", torchao makes and stores the integers and their scales. With "q8_0", "q4_0"
+and "q4_1", weir makes blocks as in GGUF files (`block_weights`). Norms, experts that are stored in
+one tensor, and an embedding with a separate table are unchanged. If embedding and head share one
+table, both use the same blocks, or, with torchao, the embedding keeps the table and the head gets a
+quantized copy, because at batch 1 the head is the largest weight that a step reads. This module
+does not use caches.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ from weir.native.linear_kernels import choose_products
 from weir.native.stored_blocks import shrink_to_stored
 
 BITS = ("int8", "int4")
-"""Kinds of weights that torchao makes: 8 bits with a scale for each row, and 4 bits with one for
-each `GROUP` numbers.
+"""Kinds of weights that torchao makes: 8 bits with a scale for each row, and 4 bits with a scale
+for each `GROUP` numbers.
 """
 GROUP = 32
 """Numbers of 4 bits that share a scale: the smallest group that torchao has a kernel for."""
@@ -101,8 +102,8 @@ def quantize_weights(model: PreTrainedModel, weights: str) -> None:
 
 
 def run_blocks(model: PreTrainedModel) -> None:
-    """Let kernels run whole MLPs of a model in blocks, and warn if no kernel can multiply
-    blocks.
+    """Let kernels run whole MLPs of a model whose weights are in blocks, and warn if no kernel can
+    multiply blocks.
     """
     run_mlps_whole(model)
     warn_without_kernel(model)
@@ -123,8 +124,8 @@ def finish_quantized(model: PreTrainedModel) -> None:
 
 
 def _quantize_by_torchao(model: PreTrainedModel, bits: dict[str, int]) -> None:
-    """Quantize layers; `bits` has the number of bits for each layer's name (WeirError:
-    `quantize_weights`).
+    """Quantize layers; `bits` has the number of bits for each layer's name. Raises the WeirErrors
+    about torchao that `quantize_weights` describes.
     """
     try:
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
@@ -156,8 +157,14 @@ def _quantize_by_torchao(model: PreTrainedModel, bits: dict[str, int]) -> None:
 
 
 def shrink(skeleton: PreTrainedModel, weights: str, path: Path | None = None) -> None:
-    """Give a model on the device `meta` tensors of the sizes that `quantize_weights` would make.
-    Raises the same errors, but does not need torchao.
+    """Give a model on the device `meta` tensors of the sizes that loading with `weights=` makes.
+
+    Does not need torchao. Raises a WeirError if no layer can be quantized.
+
+    Args:
+        skeleton: the model, without numbers.
+        weights: a value of `weights=`.
+        path: the model's GGUF file, which "gguf" needs.
     """
     bits = _bits(skeleton, weights)
     if weights == AS_STORED:
@@ -180,7 +187,7 @@ def _bits(model: PreTrainedModel, weights: str) -> dict[str, int]:
     """Return the bits for each linear layer's weight, by the layer's name.
 
     With "int4", the head gets 8 bits, and so do layers whose shape the 4-bit kernel does not
-    support.
+    support. For weights in blocks, only the names matter, and every number is 0.
     """
     check_bits(weights)
     head = model.get_output_embeddings()
@@ -212,8 +219,8 @@ class QuantizedLinear(nn.Linear):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> QuantizedLinear:
         """Move to another device or dtype, replacing the weight by a new one.
 
-        PyTorch would swap the contents of two such weights, which fails if a compiled program holds
-        a reference.
+        PyTorch would swap the contents of the old and the new weight, which fails if a compiled
+        program holds a reference to the old one.
         """
         weight, self._parameters["weight"] = self.weight, None
         try:
@@ -248,9 +255,9 @@ class Int8Linear(QuantizedLinear):
     for a prompt, but would take most of a decode step on a CPU.
 
     Attributes:
-        numbers: the weight's integers [out_features, in_features], int8; None for another kind of
-            weight.
-        scales: scale of each output [out_features]; None for another kind of weight.
+        numbers: the weight's integers [out_features, in_features], int8; None if torchao did not
+            make the weight.
+        scales: scale of each output [out_features]; None if torchao did not make the weight.
     """
 
     numbers: Tensor | None = None

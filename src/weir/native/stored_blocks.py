@@ -34,8 +34,8 @@ def stored_in_blocks(
     """Return the parameters whose blocks can be multiplied, and the modules that have them.
 
     A table that the embedding and the head share is listed for both, or only for the head if the
-    embedding computes something that blocks do not support. For a model in which only the head is
-    linear, the result is empty.
+    embedding computes something that blocks do not support. If only the embedding and the head have
+    such blocks, the result is empty.
 
     Args:
         model: a model without weights.
@@ -102,7 +102,7 @@ def _read_ahead(fillings: Mapping[str, Filling]) -> Iterator[tuple[str, Blocks]]
     with ThreadPoolExecutor(threads) as pool:
         for name, filling in fillings.items():
             blocks = Blocks(filling.kind, *filling.shape)
-            # This replaces memory that was never written to, and therefore takes no space.
+            # The memory that this replaces was never written to, so it never took any space.
             blocks.codes = pages.empty(blocks.codes.shape, blocks.codes.dtype)
             blocks.scales = pages.empty(blocks.scales.shape, blocks.scales.dtype)
             waiting.append((name, blocks, pool.submit(_read, blocks, filling)))

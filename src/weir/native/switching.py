@@ -53,7 +53,8 @@ def compile_steps(
 
     Args:
         model: the causal language model.
-        on: False lets the model run its steps again; the chosen products stay.
+        on: False lets the model run its steps itself again; the products that `choose_products` has
+            chosen stay.
         strict: raise a WeirError if steps cannot be compiled, wait for the CPU's kernel, and write
             nothing to standard error. Use it if the caller tells the user about the wait.
         torch_compile: with False, `torch.compile` is not used on a GPU, and `strict` does not raise
@@ -83,7 +84,7 @@ def compile_steps(
             f"{', '.join(options)} is for torch.compile, which weir uses only on a GPU. This "
             "model is on a CPU, where steps are native or run in PyTorch. Leave out the options."
         )
-    # Weights are moved, so no other thread may be in a call that reads their old memory.
+    # This moves weights, so no other thread may be in a call that reads their old memory.
     with forward_lock_of(spec.config):
         choose_products(model)
     if on_cpu:

@@ -20,11 +20,12 @@ FORMAT = 1
 MOST_BYTES, MOST_LAYERS, MOST_CHARACTERS = 1_000_000, 2000, 16_384
 """Limits of a policy file: its bytes, its layers, and the characters of one layer's policy.
 
-A layer's policy usually has a few hundred characters. Reading more than these limits takes long.
+A layer's policy usually has a few hundred characters. A file beyond these limits would take long to
+read.
 """
 DEEPEST = 16
-"""Number of parts in a dotted key that is refused. The time to read a key is quadratic in its
-parts.
+"""Dotted keys with this many parts or more are refused, because the time to read a key is quadratic
+in the number of its parts.
 """
 SUFFIX = ".toml"
 _PART = r"""(?:[A-Za-z0-9_-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+"""
@@ -35,7 +36,7 @@ _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a so
 
 
 class _NotesToo(FileFacts):
-    """Facts next to which a file can have other fields, which are notes for people."""
+    """Facts from a file that can also have other fields, as notes for people."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -111,7 +112,7 @@ def check_regular(path: Path, what: str) -> None:
 
 
 def check_folder(path: Path, what: str) -> None:
-    """Refuse a path of a file to be written whose folder does not exist.
+    """Refuse the path of a new file if its folder does not exist.
 
     Nothing is written. `what` says what the file will be, as in "the plot".
     """

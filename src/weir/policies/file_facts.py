@@ -1,4 +1,6 @@
-"""Facts in files from elsewhere: pydantic models, and a sentence for what is wrong."""
+"""Facts in files that may come from elsewhere: pydantic models, and errors that name the wrong
+fact.
+"""
 
 from __future__ import annotations
 

@@ -39,8 +39,9 @@ def parse_policy(text: str | PathLike[str] | Policy) -> Policy:
     writes. The resulting policy is complete and no longer needs the file.
 
     Raises:
-        PolicyError: it cannot be read or makes no sense; the message points at the character.
-        WeirError: it is neither text nor a policy, or the policy file does not exist.
+        PolicyError: the text cannot be read or makes no sense; the message points at the character.
+        WeirError: the argument is neither text, a path nor a policy, or the policy file does not
+            exist or is not valid.
     """
     if isinstance(text, Policy):
         return text
@@ -119,12 +120,13 @@ class CallSyntax:
 
 
 class ParsedPolicy(typing.NamedTuple):
-    """A pipe or a list of policies as it was read, beginning at the character `at`.
+    """A pipe or a list of policies, as it was read.
 
     Attributes:
         calls: the calls of a pipe; empty for a list.
         formats: the format of each call's slots, "" for exact ones.
         text: the whole text.
+        at: the character of the parsed text at which it begins.
         layers: the policies of a list.
     """
 
@@ -151,6 +153,7 @@ class Parser:
         text: the text to read.
         at: the next character to read.
         saved: whether weir wrote the text, rather than a user.
+        depth: how many policies are open around the one that is being read.
         name: the pattern of names.
         kind: the meaning of a call, for error messages.
     """
@@ -219,8 +222,8 @@ class Parser:
     def _check_ambiguous(self, call: CallSyntax) -> None:
         """Refuse a pool on its own whose author may have meant the policy with the same name.
 
-        `kcenter(256, quiet=2)` would be 256 centers and no newest token. A call that names all of
-        its parameters is taken as the pool.
+        As the pool, `kcenter(256, quiet=2)` would be 256 centers and no newest token. A call that
+        names all of its arguments is taken as the pool.
         """
         both = call.name in NAMED and call.name in POOLS
         if not both or all(given.name for given in call.arguments):
@@ -293,7 +296,7 @@ class Parser:
 
     @contextmanager
     def _pointing(self, at: int) -> Iterator[None]:
-        """Add a character to errors that have none."""
+        """Make errors that point at no character point at this one."""
         try:
             yield
         except PolicyError:
@@ -364,8 +367,8 @@ class Parser:
         return self.number(number.group(), at)
 
     def number(self, written: str, at: int) -> float:
-        """Return the number of a text that matches `NUMBER`. It is whole without point and
-        exponent.
+        """Return the number that a text states, which matches `NUMBER`. If the text has neither a
+        point nor an exponent, it is an int.
         """
         value = float(written)
         if abs(value) > 2**53:

@@ -16,10 +16,10 @@ class Layered(Policy):
 
     Attributes:
         policies: the policy of each layer, from the bottom up.
-        origin: where they were measured; None for policies that were written by hand. It is not
-            part of the policy: the text works for any model with this many layers.
-        name: the call whose budget was divided among the layers, as in `weir(budget=1024)`, by
-            which people know the policy; empty for a list that was written or measured.
+        origin: where the policies were measured; None if they were written by hand. The origin is
+            not part of the policy: the text works for any model with this many layers.
+        name: the call that people know the policy by, such as `weir(budget=1024)`, if its budget
+            was divided among the layers; empty for a list that was written or measured.
     """
 
     policies: tuple[Policy, ...]
@@ -89,7 +89,7 @@ class Layered(Policy):
 class OtherHeads(WeirError):
     """A layer has another number of KV heads than there are policies.
 
-    Code that knows the layer adds its number.
+    The code that catches this error knows which layer it is, and adds its number to the message.
     """
 
 

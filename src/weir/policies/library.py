@@ -166,8 +166,9 @@ def ends(sinks: int, recent: int) -> tuple[Pool, ...]:
 
 
 def check_room(budget: int, sinks: int, **slots: int) -> None:
-    """Refuse a budget that leaves no slot for a part of a policy after the sinks, which may be
-    0.
+    """Refuse a budget that leaves no slot for one of a policy's parts.
+
+    `sinks` is the number of sinks, which may be 0, and `slots` has the slots of each other part.
     """
     parts = {name.replace("_", " "): count for name, count in slots.items()}
     lacking = " and ".join(name for name, count in parts.items() if count < 1)
@@ -237,9 +238,9 @@ def kvzip(
 
     Args:
         newest: slots for what is fed after the text; none for a quarter of the budget.
-        part: the model repeats the text in parts of so many tokens.
-        asks: whether the model is asked in words to repeat it, which takes the stream's tokenizer;
-            otherwise it is only shown the text again.
+        part: number of tokens in each part in which the model repeats the text.
+        asks: whether the model is asked in words to repeat the text, which needs the stream's
+            tokenizer; otherwise the model is only shown the text again.
     """
     return KVzip(budget, max(1, budget // 4) if newest is None else newest, part, asks)
 
@@ -296,7 +297,7 @@ def reservoir(
 
     Args:
         samples: number of tokens in the sample; none for a quarter of the budget.
-        weighted: whether each token of the sample represents as many tokens as it was drawn from.
+        weighted: whether the tokens of the sample represent all tokens it was drawn from.
     """
     samples = budget // 4 if samples is None else samples
     return split_budget(
@@ -317,14 +318,14 @@ def uniform(
 
     Without a budget and a rate, the budget is 256. Unless they are given, sinks and recent tokens
     get an eighth of the budget each: 32 and 32 of 256, as in BalanceKV's runs. With a rate, they
-    get 32 and 32.
+    get 32 and 32. The other parameters are those of the pool.
 
     Args:
         budget: number of slots of each KV head in each layer; none for 256, or for no limit if
             `rate` is given.
         sinks: number of first tokens that are kept; none for an eighth of the budget.
         recent: number of newest tokens that are kept; none for an eighth of the budget.
-        weighted: whether each token of the sample represents as many tokens as it was drawn from.
+        weighted: whether the tokens of the sample represent all tokens it was drawn from.
     """
     if budget is not None and rate is not None:
         raise WeirError(
@@ -426,21 +427,22 @@ def tova(budget: int = 256) -> Policy:
 
 @named("Park et al. 2025, KeyDiff: Key Similarity-Based KV Cache Eviction")
 def keydiff(budget: int = 256) -> Policy:
-    """Keep the tokens whose keys differ most from the average direction, among them the newest."""
+    """Keep the tokens whose keys differ most from the average direction, new or old."""
     return Pipe((KeyDiff(budget),))
 
 
 @named("Adnan et al. 2024, Keyformer: KV Cache Reduction through Key Tokens Selection")
 def keyformer(budget: int = 256) -> Policy:
-    """Keep the newest tokens (three tenths) and the others with the most attention, with added
-    noise.
+    """Keep the newest tokens (three tenths of the budget) and, of the others, those with the most
+    attention plus noise.
     """
     return split_budget(budget, 0, key_tokens=(budget - max(1, 3 * budget // 10), Keyformer))
 
 
 @named("Shi et al. 2025, LaCache: Ladder-Shaped KV Caching for Efficient Long-Context Modeling")
 def lacache(budget: int = 256, sinks: int = 4, keep: int = 1, of: int = 2) -> Policy:
-    """Keep the first tokens, the newest (a quarter), and fewer and fewer older ones by layer.
+    """Keep the first tokens, the newest (a quarter of the budget), and some of the others: fewer
+    the older they are, and different ones in each layer.
 
     The other parameters are those of the ladder.
     """
@@ -502,17 +504,18 @@ def balancekv(
     eager: bool = False,
     outliers: Annotated[float, Bounds(0, 1, without=1)] = 0.0,
 ) -> Policy:
-    """Keep the first tokens, the newest, and balanced halves of all between, weighted for the rest.
+    """Keep the first tokens, the newest, and balanced halves of all tokens between them, weighted
+    to represent the rest.
 
     Sinks and recent tokens are an eighth of the budget each unless they are given: 32 and 32 of 256
-    as in the authors' code, 256 and 256 of 2,048 as in the paper. Of the slots between, a share of
-    `outliers` keeps tokens whose keys point away from the others, which is the variant for needles.
-    The other parameters are those of the pool.
+    as in the authors' code, 256 and 256 of 2,048 as in the paper. Of the other slots, the share
+    `outliers` keeps tokens whose keys point away from the others: the variant for needles. The
+    other parameters are those of the pool.
 
     Args:
         sinks: number of first tokens that are kept; none for an eighth of the budget.
         recent: number of newest tokens that are kept; none for an eighth of the budget.
-        outliers: of the slots between, the share for keys that point away from the others.
+        outliers: of the other slots, the share for keys that point away from the others.
     """
     eighth = max(1, budget // 8)
     sinks = eighth if sinks is None else sinks

@@ -186,20 +186,22 @@ class Pipe(Policy):
 
     @cached_property
     def run(self) -> tuple[int, ...]:
-        """The pools that hold the newest tokens without a gap; that of the oldest tokens comes
-        first.
+        """The places of the pools that hold the newest tokens without a gap. The pool with the
+        oldest of these tokens comes first.
         """
         held = [i for i, p in enumerate(self.pools) if p.keeps_run and self.unbroken[i]]
         return tuple(reversed(held))
 
     @cached_property
     def front(self) -> tuple[int, ...]:
-        """All other pools. As the stream goes on, their tokens move closer to the present."""
+        """The places of all other pools. As the stream goes on, their tokens move closer to the
+        present.
+        """
         return tuple(i for i in range(len(self.pools)) if i not in self.run)
 
     @cached_property
     def quantized(self) -> tuple[int, ...]:
-        """The pools with quantized slots, in the order of the slab."""
+        """The places of the pools with quantized slots, in the order of the slab."""
         return tuple(i for i in (*self.front, *self.run) if self.formats[i])
 
     @cached_property
@@ -213,14 +215,16 @@ class Pipe(Policy):
         return self.slots_of(self.quantized)
 
     def slots_of(self, pools: Collection[int]) -> int:
-        """Count the slots of some pools per KV head. Those without a limit are left out, and so are
-        pools that share the slots of the first one.
+        """Count the slots per KV head of the pools at some places. Pools without a limit are left
+        out, and so are pools that share the slots of the pipe's first pool.
         """
         counted = (self.pools[i] for i in pools if not self.pools[i].shares_slots)
         return sum(pool.slots() or 0 for pool in counted)
 
     def too_many_shared(self, lengths: Sequence[int]) -> bool:
-        """Return whether the first pool and those that share its slots need more than it has."""
+        """Return whether the first pool and the pools that share its slots hold more tokens than it
+        has slots. `lengths` are the numbers of tokens that the pools hold.
+        """
         pairs = zip(self.pools, lengths, strict=True)
         shared = sum(length for pool, length in pairs if pool.shares_slots)
         return bool(shared) and lengths[0] + shared > (self.pools[0].slots() or 0)
@@ -343,8 +347,7 @@ def check_format(name: object) -> str:
 def _check_formats(pools: tuple[Pool, ...], formats: tuple[str, ...], run: tuple[int, ...]) -> None:
     """Refuse formats that a slab cannot have ("" for exact slots).
 
-    `run` are the places of the pools that hold the newest tokens; that of the oldest tokens comes
-    first.
+    `run` has the places of the pools that hold the newest tokens (`Pipe.run`).
     """
     if len(formats) != len(pools):
         raise WeirError(f"{len(pools)} pools need {len(pools)} formats, got {len(formats)}")
@@ -361,8 +364,8 @@ def _check_formats(pools: tuple[Pool, ...], formats: tuple[str, ...], run: tuple
     for pool, name in zip(pools, formats, strict=True):
         if pool.shares_slots and name != formats[0]:
             raise WeirError(
-                f"{pool.name} has the slots of {pools[0].name}, so both have one format. Write "
-                f":{name or formats[0]} after both, or after none"
+                f"{pool.name} shares the slots of {pools[0].name}, so both must have the same "
+                f"format. Write :{name or formats[0]} after both, or after neither."
             )
     if different and any(pool.slots() is None for pool in pools):
         raise WeirError(

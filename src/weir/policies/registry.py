@@ -106,12 +106,13 @@ def named(paper: str) -> Callable[[Make], Make]:
 
     Reports cite the paper if it is written as `Authors YEAR, "Title", arXiv:NUMBER`.
 
-    It may be defined again, for example when a cell of a notebook is run twice. The policy that it
-    returns records how it was called (`Policy.called`).
+    The function may be defined again, for example when a cell of a notebook is run twice. The
+    policy that it returns records how it was called (`Policy.called`).
 
     Raises:
-        WeirError: it is not a function, its name is taken or cannot be written in a policy, or a
-            parameter has no annotation.
+        WeirError: `paper` is not a text, the decorated object is not a function, its name is taken
+            or cannot be written in a policy, or a policy text cannot set a parameter or check its
+            values.
     """
     if not isinstance(paper, str):
         raise WeirError(

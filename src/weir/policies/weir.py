@@ -1,5 +1,5 @@
-"""weir's own policy: sinks and the newest tokens in 4 bits, with more slots in heads that look
-things up.
+"""weir's own policy: exact sinks, and the newest tokens in 4 bits, with more slots in heads that
+look things up.
 
 In every model that was examined, some KV heads search for earlier occurrences of the current text
 and copy what followed (induction heads: Olsson et al. 2022, "In-context Learning and Induction
@@ -55,7 +55,7 @@ def weir(
     slots: str = "int4",
     heads: str = "measured",
 ) -> Policy:
-    """Keep sinks and the newest tokens in 4 bits, most of them in heads that look things up.
+    """Keep exact sinks, and the newest tokens in 4 bits: more of them in heads that look things up.
 
     Args:
         budget: average number of slots of a KV head; none for 1,024, or for as many as the model's
@@ -63,9 +63,9 @@ def weir(
         newest: how many of the newest tokens stay exact, as sinks do.
         slots: the format of all other slots: one of int4, int8, k8v4 and fp8, or exact for
             unquantized slots. If none is given and the model does not tolerate 4 bits, it is int8.
-        heads: "measured" finds out at loading which KV heads look up earlier tokens. The other
-            heads get half of the budget, and these heads share the slots that this frees. "alike"
-            gives all heads the same budget.
+        heads: "measured" finds out at loading which KV heads look up earlier tokens. All other
+            heads get half of the budget, and the heads that look up tokens share the slots that
+            this frees. "alike" gives all heads the same budget.
     """
     if heads not in get_args(Heads):
         raise WeirError(f"heads of weir must be {' or '.join(get_args(Heads))}, got {quote(heads)}")
@@ -96,16 +96,18 @@ def fit_budgets(
 
     Args:
         policy: a policy for which `is_weir` is true.
-        lookup: how much each KV head of each layer with a policy looks up earlier tokens; none for
-            the same budget in all.
+        lookup: how much each KV head of each layer with a policy looks up earlier tokens; empty for
+            the same budget in all heads.
         shift: by how many nats 4-bit slots shift attention.
-        most: the most slots that fit in the model's window; None for any number. A head that looks
-            things up gets no more, and neither does any head if no budget was given.
+        most: the most slots that fit in the model's window; None for any number. If no budget was
+            given, no head gets more. A head that looks things up gets more only if the budget is
+            larger, and then it gets the budget.
     """
     assert policy.called is not None
     given = dict(policy.called.given)
     if given.get("budget") is None:
-        # A chunk that is larger than the window is reported where layers are planned.
+        # If the chunk is larger than the window, even `fewest` is too many slots. The code that
+        # plans layers reports this.
         fewest = given.get("sinks", SINKS) + 1
         given["budget"] = BUDGET if most is None else max(fewest, min(BUDGET, most))
     if "slots" not in given and shift >= SPOILED:
@@ -143,9 +145,11 @@ def centers(
     quiet: float = 2.0,
     half_life: int | None = 4096,
 ) -> Policy:
-    """Keep sinks, the newest tokens and (a third) tokens whose keys are far apart, in 8 bits.
+    """Keep exact sinks, and in 8 bits the newest tokens and (a third of the budget) tokens whose
+    keys are far apart.
 
-    `quiet` and `half_life` are those of `kcenter`. For small models that look up single tokens.
+    For small models that look up single tokens. `quiet` and `half_life` are those of the pool
+    `kcenter`.
 
     Args:
         newest: how many of the newest tokens stay exact, as sinks do.

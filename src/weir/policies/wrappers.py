@@ -1,9 +1,9 @@
 """Policies around another policy: `pinned`, `pyramid` and `quantized`.
 
-`pinned` puts a pool of the stream's beginning before a layer's pools. After the pools that pass
+`pinned` puts a pool for the stream's beginning before a layer's pools. After the pools that pass
 tokens on in order, it puts two more: one for the header of the current turn, and one for tokens
 that must be kept, in the slots that the beginning leaves free (`weir.pools.Marks`). `quantized`
-keeps the first and the newest tokens, and those that marks name, as the model computes them.
+keeps the first and the newest tokens, and tokens that marks name, as the model computes them.
 
 `pyramid` is from PyramidKV (Cai et al. 2024, "PyramidKV: Dynamic KV Cache Compression based on
 Pyramidal Information Funneling", arXiv:2406.02069), section 4.2: lower layers attend to many tokens
@@ -100,11 +100,11 @@ class PolicyWrapper(Policy):
 @dataclass(frozen=True, repr=False)
 class Pinned(PolicyWrapper):
     """A policy with additional slots in each layer, for the beginning of the stream and the header
-    of its turn.
+    of the current turn.
 
     Attributes:
         policy: the policy that holds everything else.
-        n: slots of each layer for the beginning, and for tokens that must be kept.
+        n: slots of each layer that the beginning and the tokens that must be kept share.
         header: slots of each layer for the header.
         format: the format of the slots for the beginning, by the names of `slab.FORMATS`; "same"
             for that of the policy's quantized slots, or int8 if it has none.
@@ -121,7 +121,7 @@ class Pinned(PolicyWrapper):
     def __post_init__(self) -> None:
         if self.format not in (EXACT, SAME):
             check_format(self.format)
-        self.pipes  # noqa: B018  (raises where a pipe has no room for both pools)
+        self.pipes  # noqa: B018  (raises if a pipe cannot be pinned)
         self._write()
 
     @property
@@ -161,9 +161,9 @@ def pinned(
     """A policy, and next to it the beginning of the stream and the header of the current turn.
 
     `n` slots are for the beginning and `header` for the control tokens in front of an answer, in
-    addition to those of the policy. How many of them a row uses, its marks say; a row without marks
-    has `n` more sinks. Slots that the beginning leaves free are for other tokens that the marks
-    name.
+    addition to those of the policy. The marks of a row say how many of these slots it uses; a row
+    without marks has `n` more sinks. Slots that the beginning leaves free are for other tokens that
+    the marks name.
 
     Args:
         policy: the policy for all other tokens; none for StreamingLLM.
@@ -262,7 +262,7 @@ class Pyramid(Policy):
             )
         if not 1 <= self.beta < math.inf:
             raise WeirError(f"beta of a pyramid must be at least 1, got {self.beta}")
-        for layer in range(2):  # the top layer of any model has as few slots as that of two layers
+        for layer in range(2):  # top layers have equally few slots, however many layers there are
             self.for_layer(layer, 2)
         if not self.text:
             object.__setattr__(self, "text", f"pyramid({self.pipe}, beta={self.beta})")
@@ -412,7 +412,7 @@ def with_pin(policy: Policy, slots: int | None = None, format: str = EXACT) -> P
     """Pin a policy for serving conversations, with `slots` for the beginning in each layer.
 
     With 0 slots the policy is returned unchanged. None means a quarter of its average slots in a
-    layer, unless it already keeps beginnings, or everything.
+    layer, or 0 if it already keeps beginnings, or everything.
     """
     if slots is None:
         pipes = policy.pipes
