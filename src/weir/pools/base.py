@@ -49,7 +49,8 @@ class Marks:
             overlap. Each range is its first place and the place after its last.
 
     Raises:
-        WeirError: one of them is not a number of tokens, or the ranges are out of order.
+        WeirError: `beginning`, `turn` or `header` is not a number of tokens, or `kept` is not such
+            ranges.
     """
 
     beginning: int | None = None
@@ -183,7 +184,9 @@ class Pool(ABC):
 
     @property
     def needs_gates(self) -> bool:
-        """Whether it reads the layer's gate (`ObservedAttention.gate`)."""
+        """Whether it reads the layer's gate, a trained prediction of how much each token will be
+        needed (`ObservedAttention.gate`).
+        """
         return False
 
     @property
@@ -235,7 +238,7 @@ class Pool(ABC):
 
     @property
     def drops(self) -> bool:
-        """Whether one of its tokens can be dropped.
+        """Whether one of its tokens can be dropped at a caller's request (`StreamingCache.drop`).
 
         This needs slots with the unchanged key and value of one token each, and a fold that works
         with any of its slots empty.
@@ -347,8 +350,11 @@ def _of_inner(name: str) -> Any:
 
 @dataclass(frozen=True)
 class PoolWrapper(Pool):
-    """A pool around an inner pool, which decides how it folds. The needs, the state and the report
-    are those of the inner pool.
+    """A pool around an inner pool. The needs, the state, the slots and the report are those of the
+    inner pool. A subclass defines `fold`.
+
+    Attributes:
+        pool: the inner pool.
     """
 
     pool: Pool

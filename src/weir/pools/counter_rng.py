@@ -43,7 +43,7 @@ def _mix_in(x: Tensor, part: int | Tensor) -> Tensor:
 
 @lru_cache(maxsize=4096)
 def _start(seed: int, layer: int, pool: int, purpose: int) -> int:
-    """Mix the parts of a key that all tokens share into a seed."""
+    """Mix the seed with the other parts of a key that all tokens share."""
     x = torch.tensor([_wrap(seed)])
     return int(_mix_in(_mix_in(x, layer + (pool << 32)), purpose))
 

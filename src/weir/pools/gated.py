@@ -2,8 +2,9 @@
 
 KVzap (Jégou and Jeblick 2026, "KVzap: Fast, Adaptive, and Faithful KV Cache Pruning",
 arXiv:2601.07891) and Fast KVzip (arXiv:2601.17668): a small map per layer, trained on the model,
-predicts the logarithm of KVzip's score (`kvzip`) without a repetition. Their map reads hidden
-states. This one reads the keys and values of all heads, which are already in the slots.
+predicts the logarithm of KVzip's score (`kvzip`) without a repetition. The maps of these papers
+read hidden states. weir's map, the layer's *gate*, reads the keys and values of all heads, which
+are already in the slots.
 """
 
 from __future__ import annotations
@@ -20,13 +21,16 @@ from weir.pools.registry import pool
 from weir.slab import Slots
 
 MOST = 20.0
-"""The largest logarithm of a score. Above 0 it is no longer a share, but still gives an order."""
+"""The largest logarithm of a score. A score whose logarithm is above 0 is no longer a share of
+attention, but still gives an order.
+"""
 
 
 @pool("gated")
 @dataclass(frozen=True)
 class Gated(Tallied):
-    """Keep the tokens with the highest score by the layer's gate, separately for each KV head.
+    """Keep the tokens to which the layer's trained gate gives the highest scores, separately for
+    each KV head.
 
     A token is scored once, when it arrives. Its score is averaged over neighboring places. Among
     equal averages, the token's score decides, and then its age: the older one is kept. Weights are

@@ -35,7 +35,7 @@ class Hive(SizedPool):
     Attributes:
         threshold: number of tokens it holds before it evicts (T); at least the stride.
         stride: one of this many new neighbors is kept (s), and one of every floor((s + 1) / 2) old
-            ones. At least 3: half of 2 would keep every old token forever.
+            ones. At least 3: a stride of 2 would keep every old token forever.
         swapped: whether to thin old tokens by the stride and cut new ones into segments of half of
             it, the ablation of section 4.3.
         local_max: whether to keep the token with the most attention of a segment; false for the
@@ -87,10 +87,12 @@ class Hive(SizedPool):
         return split(both, kept, fold)
 
     def _evict(self, line: Slots, old: Tensor, *, whole: bool) -> tuple[Tensor, Tensor]:
-        """Evict from tokens in order. Returns which tokens stay, and which of them are old then.
+        """Evict from tokens in order. Returns which tokens stay, and which have gone through an
+        eviction, whether they stay or not.
 
         One pass of the loop is one eviction. For a prompt (`whole`), all tokens are segmented in
-        the first pass (Remark 2). Otherwise every arrival above the threshold causes one.
+        the first pass (Remark 2). Otherwise, every arrival that exceeds the threshold causes an
+        eviction.
         """
         halved = (self.stride + 1) // 2
         segment, interval = (halved, self.stride) if self.swapped else (self.stride, halved)

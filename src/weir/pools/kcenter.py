@@ -100,7 +100,9 @@ class KCenter(SizedPool):
         return self._raise_weights(stays, fold.state["full"], -self.quiet), rest
 
     def _raise_weights(self, slots: Slots, where: Tensor, by: float) -> Slots:
-        """Raise the log-weights of all slots except the oldest, in heads [batch, kv_heads]."""
+        """Add `by` to the log-weights of all slots except the oldest, in the heads that `where`
+        marks [batch, kv_heads].
+        """
         # The weight of an empty slot stays -inf.
         more = ((slots.held.cumsum(dim=2) > 1) & where[..., None]) * by
         return slots.weighed(slots.a + more, slots.b + more)
@@ -146,7 +148,7 @@ def farthest_first(keys: Tensor, among: Tensor, k: int, weight: Tensor | None = 
     Args:
         keys: [batch, kv_heads, n, key_dim].
         among: the keys to pick from [batch, kv_heads, n], bool.
-        k: number of keys to pick, at most n; all keys if there are no more.
+        k: number of keys to pick, at most n; if there are fewer keys, all are picked.
         weight: the factor of each key's distances [batch, kv_heads, n], float32, above 0.
 
     Returns:

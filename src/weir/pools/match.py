@@ -24,8 +24,8 @@ from weir.slab import Slots
 MOST = 3.0
 """Limit of log-weights in both directions: the paper's box."""
 LEAST_PULL = 1e-3
-"""The smallest `pull`. It is above the rounding errors of the least-squares matrix, as a share of
-the mean of its diagonal, for sums over 8,192 slots.
+"""The smallest `pull`, a multiple of the mean of the diagonal of the least-squares matrix. In sums
+over 8,192 slots, the rounding errors of the matrix are below this multiple.
 """
 
 
@@ -122,8 +122,8 @@ def fit_weights(
     answer, values, all_values = answer / size, values / size, all_values / size
     mass = all_shares.sum(dim=4, keepdim=True) - shares.sum(dim=4, keepdim=True)
     off = all_shares @ all_values - shares @ values - mass * answer
-    # For each two slots, the products of their s (v - z), and of their s, summed over queries and
-    # query heads.
+    # For each two slots i and j: s_i s_j (<v_i - z, v_j - z> + 1), summed over queries and query
+    # heads.
     along = shares * (answer @ values.mT)
     cross = along.mT @ shares
     long = 1 + answer.square().sum(dim=4, keepdim=True)

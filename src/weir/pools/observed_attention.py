@@ -49,8 +49,8 @@ class Output(Protocol):
 Gating = Callable[[Tensor, Tensor], Tensor]
 """A trained prediction of how much tokens will be needed, as `weir.models` finds it.
 
-It maps keys without rotation and values of tokens, the same in all heads, to log-scores [batch,
-kv_heads, n], float32.
+Its arguments are the keys of tokens, without rotation, and their values. The tokens must be the
+same in all heads. It returns the logarithms of scores [batch, kv_heads, n], float32.
 """
 
 
@@ -72,9 +72,10 @@ class ObservedAttention:
         positions: the positional encoding of the layer.
         projection: the layer's output projection; None if it is not known.
         arrived: how many slots at the end of `whole` hold the newest tokens, in order.
-        watched: the attention of these queries, if the forward has kept it; None to compute it
+        watched: the attention of the last queries, if the forward has kept it; None to compute it
             again.
-        gate: the layer's gate; None if none was trained.
+        gate: the layer's trained prediction of how much tokens will be needed; None if none was
+            trained.
         asked: the number of queries that the pools declared (`Pool.needs_queries`), which no window
             may exceed; None for no such check.
     """
@@ -105,8 +106,8 @@ class ObservedAttention:
         """Rotate keys or queries [batch, heads, n, key_dim] further, by `by` positions [batch,
         heads, n], in float32.
 
-        This uses the layer's rotary embedding, with its scaled frequencies, its partial rotation,
-        and its three axes, which all move by the same amount. Without a rotary embedding, as with
+        This uses the layer's rotary embedding, with scaled frequencies, partial rotation and three
+        axes if it has them. All axes move by the same amount. Without a rotary embedding, as with
         ALiBi, keys do not change.
         """
         rotary = self.positions.rotary
@@ -245,7 +246,7 @@ class ObservedAttention:
         """Compute |W_o v| of values [batch, kv_heads, n, value_dim] for each query head.
 
         It is [batch, kv_heads, group, n], float32. W_o is the part of the output projection that
-        reads the head; |v| if it is not known.
+        reads the head. If the projection is not known, |v| is returned.
         """
         if self.output is None:
             group = 1 if self.queries is None else self.queries.shape[2]
@@ -284,7 +285,9 @@ class ObservedAttention:
         return self.queries
 
     def _check_window(self, window: int) -> None:
-        """Refuse a window of more queries than the pools declared, which would lack some."""
+        """Refuse a window of more queries than the pools declared, because some would be
+        missing.
+        """
         if self.asked is not None and window > self.asked:
             raise WeirError(
                 f"a pool reads the attention of the last {window} queries, but no pool of its pipe "

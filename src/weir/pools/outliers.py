@@ -93,7 +93,9 @@ class Outliers(SizedPool):
         return split(both, stays)
 
     def _choose(self, slots: Slots, away: Tensor) -> Tensor:
-        """Choose tokens in order, by neighborhood, key and age [batch, kv_heads, slots]."""
+        """Choose the tokens that stay from slots in order, by how far the keys around them point
+        away, then by their own keys, then by age [batch, kv_heads, slots].
+        """
         score = pool_neighbors(away, slots.position, 2 * self.dilate + 1, average=False)
         if self.below is not None:
             score = score.masked_fill(score < 1 - self.below, -torch.inf)

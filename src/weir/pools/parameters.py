@@ -59,7 +59,9 @@ Cosine = Annotated[float, Bounds(-1, 1)]
 def argument_hints(make: Callable[..., Any]) -> dict[str, Any]:
     """Return the annotations of the parameters of a function or a class."""
     hints = typing.get_type_hints(make, include_extras=True)
-    if isinstance(make, type):  # names of each class are resolved in its module
+    if isinstance(make, type):
+        # Unlike the hints of its `__init__`, those of a class are resolved in the module of each
+        # base class. They include attributes that are not parameters.
         hints = {name: hints[name] for name in inspect.signature(make).parameters}
     return hints
 
@@ -101,8 +103,8 @@ def check_arguments(make: Make, owner: str) -> Make:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Return whether a value fits an annotation. An annotation that weir does not know fits any
-    value.
+    """Return whether a value fits an annotation. Any value fits an annotation that weir does not
+    know.
     """
     if len(_split_union(hint)) > 1:
         return any(fits(value, part) for part in _split_union(hint))

@@ -169,14 +169,14 @@ def _find_wrong(score: object, slots: Slots) -> str | None:
     """Return why something is not a score of these slots. None if it is a score."""
     if score is None:
         return (
-            "it is None. Return it; and if it is slots.mass or fold.read.gate, set needs_mass or "
-            "needs_gates in the class"
+            "it is None. Return a tensor from score(). If you return slots.mass or fold.read.gate, "
+            "set needs_mass or needs_gates in the class"
         )
     if not isinstance(score, Tensor):
         return f"it must be a tensor, got a {type(score).__name__}"
     if score.shape != slots.position.shape:
         return (
-            f"its shape must be {list(slots.position.shape)}, as that of the slots, got "
+            f"its shape must be that of the slots, {list(slots.position.shape)}, got "
             f"{list(score.shape)}"
         )
     if not score.is_floating_point():

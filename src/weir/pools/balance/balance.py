@@ -28,7 +28,7 @@ from weir.slab import EMPTY, Slots
 BLOCK = 256
 """The paper's block size for a whole prompt."""
 PARTS = 16
-"""In a stream, blocks are this part of the slots. With larger blocks, few old tokens remain."""
+"""In a stream, a block gets one in this many slots. With larger blocks, few old tokens remain."""
 MOST_BUCKET = 1000
 """Buckets are numbered from minus this to this, which covers more than float32 and bfloat16 can
 represent.
@@ -52,11 +52,12 @@ class Balance(SizedPool):
             `none` for the paper's 256 in a prompt that is folded whole, and for a 16th of the slots
             in a stream (half of them if eager).
         halves: which tokens of a block stay. pairs: one of each two neighbors, which represents
-            both; exactly half stay, and both sums are unbiased. authors: the rule of the authors'
+            both; exactly half stay, and both sums of attention, its numerator and its denominator,
+            are unbiased. authors: the rule of the authors'
             code, exactly half. paper: the smaller side of the walk, at most half.
-        gamma: how strongly the walk counteracts its sum s: + has probability 1/2 - gamma s. 4 in
-            the authors' code, which is nearly greedy; `none` for the paper's constant, nearly a
-            fair coin.
+        gamma: how strongly the walk, which gives each token the sign + or -, counteracts its sum s
+            so far: + has the probability 1/2 - gamma s. 4 in the authors' code, which is nearly
+            greedy; `none` for the paper's constant, nearly a fair coin.
         temperature: temperature of the keys in the walk; 1 in the paper, 1 and 0.1 in the authors'
             code.
         constant: how much the denominator counts in the walk compared with the values; 0.025 in the
@@ -113,10 +114,11 @@ class Balance(SizedPool):
     def state(self, like: Slots) -> dict[str, Tensor]:
         """Make the state of the slots.
 
-        It is `level`, the level of each slot [batch, kv_heads, n], int64; -1 for an unused slot. A
-        used slot may be empty until the next fold, if a half was short. Separate sets also have the
-        `bucket` of each slot, int64, and for each head [batch, kv_heads] `came`, its tokens so far,
-        int64, and `longest`, the length of their longest value, float64.
+        It is `level`, the level of each slot [batch, kv_heads, n], int64; -1 for an unused slot. If
+        fewer than half of a block's tokens stayed, some used slots are empty until the next fold.
+        Separate sets also have the `bucket` of each slot, int64, and for each head [batch,
+        kv_heads] `came`, its tokens so far, int64, and `longest`, the length of their longest
+        value, float64.
         """
         shape = like.position.shape[:2]
         state = {"level": like.position.new_full((*shape, self.n), EMPTY)}
@@ -128,7 +130,8 @@ class Balance(SizedPool):
 
     def wrong_state(self, state: dict[str, Tensor], held: int, ahead: int) -> str | None:
         """See `Pool.wrong_state`."""
-        # With few slots, or in sets that have few each, single tokens rise to meet the next ones.
+        # With few slots, or in sets that have few each, single tokens rise to the next level. There
+        # can then be more levels than the logarithm of the number of tokens.
         most = LEVELS if self.sets == "separate" else max(ahead.bit_length() + 1, math.isqrt(ahead))
         if not bool((state["level"][:, :, held:] == EMPTY).all()):
             return "level is set for a slot that is not in use"
@@ -200,8 +203,9 @@ class Balance(SizedPool):
     def _levels(self, held: Slots, fold: Fold) -> Tensor:
         """Return the level of each slot that counts towards a block [batch, kv_heads, slots].
 
-        If a half was short, places of the level above are empty. Algorithm 4 (`eager`) counts them.
-        Otherwise they are freed when the next tokens arrive.
+        If fewer than half of a block's tokens stayed, places of the level above are empty.
+        Algorithm 4 (`eager`) counts these places. Otherwise they are freed when the next tokens
+        arrive.
         """
         level = fold.state["level"][:, :, : len(held)]
         return level if self.eager else level.where(held.held, EMPTY)

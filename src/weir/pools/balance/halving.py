@@ -74,9 +74,9 @@ class Sets(NamedTuple):
 class Gram:
     """The inner products of the tokens of some blocks.
 
-    To avoid overflow, products are divided by e^top, and weights by the largest of a block. In the
-    authors' code (`released`) weights are not divided: the more a walk's tokens represent, the
-    stronger it counteracts.
+    To avoid overflow, products are divided by e^top, and weights by the largest of a block. The
+    authors' code (`released`) does not divide weights, so the more a walk's tokens represent, the
+    more strongly it counteracts its sum. For this rule, `weight` makes up for the division.
 
     Attributes:
         keys: the keys minus the mean of their block [blocks, tokens, key_dim], float32.
@@ -84,8 +84,8 @@ class Gram:
             largest, times the root of the constant [blocks, tokens, value_dim + 1], float32.
         rate: the factor of <k_i, k_j>.
         top: the largest <k, k> times the rate [blocks].
-        weight: the logarithm of the other divisors of products [blocks], to be compensated as in
-            the authors' code; otherwise 0.
+        weight: for the rule of the authors' code, the logarithm of the number by which products are
+            divided because weights are [blocks]; otherwise 0.
     """
 
     keys: Tensor
@@ -248,7 +248,7 @@ class Halving:
         if self.gamma is not None:
             return self.gamma * (gram.top + gram.weight).clamp_max(_STEEPEST).exp()
         count = _held(a, b).sum(dim=1).clamp_min(2)
-        # The largest squared length of a token's vector, or more, over e^top.
+        # An upper bound of the largest squared length of a token's vector, divided by e^top.
         radius = _longest(gram.sums[..., :-1]) + _longest(gram.sums[..., -1:])
         if self.halves == "pairs":
             # There are half as many vectors, and a difference is at most twice as long.
@@ -296,7 +296,7 @@ class Halving:
 def walk(products: Tensor, gain: Tensor, u: Tensor, free: Tensor) -> Tensor:
     """The self-balancing walk (lines 5 to 11 of Algorithm 2): signs [..., n], float32, 0 for none.
 
-    If the paper's walk fails because a sum went beyond its bound, the sign is certain. This is the
+    The paper's walk fails if a sum exceeds its bound. Here, the sign is then certain. This is the
     reference of the kernels: each product is added separately, in the order of the walk.
 
     Args:
@@ -343,7 +343,8 @@ def _by_coin(
 ) -> tuple[Tensor, Tensor]:
     """Choose the tokens that stay in each pair, and the additions to their log-weights.
 
-    The walk chooses if weights are alike, and otherwise a coin; all [..., pairs].
+    The walk chooses if the weights of a pair are `alike`; otherwise, a coin does. All tensors are
+    [..., pairs].
     """
     one, two = (torch.maximum(x, y).double() for x, y in zip(a, b, strict=True))
     share = (one - torch.logaddexp(one, two)).exp()

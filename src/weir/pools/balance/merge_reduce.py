@@ -2,8 +2,9 @@
 
 All blocks of a level are halved at once, those of all heads and rows of a batch together. Tokens
 share a block depending on the order in which they came, so a whole prompt gives the same result as
-its tokens one after the other. Only short halves, whose places are freed when a fold begins, make
-the result depend on where folds begin.
+its tokens one after the other. There is one exception: if fewer than half of a block's tokens stay,
+the places of the missing ones are freed when the next fold begins, so the result depends on where
+folds begin.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ Blocks = Sequence[Sequence[int]]
 
 @dataclass
 class _Queue:
-    """The tokens of one level in a line of places, the oldest first. A line is a group of a head.
+    """The places of one level and their tokens, the oldest first, in one line for each group of
+    each head.
 
     Attributes:
         token: which token of `Merging.line` each place has [lines, n], int64; -1 for none.
-        a, b: its log-weights [lines, n].
+        a, b: the log-weights of these tokens [lines, n].
         used: which places count towards a block [lines, n], bool. With `halves="paper"` a place may
             count although its token is gone.
         full: whether every place is known to be in use and to have a token, so that nothing must be
@@ -82,15 +84,15 @@ class Merging:
 
     Attributes:
         line: the tokens [batch, kv_heads, n], those of each level from the oldest on.
-        level: the level of each [batch, kv_heads, n], int64; -1 where there is no place.
+        level: the level of each token [batch, kv_heads, n], int64; -1 where there is no place.
         halving: how blocks are halved.
         draws: random numbers. A token of level l gets those of purpose l, and in any group but the
             first those of purpose l + 64. In the highest level, where it may be halved repeatedly,
             they also depend on the other tokens of its block.
         scale: the factor of the logits.
-        group: the group of each [batch, kv_heads, n], int64, with separate levels; None for one
-            group.
-        groups: number of groups.
+        group: the group of each token [batch, kv_heads, n], int64, if there are several, each with
+            separate levels; None for one group.
+        groups: number of groups of each head.
     """
 
     line: Slots

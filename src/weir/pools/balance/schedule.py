@@ -15,10 +15,11 @@ from typing import Self
 LEVELS = 64
 """More levels than the logarithm of the length of any stream.
 
-If few slots let single tokens rise, they meet in the highest level, which is halved into itself.
+With few slots, single tokens may rise up to the highest level. The tokens that stay when this level
+is halved remain in it.
 """
 NO_BUCKET = -(2**30)
-"""In place of a bucket for a value of zero, which is in none."""
+"""Stands for no bucket: for values of length zero, and for tokens of the denominator."""
 
 
 @lru_cache(maxsize=1024)
@@ -150,9 +151,9 @@ def at_once(slots: int, block: int, tokens: int) -> tuple[tuple[int, ...], ...]:
 class Head:
     """The levels of one head with separate sets: BalanceKV's Algorithm 1, as published.
 
-    Every token enters a merge-and-reduce for the denominator, where all values count as 1, and one
-    for the numerator, in the bucket of values of about its length, 2^(i-1) to 2^i. So a token takes
-    two slots.
+    Every token enters two merge-and-reduces, so it takes two slots. One is for the denominator,
+    where all values count as 1. The other is for the numerator. It is shared by the tokens of a
+    bucket: those whose values have lengths from 2^(i-1) to 2^i.
 
     Attributes:
         slots, block, eager: as in `make_room`.
@@ -169,7 +170,9 @@ class Head:
     tokens: list[int] = field(default_factory=list)
 
     def hold(self, number: int, level: int) -> None:
-        """Count a token of a level, or none (-1), in the bucket `number` or in the denominator."""
+        """Count a token of a level in the bucket `number`, or in the denominator if that is
+        `NO_BUCKET`. The level -1 means that there is no token.
+        """
         if level >= 0 and number != NO_BUCKET and number not in self.open:
             free = set(range(1, len(self.groups) + 1)) - set(self.open.values())
             self.open[number] = min(free)
@@ -221,10 +224,14 @@ class Head:
         levels: Sequence[int],
         short: Sequence[float],
     ) -> Self:
-        """Let tokens in, given their buckets and levels. The last ones, in pairs, are arrivals.
+        """Let tokens in, by lines 4 to 15 of Algorithm 1.
 
-        Lines 4 to 15 of Algorithm 1. For each arrival, `short` is the length of values that may be
-        erased.
+        Args:
+            slots, block, eager: as in `make_room`.
+            numbers: the bucket of each token. Arrivals come last, two for each: the token of the
+                denominator, and that of the numerator.
+            levels: the level of each token; -1 for none.
+            short: for each arrival, the length up to which values may be erased.
         """
         head = cls(slots, block, eager)
         known = len(numbers) - 2 * len(short)
