@@ -56,6 +56,18 @@ def test_it_feeds_nothing_and_changes_no_likelihood(nano):
         assert torch.equal(with_archive.score(ids), without.score(ids))
 
 
+def test_embeddings_count_as_places_and_have_no_text(nano):
+    stream = read(nano, archive=None)
+    stream.feed(embeddings=torch.zeros(1, 3, nano[0].config.hidden_size))
+    place = stream.seen
+    line = nano[1]("cron: the backup of Smolensk failed\n", add_special_tokens=False).input_ids
+    stream.feed(line)
+    go_on(stream, nano)
+    (found,) = stream.recall("Which backup failed?")
+    assert "Smolensk" in found.text and "process" not in found.text
+    assert (found.start, found.stop) == (place - 3, place + len(line))
+
+
 def test_what_it_generates_is_archived_too(nano):
     stream = read(nano)
     said = "".join(nano[1].decode([token]) for token in stream.generate(200, stop=[]))

@@ -7,7 +7,7 @@ import lzma
 import pytest
 
 from weir.errors import WeirError
-from weir.stream.text import read_books, read_text
+from weir.stream.text import read_books, read_stream, read_text
 
 BOOK = "Eh bien, mon prince.\nGênes et Lucques…\n"
 
@@ -26,6 +26,12 @@ def test_a_text_written_on_windows_is_the_same_text(tmp_path):
     assert read_text(path) == BOOK
     path.write_bytes(b"one\r\n\0\r\ntwo\r\n")
     assert read_books(path) == ["one", "two"]
+
+
+@pytest.mark.parametrize("most", [-1, 0, 1])
+def test_a_stream_of_fewer_than_two_tokens_is_refused(most):
+    with pytest.raises(WeirError, match=f"most must be at least 2 tokens, got {most}"):
+        read_stream(None, most=most)
 
 
 def test_marks_inside_a_text_and_lone_carriage_returns_stay(tmp_path):

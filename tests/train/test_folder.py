@@ -227,6 +227,13 @@ def test_a_folder_that_cannot_be_made_is_named(text, tmp_path):
         run(TINY, text, blocked)
 
 
+@pytest.mark.parametrize("size", [299, 65_001])
+def test_a_vocabulary_that_cannot_be_stored_is_refused(text, tmp_path, size):
+    with pytest.raises(WeirError, match=r"vocabulary must be 300 to 65,000 tokens, got "):
+        run(PLAIN, text, tmp_path / "out", vocabulary=size)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_text_that_is_too_short_leaves_nothing(tmp_path, monkeypatch):
     book = tmp_path / "book.txt"
     book.write_text("Too short. " * 20, "utf-8")

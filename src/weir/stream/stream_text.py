@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from weir.stream.archive import Archive, ArchiveProblem
 from weir.stream.detokenizer import Detokenizer
+from weir.stream.inputs import NO_ID
 
 MOST_OPEN = 2048
 """Largest number of tokens that wait for a line break before they are archived."""
@@ -44,7 +45,8 @@ class StreamText:
         start = self._start
         for token in ids:
             self._place += 1
-            self._open += self._words.add(token)
+            if token != NO_ID:  # an embedding has no text
+                self._open += self._words.add(token)
             if "\n" in self._open or self._place - self._start >= MOST_OPEN:
                 lines.append(self._open)
                 self._open, self._start = "", self._place

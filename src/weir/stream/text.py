@@ -126,6 +126,8 @@ def read_stream(
     """
     if path == "":
         raise WeirError("no text was given. Give the path of a file, or leave out the text.")
+    if most is not None and most < 2:
+        raise WeirError(f"most must be at least 2 tokens, got {most}")
     parts: list[Tensor] = []
     edges = [0]
     for book in read_books(path or BOOK):

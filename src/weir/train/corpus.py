@@ -17,6 +17,8 @@ from weir.stream import replace_atomically
 
 START = "<|start|>"
 PAD = "<|pad|>"
+FEWEST_WORDS, MOST_WORDS = 300, 65_000
+"""The smallest and the largest vocabulary. Ids are stored in 16 bits."""
 
 
 def train_backend(books: list[str], vocabulary: int) -> Tokenizer:

@@ -78,6 +78,11 @@ def run(
     """
     if exercises not in EXERCISES:
         raise WeirError(f"exercises must be one of {', '.join(EXERCISES)}, got {exercises!r}")
+    if not corpus.FEWEST_WORDS <= vocabulary <= corpus.MOST_WORDS:
+        raise WeirError(
+            f"vocabulary must be {corpus.FEWEST_WORDS} to {corpus.MOST_WORDS:,} tokens, got "
+            f"{vocabulary:,}"
+        )
     if exercises == "off":
         recipe = replace(recipe, exercise_rows=0)
     books = read_books(text)
