@@ -147,10 +147,10 @@ BOMBS = {
     "hidden ones": ({"anyOf": [{"patternProperties": {"((a{40}){40}){40}": {}}}]}, "patterns"),
     "many": ({"allOf": [{"pattern": "[a-z]{999}"}] * 3}, "patterns, with repetitions written out"),
     "an absurd one": ({"pattern": "a{99999999999999}"}, "patterns, with repetitions written out"),
-    "multiples": ({"type": "integer", "multipleOf": 999_983}, "multipleOf with 999,983"),
+    "multiples": ({"type": "integer", "multipleOf": 999_983}, "least common multiple 999,983"),
     "multiples of several": (
         {"allOf": [{"multipleOf": 97}, {"multipleOf": 0.89}]},
-        "multipleOf with 8,633",
+        "least common multiple 8,633",
     ),
     "enormous multiples": ({"multipleOf": 1e300}, "multipleOf"),
 }

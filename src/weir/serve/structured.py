@@ -1,9 +1,9 @@
 """Structured output: grammars that answers must follow, compiled and matched by llguidance.
 
 A grammar is compiled in the thread that asks for it, and each answer has a separate matcher. The
-compiler limits most of its work, but not nested repetitions in a pattern, or automata that count
-multiples. Their cost grows with the numbers in a client's schema, so these numbers are limited
-here.
+compiler limits most of its work, but not nested repetitions in a pattern, or the automata for
+`multipleOf`. The cost of both grows with the numbers in a client's schema, so these numbers are
+limited here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ It is limited, because a model could otherwise write white space without end.
 """
 ONE_SPACE = " "
 MAX_SECONDS = 0.25
-"""Processor time limit for one mask. A grammar that takes longer is given up."""
+"""Limit of the processor time for computing which tokens are allowed next, in seconds. If it takes
+longer, the answer fails.
+"""
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=500_000,
     step_lexer_fuel=100_000,
@@ -50,7 +52,9 @@ MAX_DEPTH = 48
 MAX_PATTERN = 2000
 """The most characters of all patterns together, with repetitions written out."""
 MAX_MULTIPLE = 2000
-"""The largest allowed least common multiple of the digits of all `multipleOf`."""
+"""The largest allowed least common multiple of all `multipleOf` in a schema, each taken without its
+decimal point (25 for 0.25).
+"""
 
 _PARTS = re.compile(r"\{(\d*),?(\d*)\}|\[\^?\]?(?:\\.|[^\]\\])*\]?|\\?.", re.DOTALL)
 """Parts of a pattern: a repetition count, a class of characters, or a character."""
@@ -88,8 +92,9 @@ class GrammarCompiler:
         Raises BadSchema if it cannot be compiled.
 
         Args:
-            stop_when_complete: if the model has no token that ends an answer, end it as soon as the
-                grammar accepts it.
+            grammar: a grammar as llguidance takes it, as JSON values.
+            stop_when_complete: whether the constraint ends an answer as soon as the grammar accepts
+                it, if the model has no token that ends answers.
         """
         with self._lock:  # one at a time, so that clients' grammars take at most one thread
             began = time.thread_time()
@@ -129,6 +134,7 @@ class GrammarConstraint:
 
     Args:
         matcher: matcher of the grammar, at its start; it is copied.
+        size: number of logits.
         tokens: number of tokens that the matcher knows, which may be larger than `size`.
         eager: whether the answer is done as soon as the grammar accepts it.
     """
@@ -218,8 +224,8 @@ def check_schema(schema: Any) -> None:
             )
         if multiple > MAX_MULTIPLE:
             raise BadSchema(
-                f"multipleOf with {multiple:,} as the common multiple is not supported. The limit "
-                f"is {MAX_MULTIPLE:,}"
+                "its multipleOf values, without decimal points, have the least common multiple "
+                f"{multiple:,}, but the limit is {MAX_MULTIPLE:,}"
             )
         listed = node.get("enum")
         for value in (node.get("const"), *(listed if isinstance(listed, list) else ())):
@@ -253,14 +259,14 @@ def _objects(schema: Any) -> list[dict[str, Any]]:
 
 
 def _digits(multiple: Any) -> int:
-    """Return the digits of a `multipleOf`: 25 for 0.25; 1 for anything that is not a number."""
+    """Return a `multipleOf` without its decimal point: 25 for 0.25; 1 if it is not a number."""
     if isinstance(multiple, bool) or not isinstance(multiple, int | float) or not multiple:
         return 1
     digits = Decimal(str(multiple)).normalize().as_tuple()
     above = digits.exponent if isinstance(digits.exponent, int) else 0
     if above > 9:
         raise BadSchema(
-            f"multipleOf {quote(multiple)} is not supported, because it has too many decimal places"
+            f"multipleOf {quote(multiple)} is not supported, because it ends in too many zeros"
         )
     return int("".join(map(str, digits.digits))) * 10 ** max(0, above)
 
@@ -268,7 +274,8 @@ def _digits(multiple: Any) -> int:
 def _weight(pattern: str) -> int:
     """Return the characters of a pattern with its repetitions written out.
 
-    An unlimited repetition counts once, because it needs no copies.
+    A repetition without an upper limit counts as its lower limit (`a{3,}`) or as one (`a*`), as it
+    needs no more copies.
     """
     open_groups, group, last = [], 0, 0  # weights: of outer groups, this group, its last part
     for part in _PARTS.finditer(pattern):

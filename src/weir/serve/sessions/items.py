@@ -1,6 +1,6 @@
 """Items of OpenAI's responses and conversations, and the messages that they represent.
 
-A new kind of item needs a line in `messages_of` and a class in `serve/api/schemas/responses.py`.
+A new kind of item needs lines in `_message_of` and a class in `serve/api/schemas/responses.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Item = dict[str, Any]
 
 
 def new_id(kind: str) -> str:
-    """Return a random id with a prefix: `msg`, `fc`, `fco` or `conv`."""
+    """Return a random id that begins with the kind, such as `msg`, `fc` or `conv`."""
     return f"{kind}_{secrets.token_hex(16)}"
 
 
@@ -85,8 +85,8 @@ def result_item(call: str, output: str | list[dict[str, Any]]) -> Item:
 def messages_of(items: Sequence[Item]) -> list[Message]:
     """Convert items to messages.
 
-    An answer is one message, though its calls and the text before and between them are separate
-    items. Thoughts are not part of a history.
+    The text and the calls of an answer are separate items, but become one message. Thoughts are
+    not part of a history.
     """
     messages: list[Message] = []
     for item in items:

@@ -43,7 +43,8 @@ class SessionManager:
     """The sessions of all owners.
 
     Methods raise `UnknownSession` if the owner has no such session or turn, `HeldByConversation` if
-    the session cannot be changed alone, and a WeirError if the disk refuses.
+    the session belongs to a conversation and so cannot be changed separately, and a WeirError if
+    the disk cannot be written.
     """
 
     def __init__(
@@ -63,15 +64,20 @@ class SessionManager:
         return StoreFormat.of(self._engine.model, cache.policy, cache.chunk)
 
     def list_turns(self, owner: str, session: str) -> tuple[list[TurnRecord], set[str]]:
-        """List the turns of a session in order, and the ids of the turns that lead to the
-        newest.
+        """List the turns of a session in order, and the ids of the newest turn and of its
+        ancestors.
         """
         records = self._records(owner, session)
         return records, _path(records, records[-1].node)
 
     def fork(self, owner: str, session: str, node: str | None, name: str | None) -> SessionSummary:
-        """Begin a session with a turn of another, or with its newest turn, and the ancestors of the
-        turn.
+        """Begin a session that has a turn of another session, and the ancestors of this turn.
+
+        Args:
+            owner: the owner of both sessions.
+            session: the other session.
+            node: the turn; None for the newest.
+            name: the name of the new session; None for a random one.
         """
         records = self._records(owner, session)
         at = _find(records, node or records[-1].node)
@@ -96,7 +102,8 @@ class SessionManager:
         if records:
             self._require_free(owner, session)
         self._remove(owner, session, [record.node for record in records])
-        # Responses whose checkpoints were deleted to make room. A fork may still have some.
+        # Some turns were already deleted to make room, but not their responses. Delete these, too,
+        # except the responses of turns that a fork still has.
         names = self._responses.list_responses(owner, session)
         turns = {name: self._store.find_turn(owner, name.removeprefix("resp_")) for name in names}
         self._responses.delete_responses(owner, [n for n, turn in turns.items() if turn is None])
@@ -108,8 +115,8 @@ class SessionManager:
         self.delete(owner, conversation)
 
     def trim(self, owner: str) -> None:
-        """Delete the least recently used sessions of an owner with too many. Stored text is
-        kept.
+        """Delete the least recently used sessions of an owner who has too many. The text of their
+        responses is kept.
         """
         sessions = self._store.list_sessions(owner)
         for session in sessions[: max(0, len(sessions) - self._limits.sessions)]:
@@ -117,8 +124,8 @@ class SessionManager:
             self._forget(owner, session.id, nodes)
 
     def export_file(self, owner: str, session: str, most: int | None, path: Path) -> None:
-        """Export an owner's session, or its newest turns, to a file. Raises Busy during another
-        export.
+        """Export an owner's session, or its newest `most` turns, to a file. Raises Busy during
+        another export or import.
         """
         records = self._records(owner, session)
         records = records if most is None else records[-most:]
@@ -146,7 +153,7 @@ class SessionManager:
 
     def import_file(self, owner: str, path: Path) -> SessionSummary:
         """Import a session from a file as a new session of the owner. Raises Busy during another
-        import.
+        export or import.
         """
         with _one_at_a_time(self._transfer):
             most = self._limits.parcel

@@ -1,8 +1,8 @@
-"""A folder of beginnings that conversations share, so that they survive a restart.
+"""A folder that keeps the shared beginnings of conversations when the server is restarted.
 
-Each beginning is a file with the state of a row and the tokens that the row has read. A file's name
-is the beginning of its checksum. A file that is damaged, or belongs to another model or policy, is
-deleted with a warning, and the beginning is read again from its text.
+Each beginning is a file with the state of a row and the tokens that the row has read. The name of a
+file has the first 32 digits of the file's SHA-256. A file that is damaged, or belongs to another
+model or policy, is deleted with a warning, and the model reads the text of this beginning again.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ LOG = logging.getLogger("weir.serve")
 
 
 class _PrefixNotes(FileFacts):
-    """The facts in a file, apart from the row: the owner of the state, and the tokens that it has
-    read.
+    """The facts in a file, apart from the row: those of the state's `PrefixKey`, and the tokens
+    that the row has read.
     """
 
     owner: str
@@ -40,11 +40,11 @@ class _PrefixNotes(FileFacts):
 
 
 class PrefixFolder:
-    """Keeps states in a folder (`PrefixPlace`). A thread writes them in the order in which they
-    arrive.
+    """A `PrefixPlace` that keeps states in a folder. A separate thread writes them in the order in
+    which they arrive.
 
     Args:
-        path: created if missing. Only one server at a time can use it, and the folder around it.
+        path: the folder, created if missing. Its parent folder is used by one server at a time.
         store_format: the format of the rows.
     """
 
@@ -55,7 +55,7 @@ class PrefixFolder:
             self._files = SnapshotFolder(path)
         except OSError as error:
             raise WeirError(f"cannot use {path}: {error.strerror}") from None
-        self._names: dict[PrefixState, str] = {}  # only the thread changes it
+        self._names: dict[PrefixState, str] = {}  # once filled, only the thread uses it
         self._writer = ThreadPoolExecutor(1, "weir-prefixes")
 
     def close(self) -> None:

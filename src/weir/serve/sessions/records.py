@@ -42,9 +42,9 @@ def describe_full(needed: int, free: int | None) -> str:
 
 
 HIDDEN = "~"
-"""First character of the sessions of turns that clients do not want stored.
+"""First character of the name of a session whose turns the client does not want stored.
 
-Clients' names of sessions cannot begin with it.
+Names that clients give to sessions cannot begin with it.
 """
 
 
@@ -88,7 +88,8 @@ class Checkpoint:
             data: the bytes.
             row_format: the format that the row must have.
             pending: the pending tokens of the turn to which the bytes belong.
-            trusted: whether the bytes are known to be as they were written.
+            trusted: whether the bytes are known to be as they were written, so that fewer checks
+                are needed.
 
         Raises:
             WeirError: the bytes are damaged, belong to another turn, or describe an impossible row.
@@ -109,14 +110,20 @@ class TurnRecord:
     """A saved turn: its owner, its place in a conversation, and its messages.
 
     Attributes:
+        node: the id of the turn.
         owner: hash of the API key of the request; empty if the server needs none.
-        chain: hash of all messages up to and including its answer.
+        session: the first session that the turn was added to and is still in.
+        parent: the id of the turn that this one continues; None for the first turn of a stream.
+        chain: hash of all messages of the conversation, up to and including the answer of this
+            turn.
         messages: the messages of this turn, with its answer last.
-        seen: tokens of the stream so far, including `last`.
-        created: when it ended, in seconds since 1970.
-        ids: the tokens of this turn, prompt and answer, as `pack_ids` writes them; they end at
-            `seen`. Empty if unknown.
-        kept: the places in the stream of the tool results that its state keeps permanently.
+        last: the last token of the answer, which the row has not read yet.
+        seen: number of tokens of the stream so far, including `last`.
+        usage: numbers about the turn by name, for the `usage` of its answer.
+        created: when the turn ended, in seconds since 1970.
+        ids: the tokens of this turn, prompt and answer, as `pack_ids` writes them. The last one is
+            number `seen` of the stream. Empty if unknown.
+        kept: the places in the stream of the tool results that the turn's state keeps permanently.
     """
 
     node: str
@@ -158,7 +165,9 @@ def unpack_ids(ids: bytes) -> array[int]:
 
 @dataclass(frozen=True)
 class TurnTokens:
-    """The tokens of one turn, which end at the position `end` of its stream."""
+    """The tokens of one turn, as `pack_ids` writes them. They end before position `end` of the
+    stream.
+    """
 
     node: str
     end: int
@@ -172,9 +181,14 @@ class TurnTokens:
 
 @dataclass(frozen=True)
 class SessionSummary:
-    """A session as lists show it: when its first kept turn and its newest turn ended, in seconds
-    since 1970, and facts about the newest turn. Its topic is that of the newest turn with a user
-    message.
+    """A session as lists show it.
+
+    Attributes:
+        head: the id of its newest turn.
+        turns: number of its turns that are kept.
+        created, used: when the oldest kept turn and the newest turn ended, in seconds since 1970.
+        seen, usage: as in the `TurnRecord` of the newest turn.
+        topic: the topic of the newest turn with a user message; empty if there is none.
     """
 
     id: str

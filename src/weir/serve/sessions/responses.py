@@ -1,7 +1,8 @@
 """SQLite-backed store of OpenAI's responses and conversations, as text.
 
-Text is small compared with a checkpoint and is kept longer: a turn whose checkpoint was deleted is
-read again from here. Every query names the owner, so that another owner's data looks absent.
+Text is small compared with a checkpoint and is kept longer. If the checkpoint of a turn was
+deleted, the model reads the conversation again from the text stored here. Every query names the
+owner, so that another owner's data looks absent.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ OVERHEAD = 500
 """Approximate number of bytes that a row takes besides its text."""
 
 ROOM = 2**18
-"""Bytes that must be free before a response is answered."""
+"""Bytes that must be free on the disk before the answer to a request is begun."""
 
 _TABLES = """
 CREATE TABLE responses (
@@ -42,11 +43,11 @@ CREATE INDEX responses_owner ON responses (owner, number, bytes);
 CREATE TABLE conversations (
     id TEXT PRIMARY KEY,
     owner TEXT NOT NULL,
-    number INTEGER NOT NULL,  -- rises from use to use: clocks jump
+    number INTEGER NOT NULL,  -- rises with each use, because a clock can be set back
     created INTEGER NOT NULL,
     metadata TEXT NOT NULL,  -- JSON: texts by name
-    head TEXT,  -- the response that has read its items
-    read INTEGER NOT NULL,  -- the number of the last of those
+    head TEXT,  -- the id of the newest response in it
+    read INTEGER NOT NULL,  -- the number of the last item that this response has read
     whole INTEGER NOT NULL,  -- whether all its items are kept
     bytes INTEGER NOT NULL
 );
@@ -84,7 +85,14 @@ class StoredResponse:
 
 @dataclass(frozen=True)
 class StoredConversation:
-    """A stored conversation. The turn of the response `head` has read its items up to `read`."""
+    """A stored conversation.
+
+    Attributes:
+        head: the id of the newest response, from whose turn the next one continues; None if the
+            next response must read all items.
+        read: number of the last item that the turn of `head` has read; 0 if there is no head.
+        whole: whether all items are still stored.
+    """
 
     id: str
     created: int
@@ -97,12 +105,12 @@ class StoredConversation:
 class ResponseStore:
     """Responses and conversations of all owners, open until `close`.
 
-    Methods that write raise a WeirError if the disk refuses.
+    Methods that write raise a WeirError if the disk cannot be written.
 
     Args:
         path: path of the file; None for memory.
-        most: maximum bytes of an owner's responses, and of the items of its conversations. The
-            oldest are deleted first.
+        most: maximum bytes of an owner's responses; the same for an owner's conversations, and
+            for the items of these together. The oldest are deleted first.
     """
 
     def __init__(self, path: Path | None = None, most: int = 64_000_000) -> None:
@@ -128,7 +136,15 @@ class ResponseStore:
         conversation: str | None = None,
         items: Sequence[Item] = (),
     ) -> None:
-        """Save a response, and its items that are not yet in its conversation, if there is one."""
+        """Save a response. If it belongs to a conversation, make it the newest one there, and add
+        its new items.
+
+        Args:
+            owner: the owner of the response.
+            response: the response.
+            conversation: the id of its conversation; None if it is in none.
+            items: the items of the response that are not in the conversation yet.
+        """
         with self._tables.writing() as db:
             written = {"input": json.dumps(response.input), "body": json.dumps(response.body)}
             size = sum(map(len, written.values())) + OVERHEAD
@@ -249,7 +265,18 @@ class ResponseStore:
     def page_items(
         self, owner: str, conversation: str, after: str | None, most: int, *, newest: bool
     ) -> list[Item] | None:
-        """List the items of a conversation after a given one. None if there is no such item."""
+        """List at most `most` items of a conversation, in order or the newest first.
+
+        Args:
+            owner: the owner of the conversation.
+            conversation: its id.
+            after: the id of the item before the first one of the list; None for the whole list.
+            most: number of items.
+            newest: whether the newest items come first.
+
+        Returns:
+            The items; None if the conversation has no item with the id `after`.
+        """
         order, compare = ("DESC", "<") if newest else ("ASC", ">")
         start = self._tables.first(
             "SELECT number FROM items WHERE conversation = ? AND owner = ? AND id = ?",
@@ -311,7 +338,9 @@ class ResponseStore:
         self._trim(db, "items", owner)
 
     def _trim(self, db: sqlite3.Connection, table: str, owner: str) -> None:
-        """If an owner exceeds the limit, delete a tenth of its rows, the oldest first."""
+        """If an owner exceeds the limit, delete its oldest rows until nine tenths of the limit are
+        left.
+        """
         ((held,),) = db.execute(
             f"SELECT coalesce(sum(bytes), 0) FROM {table} WHERE owner = ?", (owner,)
         )

@@ -1,7 +1,7 @@
-"""A folder of snapshot files, each written completely or not at all, and the state of its disk.
+"""A folder of snapshot files, each written completely or not at all, and the room on its disk.
 
-Files are opened through one descriptor of the folder, never through a link, and only under names
-that `new_name` makes.
+Files are opened through one descriptor of the folder, never through a link, and only if their names
+have the form that `new_name` makes.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def new_name() -> str:
 
 
 def is_full(error: Exception) -> bool:
-    """Return whether an error says that a disk has no room, or a user no quota."""
+    """Return whether an error says that the disk is full, or the user's quota is used up."""
     return getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "is full" in str(error)
 
 
 def refusal(error: Exception) -> WeirError:
-    """Convert the error of a disk or database that cannot save something, for the caller."""
+    """Convert an error of a disk or database to an error that says why a turn cannot be saved."""
     if is_full(error):
         return StorageFull(DISK_FULL)
     if isinstance(error, UnicodeEncodeError):
@@ -56,7 +56,7 @@ class SnapshotFolder:
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700)
         self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        self._refused = False  # whether the last write found no room
+        self._refused = False  # whether a write found no room, and `has_room` none since
 
     def close(self) -> None:
         """Close the folder."""
@@ -67,7 +67,7 @@ class SnapshotFolder:
         return sorted(name for name in os.listdir(self._fd) if _FILE.fullmatch(name))
 
     def delete_parts(self) -> None:
-        """Delete partial files of a killed process."""
+        """Delete partly written files that a killed process left."""
         for name in os.listdir(self._fd):
             if _PART.fullmatch(name):
                 self._unlink(name)
@@ -83,7 +83,7 @@ class SnapshotFolder:
         return found.st_size if stat.S_ISREG(found.st_mode) else None
 
     def used(self, name: str) -> float:
-        """Return when a file was last written or used. 0 if there is none."""
+        """Return when a file was last used, in seconds since 1970. 0 if it is missing."""
         try:
             return os.stat(name, dir_fd=self._fd, follow_symlinks=False).st_mtime
         except FileNotFoundError:
@@ -123,7 +123,9 @@ class SnapshotFolder:
         return True
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a file that survives a power cut, or leave nothing of it (OSError)."""
+        """Write a file that survives a power cut. If this fails, raise OSError and leave no part of
+        the file.
+        """
         _check(name)
         part = f"{name.partition('.')[0]}.part"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -146,7 +148,7 @@ class SnapshotFolder:
             raise
 
     def read(self, name: str, size: int) -> bytes:
-        """Read an ordinary file of this size. Raises WeirError for any other."""
+        """Read a file. Raises WeirError if it is not an ordinary file, or has another size."""
         _check(name)
         # Non-blocking, because a pipe in place of the file would make the reader wait.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

@@ -2,7 +2,7 @@
 
 A turn is saved completely, state and record, or not at all. No client is told that it ended before
 it is safely saved. When there is no more room, the least recently used turns are deleted. A session
-ends with its last turn.
+exists as long as it has a turn.
 
 A turn may be in several sessions, because a fork shares its ancestors. It is deleted when it is no
 longer in any session. The session in its record is the first one that it joined and is still in.
@@ -46,13 +46,15 @@ class SessionStore:
     """The sessions in one place. A separate thread writes to the place if it is not memory.
 
     Can be called from any thread. `load` returns exactly the numbers that `save` received. Methods
-    that write raise a WeirError if the disk refuses.
+    that write raise a WeirError if the disk cannot be written.
 
     Args:
-        keep: number of turns in memory; None for `DEFAULT_KEPT`, or 0 with another place. With
-            another place, this many turns are not deleted when the disk is full, and as many turns
-            that do not fit on it continue in memory until there is room.
-        queue: number of turns that may wait to be written; `save` of one more waits.
+        place: where turns are saved; None for memory.
+        keep: number of turns. In memory, this many are saved (None: `DEFAULT_KEPT`). In another
+            place, the newest of these are not deleted to make room when the disk is full, and up
+            to this many turns that do not fit on the disk stay in memory until there is room
+            (None: 0).
+        queue: number of turns that can wait to be written. If there are more, `save` waits.
     """
 
     def __init__(
@@ -100,7 +102,8 @@ class SessionStore:
         raise WeirError(NOT_KEPT)
 
     def check_room(self, size: int) -> None:
-        """Raise StorageFull, before answering, if turns of this many bytes could not be saved.
+        """Raise StorageFull, before answering, if turns of this many bytes could neither be saved
+        nor stay in memory.
 
         May delete old turns.
         """
@@ -156,7 +159,7 @@ class SessionStore:
             _log.exception("the callback of a saved turn has failed")
 
     def _write(self, turn: Turn) -> None:
-        """Write a turn. While the disk is full, it stays in memory."""
+        """Write a turn. While the disk is full, the turn stays in memory."""
         try:
             try:
                 self._write_remembered(turn)
@@ -179,7 +182,7 @@ class SessionStore:
                 self.place.add([turn])
 
     def import_session(self, turns: Sequence[Turn]) -> SessionSummary:
-        """Save the turns of one new session, parents first; all or none."""
+        """Save the turns of a new session, either all or none. Parents must come first."""
         for chain in {place.chain for _, record in turns for place in record.kept}:
             self.pin_result(turns[0][1].owner, chain)
         self.place.add(turns, "the session")
@@ -204,15 +207,15 @@ class SessionStore:
         return self.find_turn(owner, chain, "chain")
 
     def find_turn(self, owner: str, value: str, column: str = "node") -> TurnRecord | None:
-        """Return a turn of the owner."""
+        """Return the owner's newest turn with a value in a column of its record."""
         found = (place.newest(owner, column, value) for place in reversed(self._places))
         return next((record for record in found if record is not None), None)
 
     def ancestry(self, owner: str, node: str) -> list[TurnTokens]:
         """Return the tokens that led to a turn of the owner, the oldest first.
 
-        They go back to the beginning of the stream, or to the last turn that is not kept or whose
-        tokens are unknown.
+        They begin with the stream, or after the last turn that is not kept or whose tokens are
+        unknown.
         """
         found: list[TurnTokens] = []
         parent: str | None = node
@@ -226,9 +229,16 @@ class SessionStore:
     def list_results(
         self, owner: str, node: str, call: str | None = None, most: int = 256
     ) -> list[tuple[str, ResultPlace]]:
-        """Return the newest results among the turns that lead to one, of all calls or of one.
+        """Return the newest results of tools that a turn and its ancestors have read.
 
-        Each has the id of its call, and its place.
+        Args:
+            owner: the owner of the turn.
+            node: the id of the turn.
+            call: the id of the call whose results are returned; None for all calls.
+            most: largest number of results.
+
+        Returns:
+            For each result, the id of its call, and its place in the stream.
         """
         return [
             each
@@ -263,21 +273,21 @@ class SessionStore:
         return self.place.marked_chains(PINNED, owner)
 
     def read_result(self, owner: str, node: str, chain: str) -> Message | None:
-        """Return the message of a result among the turns that lead to a given turn; None if it is
-        not kept.
+        """Return the message of a result that a turn or one of its ancestors has read; None if it
+        is not kept.
         """
         found = (place.read_result(owner, node, chain) for place in reversed(self._places))
         return next((message for message in found if message is not None), None)
 
     def dropped_places(self, owner: str, node: str) -> list[tuple[int, int]]:
-        """Return the places of the dropped results that the turns before a given one have read."""
+        """Return the places of the dropped results that a turn and its ancestors have read."""
         return [each for place in self._places for each in place.dropped_places(owner, node)]
 
     def search_archive(self, owner: str, node: str, text: str) -> list[Excerpt]:
-        """Search the text of turns up to a given one that has left the cache, for the questions in
-        a text.
+        """Find answers to the questions in `text` in the archived text of a turn and its ancestors.
 
-        Empty without an archive. Dropped outputs are not found.
+        Only text that has left the cache is found, and no dropped outputs of tools. Empty without
+        an archive.
         """
         if self.archive is None:
             return []
@@ -302,13 +312,13 @@ class SessionStore:
         return list(found.values())
 
     def list_turns(self, owner: str, session: str) -> list[TurnRecord]:
-        """Return the kept turns of a session in order. Empty if there is none."""
+        """Return the kept turns of a session in order. Empty if there is no such session."""
         return [record for place in self._places for record in place.list_turns(owner, session)]
 
     # --- sessions that exist
 
     def fork(self, owner: str, node: str, session: str) -> SessionSummary:
-        """Begin a session that ends with a turn of another: that turn and its ancestors.
+        """Begin a session that has an existing turn and its ancestors.
 
         Raises NameTaken if the owner has a session with this name, and WeirError if there is no
         such turn.

@@ -44,9 +44,9 @@ class StoreFormat:
 
     @cached_property
     def _buffers(self) -> Counter[int]:
-        """Bytes of one entry in all buffers together, by the number of entries that a buffer has.
+        """The bytes of one slot, by the number of slots: the sum over all buffers with this number.
 
-        Buffers whose size does not depend on the tokens count as one entry.
+        Buffers whose size does not depend on the number of tokens count as buffers of one slot.
         """
         found: Counter[int] = Counter()
         for plan in self.rows.plans:
@@ -60,11 +60,11 @@ class StoreFormat:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """Return the model and kind, as a store or a file states them."""
+        """Return the model and the kind of the rows, as they are written to a store or a file."""
         return {"model": self.model, "kind": self.rows.kind}
 
     def check_place(self, place: str, stated: str | bytes) -> None:
-        """Refuse a place whose JSON names another model or policy, or none."""
+        """Refuse a place if the JSON stored there names another model or policy, or none."""
         try:
             self.check(json.loads(stated))
         except (WeirError, ValueError, RecursionError) as error:
@@ -74,7 +74,7 @@ class StoreFormat:
             ) from None
 
     def check(self, stated: Any) -> None:
-        """Refuse rows of another model or policy, and say in what they differ."""
+        """Refuse rows of another model or policy, and say what differs."""
         mine = self.to_json()
         if not isinstance(stated, dict) or not all(isinstance(stated.get(n), dict) for n in mine):
             raise WeirError("it does not say which model and policy it belongs to")

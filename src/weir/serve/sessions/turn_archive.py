@@ -1,9 +1,9 @@
 """The archive of saved turns, which finds their text again after it has left the cache.
 
 Its tables are in a separate database, `archive.db`, which is attached to the database of the turns;
-both are written in one transaction. The archive keeps the text of a turn that was deleted to make
-room as long as a later turn of the conversation is kept. If the archive cannot be read or written,
-turns are saved without it, and the log says so once.
+both are written in one transaction. If a turn is deleted to make room, the archive keeps its text
+as long as a later turn of the conversation is kept. If the archive cannot be read or written, turns
+are saved without it, and the log says so once.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from weir.stream.archive import (
 _log = logging.getLogger(__name__)
 SCHEMA = "archive"
 ANCESTORS = 4096
-"""Number of turns before one that are looked up in the archive, if some were saved without it."""
+"""How many ancestors of a new turn are looked up, to find the newest one that is in the archive."""
 MOST = 8
 """The most excerpts that a search finds."""
 
@@ -48,13 +48,12 @@ class TurnArchive:
     Args:
         db: the database of the turns.
         path: the archive's file; None for memory.
-        limit: the most bytes that it may take.
+        limit: the most bytes that the archive may take; None for no limit.
 
     Attributes:
-        find_held: finds the places of a stream that a row holds; set by the client of the engine.
-        encode: tokenizes a message; set by the client of the engine. Without it, places are
-            estimated.
-        problem: why the archive is no longer used; None while it is.
+        find_held: finds the places of a stream that a row holds; set by `EngineClient`.
+        encode: tokenizes a message; set by `EngineClient`. Before that, places are estimated.
+        problem: why the archive is no longer used; None as long as it is used.
     """
 
     def __init__(self, db: Database, path: Path | None, limit: int | None) -> None:
@@ -111,20 +110,23 @@ class TurnArchive:
                 self._told_dropped = True
                 _log.warning(
                     "%s is full: from now on, it deletes the oldest turns of the owner with the "
-                    "most turns. A larger --archive keeps more.",
+                    "most text. A larger --archive keeps more.",
                     self._name,
                 )
 
     def _held_of(self, checkpoint: Checkpoint) -> bytes:
-        """Return the places of the stream that the row held at the end of the turn."""
+        """Return the number of tokens at the end of the turn (eight bytes), and then the places of
+        the stream that the row held.
+        """
         state = checkpoint.state
         seen = int(state.facts["seen"])
         return seen.to_bytes(8, "little") + self.find_held(state)
 
     def forget(self, db: sqlite3.Connection, gone: Iterable[tuple[str, str]]) -> None:
-        """Delete the text of turns that are being deleted (owner and node).
+        """Delete the text of turns that are being deleted, given by owner and node.
 
-        The text of a turn that a kept turn follows stays.
+        If a turn that stays is a descendant of a deleted turn, the text of the deleted turn stays,
+        too.
         """
         nodes: dict[str, list[str]] = {}
         for owner, node in gone:
@@ -139,11 +141,11 @@ class TurnArchive:
     def search(
         self, owner: str, node: str, text: str, dropped: Sequence[tuple[int, int]]
     ) -> list[Excerpt]:
-        """Search the text of turns up to a given one that has left the cache, for the questions in
-        a text.
+        """Find answers to the questions in `text` in the archived text of a turn and its ancestors.
 
-        Empty if the archive cannot be read. Text at the places `dropped` is not found. These are
-        dropped outputs of tools, so that the model does not read them again.
+        Only text that has left the cache is found. Empty if the archive cannot be read. Text at the
+        places `dropped` is not found: these are the outputs of tools that were dropped, which the
+        model must not read again.
         """
         if self.problem is not None or not (asked := find_inquiries(text)):
             return []
@@ -163,7 +165,7 @@ class TurnArchive:
             return []
 
     def count_turns(self, owner: str, node: str) -> int:
-        """Return the number of turns that a search from a turn would see."""
+        """Return the number of archived turns that a search from this turn would read."""
         if self.problem is not None:
             return 0
         try:
@@ -180,13 +182,15 @@ class TurnArchive:
 
     @contextmanager
     def _guarding(self, db: sqlite3.Connection) -> Iterator[None]:
-        """Undo the writes of a failure in the archive, and go on without the archive."""
+        """If the archive fails in this block, undo what the block has written, and go on without
+        the archive.
+        """
         db.execute("SAVEPOINT archive")
         try:
             yield
         except Exception as error:
             self._give_up(error)
-            # SQLite may have undone all of it, for example because the disk is full.
+            # SQLite may have undone the whole transaction, for example because the disk is full.
             if not db.in_transaction:
                 raise
             db.execute("ROLLBACK TO archive")

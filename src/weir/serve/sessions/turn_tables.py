@@ -34,9 +34,11 @@ from weir.serve.sessions.turn_archive import TurnArchive
 _log = logging.getLogger(__name__)
 
 MAX_DROPPED = 4096
-"""Largest number of dropped results in an owner's sessions, and also of pinned ones."""
+"""Largest number of dropped results of tools of one owner, and also of pinned results."""
 DROPPED, PINNED = "dropped", "pinned"
-"""The tables of dropped results, which must not be read again, and of pinned ones."""
+"""The tables of dropped results, which the model must not read again, and of pinned results, which
+must be kept.
+"""
 VERSION = 3
 """Version of the tables (`PRAGMA user_version`)."""
 
@@ -60,8 +62,8 @@ CREATE TABLE records (
     owner TEXT NOT NULL,
     parent TEXT,
     chain TEXT NOT NULL,
-    messages TEXT NOT NULL,  -- JSON, with [role, content, name] of each
-    last INTEGER NOT NULL,
+    messages TEXT NOT NULL,  -- JSON, as `Message.to_json` makes it
+    last INTEGER NOT NULL,  -- the last token of the answer
     seen INTEGER NOT NULL,
     usage TEXT NOT NULL,  -- numbers by name, as JSON
     created REAL NOT NULL,
@@ -100,7 +102,7 @@ CREATE TABLE pinned (  -- histories that end with a result that must be kept
     chain TEXT NOT NULL,
     UNIQUE (owner, chain)
 );
-CREATE TABLE kept (  -- results that the states of turns keep for good
+CREATE TABLE kept (  -- results that the states of turns keep permanently
     node TEXT NOT NULL REFERENCES nodes (name) ON DELETE CASCADE,
     owner TEXT NOT NULL,
     chain TEXT NOT NULL,
@@ -165,8 +167,9 @@ SELECT name, file, bytes, (SELECT owner FROM records WHERE node = name) AS owner
 ) AS alone FROM nodes WHERE name IN (SELECT value FROM json_each(?1)) AND (?2 IS NULL OR EXISTS (
     SELECT 1 FROM members WHERE node = name AND (owner, session) = (?2, ?3)
 ))"""
-"""The turns of a list that are in a session, and whether they are in no other. NULL means all
-sessions.
+"""The turns of a list (?1) that are in a session (?2, ?3), and whether each is in no other session.
+
+If ?2 is NULL, all turns of the list, as if no other session had them.
 """
 
 _JOIN = "INSERT INTO members (owner, session, node) VALUES (?, ?, ?)"
@@ -176,13 +179,15 @@ class TurnTables:
     """Turns whose records and states are in memory; the base class of other places.
 
     Attributes:
-        nbytes: bytes of all snapshots; in memory, their number.
-        archive: the archive of the turns' text; None for none.
-        exclusive: excludes other changes inside a `with` block.
+        db: the database of the tables.
+        unit: the unit of the limit and of `nbytes`, for error messages.
+        nbytes: bytes of all snapshots; in memory, the number of turns.
+        archive: the archive of the turns' text; None if their text is not archived.
+        exclusive: a lock; while a thread holds it, no other thread changes the turns.
         scratch: a folder on the disk of the snapshots; None for the system's temporary folder.
     """
 
-    unit = "turns"  # of `limit`, for errors
+    unit = "turns"
     archive: TurnArchive | None = None
     scratch: Path | None = None
 
@@ -194,7 +199,7 @@ class TurnTables:
         self.db = db
         # By table and owner; filled on demand.
         self._chains: dict[tuple[str, str], frozenset[str]] = {}
-        self.exclusive = threading.RLock()  # guards `nbytes`
+        self.exclusive = threading.RLock()  # `nbytes` is changed only by its holder
         self._limit = limit
         self._uses_lock = threading.Lock()
         self._uses: dict[str, int] = {}  # uses that are not in the database yet, by turn
@@ -232,8 +237,8 @@ class TurnTables:
             self._states.pop(file, None)
 
     def turn_bytes(self, tokens: int | None = None) -> int:
-        """Return the bytes that a turn may take whose stream has this many tokens. None: a full
-        row.
+        """Return the bytes that a turn may take if its stream has this many tokens, or if the row
+        is full (None).
         """
         return 0
 
@@ -247,7 +252,9 @@ class TurnTables:
         return free is None or free >= size
 
     def make_room(self, size: int, keep: int) -> bool:
-        """Make room for this many bytes, and return whether there is any."""
+        """Make room for this many bytes, without deleting the newest `keep` turns. Returns whether
+        there is room now.
+        """
         return self.has_room(size)
 
     def close(self) -> None:
@@ -294,8 +301,8 @@ class TurnTables:
         return [SessionSummary(**{**row, "usage": json.loads(row["usage"])}) for row in found]
 
     def ancestry(self, owner: str, node: str) -> tuple[list[TurnTokens], str | None]:
-        """Return the tokens that led to a turn, as far back as its turns are stored, and the
-        parent of the first.
+        """Return the tokens of a turn and its ancestors, as far back as they are stored, the oldest
+        first, and the parent of the oldest.
         """
         rows = self.db.query(_ANCESTRY, node, owner)
         found = [TurnTokens(row["node"], row["seen"], row["ids"]) for row in rows]
@@ -306,7 +313,7 @@ class TurnTables:
             return dict(self._uses)
 
     def _touch(self, node: str) -> int:
-        """Note that a turn was used. The number rises with each use."""
+        """Note that a turn was used. Returns a number that rises with each use."""
         with self._uses_lock:
             self._clock += 1
             self._uses[node] = self._clock
@@ -316,8 +323,8 @@ class TurnTables:
 
     @contextmanager
     def changing(self) -> Iterator[sqlite3.Connection]:
-        """Open a transaction that also writes when turns were used. Either all of it is written, or
-        nothing.
+        """Open a transaction, which also writes the latest uses of turns. Either all of it is
+        written, or nothing.
         """
         with self.exclusive, self.db.writing() as db:
             uses = self._unwritten_uses()
@@ -332,8 +339,8 @@ class TurnTables:
                     del self._uses[name]
 
     def add(self, turns: Sequence[Turn], what: str = "one turn") -> None:
-        """Add turns, either all or none. A turn with the same name is replaced. Errors call them
-        `what`.
+        """Add turns, either all or none. A turn with the same name is replaced. Error messages call
+        the turns `what`.
         """
         kept: list[tuple[str, int, str]] = []
         names = json.dumps([record.node for _, record in turns])
@@ -387,7 +394,7 @@ class TurnTables:
     ) -> None:
         """Insert the rows of a turn, and delete those of an earlier turn with its name."""
         node = record.node
-        db.execute("DELETE FROM nodes WHERE name = ?", (node,))  # the others go with it
+        db.execute("DELETE FROM nodes WHERE name = ?", (node,))  # and its rows elsewhere
         db.execute(
             "INSERT INTO nodes VALUES (?, ?, ?, ?, ?, ?)",
             (node, *snapshot, pending, self._touch(node)),
@@ -409,9 +416,10 @@ class TurnTables:
     def list_results(
         self, owner: str, node: str, call: str | None, most: int
     ) -> list[tuple[str, ResultPlace]]:
-        """Return the newest results among the turns that lead to one, of all calls or of one.
+        """Return the newest results of tools that a turn and its ancestors have read.
 
-        Each has the id of its call, and its place.
+        Those of one call, or of all calls (None). Each comes with the id of its call, and with its
+        place in the stream.
         """
         rows = self.db.query(
             f"{_LINE} SELECT call, start, stop, results.chain FROM line JOIN results "
@@ -425,7 +433,7 @@ class TurnTables:
         return [(row["call"], ResultPlace(row["start"], row["stop"], row["chain"])) for row in rows]
 
     def dropped_places(self, owner: str, node: str) -> list[tuple[int, int]]:
-        """Return the places of the dropped results that the turns before a given one have read."""
+        """Return the places of the dropped results that a turn and its ancestors have read."""
         rows = self.db.query(
             f"{_LINE}, read (start, stop, chain) AS ("
             "SELECT start, stop, results.chain FROM line JOIN results ON results.node = line.node "
@@ -448,8 +456,10 @@ class TurnTables:
         return found
 
     def mark_result(self, table: str, owner: str, chain: str) -> None:
-        """Add a result to the table `dropped` or `pinned`. Raises WeirError if the table is full. A
-        dropped result is no longer pinned.
+        """Add a result to the table `dropped` or `pinned`. A dropped result is no longer pinned.
+
+        Raises WeirError if the table already has `MAX_DROPPED` results of this owner that are still
+        in use.
         """
         with self.exclusive, self.changing() as db:
             count = f"SELECT count(*) FROM {table} WHERE owner = ?"
@@ -480,7 +490,9 @@ class TurnTables:
         self._chains.pop((PINNED, owner), None)
 
     def read_result(self, owner: str, node: str, chain: str) -> Message | None:
-        """Return the message of a result among the turns that lead to a given turn."""
+        """Return the message of a result that a turn or one of its ancestors has read; None if it
+        is not kept.
+        """
         row = self.db.first(
             f"{_LINE} SELECT line.node FROM line JOIN results ON results.node = line.node "
             "WHERE results.chain = ?3 LIMIT 1",
@@ -495,10 +507,9 @@ class TurnTables:
     def remove(
         self, nodes: Collection[str], owner: str | None = None, session: str | None = None
     ) -> list[str]:
-        """Remove turns from a session, or from all. Returns those that are no longer in any
-        session.
+        """Remove turns from a session, or from all sessions (None).
 
-        The returned turns are deleted.
+        Turns that are then in no session are deleted. Returns their ids.
         """
         with self.exclusive:
             rows = self.db.query(LEAVING, json.dumps(sorted(nodes)), owner, session)
@@ -518,7 +529,7 @@ class TurnTables:
         return [row["name"] for row in gone]
 
     def fork(self, owner: str, node: str, session: str) -> None:
-        """Begin a session that ends with a turn of another: that turn and its ancestors."""
+        """Begin a session that has an existing turn and its ancestors."""
         with self.changing() as db:
             path = db.execute(_PATH, (node, owner)).fetchall()
             if not path:
