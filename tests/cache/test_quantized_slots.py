@@ -294,13 +294,13 @@ def test_a_file_of_other_slots_is_refused(llama, ids, tmp_path):
 @pytest.mark.parametrize(
     ("name", "number", "said"),
     [
-        ("0.coded.keys", -128, "coded.keys has numbers that no level is"),
+        ("0.coded.keys", -128, "coded.keys has numbers that are not valid levels"),
         (
             "1.coded.values_peaks",
             float("nan"),
-            "coded.values_peaks has numbers that are no peaks",
+            "coded.values_peaks has numbers that are not valid peaks",
         ),
-        ("0.coded.masters_peaks", -1.0, "coded.masters_peaks has numbers that are no peaks"),
+        ("0.coded.masters_peaks", -1.0, "coded.masters_peaks has numbers that are not valid peaks"),
         ("0.position", 10**6, "position has places"),
     ],
 )

@@ -1,8 +1,8 @@
 """Process large requests from clients in separate processes.
 
 An interpreter runs one thread at a time. If large bodies were parsed, rendered and tokenized in the
-engine's process, each of the engine's steps would wait for them hundreds of times. Functions that
-are called here get the value that the worker was opened with as their first argument.
+engine's process, each of the engine's steps would wait for them hundreds of times. The first
+argument of every function that a worker calls is the value that the worker was opened with.
 """
 
 from __future__ import annotations
@@ -39,18 +39,22 @@ PROCESSES = 2
 COLLECTED = (10_000, 10, 100)
 """Thresholds of the garbage collector.
 
-By default it scans everything that a large body has created several times while the body is parsed,
-which takes longer than parsing.
+With the default thresholds, the collector runs several times while a large body is parsed, and each
+time scans everything that was created so far. This takes longer than parsing.
 """
 RATE = 1_000_000
-"""Number of bytes for which a call waits one second longer than a small call of the same client."""
+"""Number of bytes of a call such that a small call of the same client goes first if it comes less
+than one second later. For other sizes, the time is proportional to the size.
+"""
 PIECE = 1_048_576
 """Bytes of a message that are sent at a time.
 
 Python copies the data that a pipe receives, but only one piece at a time.
 """
 M_MMAP_THRESHOLD = -3
-"""The number, in glibc's `mallopt`, of the size from which buffers come from the system."""
+"""The number of an option of glibc's `mallopt`: the size from which a buffer is requested directly
+from the system.
+"""
 holder_of_call: ContextVar[str] = ContextVar("holder_of_call", default="")
 """The client that a call is for."""
 
@@ -61,8 +65,8 @@ _Step = tuple[Callable[..., Any], tuple[Any, ...]]
 class Worker:
     """Works in the calling thread, one call at a time.
 
-    A call with a template that is slow, or does not finish, makes way and continues after other
-    such calls.
+    If a chat template takes long, or does not finish, its call lets other calls run. It continues
+    when no other call of this kind is running.
     """
 
     def __init__(self) -> None:
@@ -70,7 +74,7 @@ class Worker:
         self._opened: Any = None
 
     def open(self, given: Any) -> None:
-        """Set the first argument of functions. It can be pickled."""
+        """Set the first argument of functions, a value that can be pickled."""
         self._opened = given
 
     @property
@@ -104,7 +108,7 @@ class Worker:
         return small, Handle(self, large)
 
     def vet(self, function: Callable[..., Any], *given: Any) -> None:
-        """Let a process check something that is then processed here."""
+        """Check data before it is processed here. Only a worker with processes checks anything."""
 
     def hold(self, value: Any) -> Handle:
         """Hold a value for several calls."""
@@ -127,9 +131,9 @@ class Handle:
         return self._worker.call(function, self._value, *given)
 
     def map(self, function: Callable[..., Any], *given: Any) -> Handle:
-        """Hold the result of a function of the value.
+        """Call a function with the value, and hold the result.
 
-        Its exceptions may be raised only when the result is used.
+        An exception of the function may be raised only when the result is used.
         """
         return Handle(self._worker, self.call(function, *given))
 
@@ -156,7 +160,7 @@ class CallQueue:
 
     @contextlib.contextmanager
     def take(self, holder: str, size: int) -> Iterator[WorkerOfMany]:
-        """Wait for a process for a call with this many bytes. Raises Busy if there will be none."""
+        """Wait for a process for a call with this many bytes. Raises Busy after `close`."""
         call = WaitingCall(holder, time.monotonic() + size / RATE)
         with self._changed:
             self._waiting.append(call)
@@ -202,8 +206,9 @@ class WorkerProcess(Worker):
     """Works in processes of low priority. A process that is lost is started again.
 
     Args:
-        fork: share the memory of this process. There must be no other threads yet, and no open
-            files that others wait for.
+        fork: whether the processes begin as copies that share the memory of this process, where
+            the system supports this. There must be no other threads yet, and no open sockets or
+            pipes, which a copy would keep open.
         processes: number of processes. With two, a client whose bodies take long to refuse cannot
             keep others waiting.
     """
@@ -272,6 +277,7 @@ class WorkerOfMany:
 
     Attributes:
         opened: the value that a restarted process is opened with.
+        pipe: this process's end of the pipe.
     """
 
     def __init__(self, method: str, inherited: Sequence[Connection] = ()) -> None:
@@ -335,11 +341,11 @@ class WorkerOfMany:
 
 
 class _Packed(Handle):
-    """A value that a process holds as bytes, in one copy, whatever is done with it.
+    """A value that is held here as bytes, and unpacked only where it is used.
 
     Args:
-        steps: functions that are called with the value wherever it is unpacked, each with its
-            further arguments.
+        steps: functions that are called wherever the value is unpacked, the first with the value,
+            and each other with the result of the one before it; with their further arguments.
     """
 
     _worker: WorkerProcess
@@ -415,7 +421,7 @@ def _receive(pipe: Connection) -> list[bytearray]:
 
 
 def _read(parts: list[bytearray]) -> Any:
-    """Read the content of a message. Its parts are released."""
+    """Read the content of a message, and empty the list of its parts."""
     data, *buffers = parts
     parts.clear()
     return pickle.loads(data, buffers=buffers)

@@ -1,4 +1,8 @@
-"""Splits the KV heads of a layer among parts, and puts the answers back in order."""
+"""Splits the KV heads of a layer among its parts, and puts their answers back in order.
+
+A layer whose KV heads have different pipes has one part for each pipe. An answer is the result of
+attention for a query.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +34,8 @@ class HeadSplit:
 
     @classmethod
     def of(cls, heads: Sequence[Sequence[int] | None], device: torch.device) -> HeadSplit | None:
-        """Make the assignment of parts with these heads; None for a single part, which has all
-        heads.
+        """Make the assignment for parts with these heads; None if there is only one part, which has
+        all heads.
         """
         if len(heads) == 1:
             return None
@@ -57,7 +61,7 @@ class HeadSplit:
         Args:
             parts: the attention of each part.
             queries: [batch, heads, length, key_dim].
-            keys, values: of the new tokens [batch, kv_heads, length, dim].
+            keys, values: keys and values of the new tokens [batch, kv_heads, length, dim].
             params: the parameters of the whole layer.
         """
         queries = queries.unflatten(1, (keys.shape[1], -1))

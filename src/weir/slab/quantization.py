@@ -1,14 +1,14 @@
 """Quantization of keys and values to 8 or 4 bits, its error bounds, and dequantization.
 
-A vector x is stored as numbers c of few bits and its *peak*, the largest number of the vector or of
-each group in it:
+A vector x is stored as numbers c of few bits and its *peak*, the largest absolute value in the
+vector, or the peaks of groups of its numbers:
 
     step = peak / levels,  c = round(x / step),  read as c * step
 
 Quantizing is a projection: if a vector that was read is quantized again, it gets the same codes,
 bit for bit, in every dtype. So nothing more is lost, however often a slot is packed again. This
-holds because the peak is rounded to bfloat16 before it is used, and the largest number is always
-the last level.
+holds because the peak is rounded to bfloat16 before it is used, and the number with the largest
+absolute value always gets the largest code.
 
 Four-bit codes round the *rotated* vector, its product with a Hadamard matrix, which spreads large
 numbers over all others (QuaRot, Ashkboos et al. 2024, section 3; arXiv:2404.00456). The matrix is
@@ -28,7 +28,7 @@ from torch import Tensor
 from weir import kernels
 
 PEAK = torch.bfloat16
-"""The dtype of peaks, which has the range of all numbers of models in two bytes."""
+"""The dtype of peaks, which has the range of float32 in two bytes."""
 _LARGEST = {torch.float16: 65280.0, torch.float64: torch.finfo(torch.bfloat16).max}
 """The largest number of bfloat16 that is also in the range of the dtype."""
 _LEAST = 2.0**-100
@@ -82,7 +82,7 @@ ROTATED_INT4 = Code(7, torch.uint8, 0.5, halves=True, rotated=True)
 FP8 = Code(448, torch.uint8, 16.0, finest=2.0**-9)
 """Floating point with 4 bits of exponent and 3 of mantissa. The error is at most a 16th of the
 number, or 2^-10 of a step if that is more. Numbers are stored as bytes, because few operations
-support the dtype.
+support `torch.float8_e4m3fn`.
 """
 
 
@@ -172,7 +172,7 @@ def _low(dtype: torch.dtype, code: Code) -> float:
     """Return the smallest peak of vectors of a dtype."""
     if dtype != torch.float16:
         return _LEAST
-    # Its smallest numbers are 2^-24 apart, and have to distinguish the closest levels.
+    # The smallest numbers of float16 are 2^-24 apart, and must distinguish the closest levels.
     return max(2.0**-14, 2.0**-22 * code.levels / code.finest)
 
 
@@ -204,7 +204,7 @@ def dequantize(numbers: Tensor, peaks: Tensor, code: Code, dtype: torch.dtype) -
     """Dequantize the results of `quantize` to vectors [..., dim] of a dtype."""
     levels = read(numbers, code)
     if code.rotated:
-        # Sums of whole numbers are exact in any order, and so with any precision of products.
+        # Levels are whole numbers, so the sums are exact in any order, with any kind of product.
         size = block_size(levels.shape[-1])
         levels = _by_blocks(levels, _signs(size, levels.device))
         return (levels * (steps(peaks, code) / math.sqrt(size))).to(dtype)
@@ -240,7 +240,7 @@ def dequantize_into(numbers: Tensor, peaks: Tensor, code: Code, out: Tensor) -> 
 
 
 def read(numbers: Tensor, code: Code) -> Tensor:
-    """Unpack stored numbers into quantization steps [..., dim], float32."""
+    """Unpack stored numbers into levels, which count steps [..., dim], float32."""
     if code.halves:
         return torch.cat([numbers & 15, numbers >> 4], dim=-1).float() - 8
     if code.dtype == torch.uint8:
@@ -254,7 +254,7 @@ def are_levels(numbers: Tensor, code: Code) -> bool:
 
 
 def _store(levels: Tensor, code: Code) -> Tensor:
-    """Round numbers of steps to levels, and pack them as stored."""
+    """Round vectors, given in steps, to levels, and pack these as they are stored."""
     if code.halves:
         low, high = (levels.round() + 8).to(torch.uint8).chunk(2, dim=-1)
         return low | high << 4
@@ -302,9 +302,9 @@ def _transform(x: Tensor) -> Tensor:
 def _coarse(peaks: Tensor) -> Tensor:
     """Round peaks to four significant bits.
 
-    Neighboring values are 1/16 to 1/8 apart, so a number within 1/32 of a peak is rounded to it. In
-    bfloat16, each number that is read is off by 2^-9 of itself, so sums in a block of n numbers are
-    off by sqrt(n) 2^-9 of the peak, which is 1/32 for 256.
+    Neighboring values differ by 1/16 to 1/8 of themselves, so a number within 1/32 of a peak is
+    rounded to it. In bfloat16, each number that is read is off by 2^-9 of itself, so sums in a
+    block of n numbers are off by sqrt(n) 2^-9 of the peak, which is 1/32 for 256.
     """
     mantissa, exponent = torch.frexp(peaks)
     return torch.ldexp((mantissa * 16).round() / 16, exponent).to(PEAK)

@@ -185,8 +185,13 @@ class Slab:
         self.values.narrow(2, start, count).copy_(values)
 
     def append_each(self, keys: Tensor, values: Tensor, lines: Tensor) -> None:
-        """Put one token of each row [batch, kv_heads, 1, dim] at the `slot_lines` of a buffer like
-        `keys`.
+        """Put one token of each row [batch, kv_heads, 1, dim] into a slot of the row.
+
+        Args:
+            keys: the keys.
+            values: the values.
+            lines: the `slot_lines` of the slots, with quantized slots counted, for as many slots
+                per row as `self.keys` has.
         """
         if self.first:
             lines = lines - self.first
@@ -194,7 +199,7 @@ class Slab:
         put_lines(self.values, values, lines)
 
     def store_queries(self, queries: Tensor, start: int) -> None:
-        """Store queries [batch, kv_heads, group, n, key_dim] from place `start` on."""
+        """Store queries [batch, kv_heads, group, n, key_dim] in `queries`, from `start` on."""
         assert self.queries is not None
         self.queries.narrow(2, start, queries.shape[3]).copy_(merge_groups(queries))
 
@@ -239,8 +244,9 @@ class Slab:
     def open_tail(self, start: int, seen: Tensor, chunk: int) -> None:
         """Prepare `chunk` slots from `start` on for the next tokens, and empty the rest.
 
-        Waiting slots already have the position of their token, counted from each row's next place
-        `seen` [batch]. Until the token is there, that position is in the future of every query.
+        These slots already get the positions of their tokens, counted from the position of each
+        row's next token, `seen` [batch]. Until a slot has its token, its position is in the future
+        of every query.
         """
         stop = start + chunk
         steps = torch.arange(chunk, device=self.position.device)
@@ -295,11 +301,12 @@ class Slab:
             t[row].fill_(_FILL.get(name, 0))
 
     def drop(self, row: int, gone: Tensor, emptied: Tensor) -> None:
-        """Zero the keys, values and weights of some slots of a row, and empty some of these.
+        """Zero the keys, values and weights of some slots of a row, and empty some of these slots.
 
         Args:
-            gone: the slots [kv_heads, slots], bool.
-            emptied: those of them that no longer hold a token.
+            row: the row.
+            gone: the slots to zero [kv_heads, slots], bool.
+            emptied: the slots among `gone` that no longer hold any token [kv_heads, slots], bool.
         """
         coded = gone[:, : self.first]
         for t in (self.keys, self.values):
@@ -330,10 +337,12 @@ class Slab:
     def put_row(
         self, row: int, tensors: dict[str, Tensor], held: Mapping[str, tuple[slice, ...]]
     ) -> None:
-        """Overwrite a row with the slots in use of a slab of one row (`cut_slots`), and empty all
-        others.
+        """Overwrite a row with the contents of another slab of one row, and empty all other slots.
 
-        `held` says which slots these are, by the names of buffers.
+        Args:
+            row: the row.
+            tensors: the buffers of the other slab, cut to the slots in use (`cut_slots`).
+            held: for each buffer that was cut, the slots that are in use.
         """
         for name, t in self.tensors().items():
             if name not in held:
@@ -386,8 +395,10 @@ class Slab:
 
 
 def slot_lines(slots: Tensor, kv_heads: int, size: int) -> Tensor:
-    """Given one slot of each row [batch], return the lines of these slots [batch * kv_heads],
-    int64, in a buffer with `size` slots per row that is viewed as a list of lines.
+    """Return the lines of one slot of each row: from `slots` [batch] to [batch * kv_heads], int64.
+
+    A line is the entry of one slot and KV head in a buffer with `size` slots per row that is viewed
+    as one long list, as in `put_lines`.
     """
     heads = torch.arange(slots.shape[0] * kv_heads, device=slots.device).view(-1, kv_heads)
     return (heads * size + slots[:, None]).flatten()

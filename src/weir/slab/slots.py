@@ -33,7 +33,7 @@ _OTHERS = ("a", "b", "position", "mass", "span")
 
 
 class SlotBuffers(Protocol):
-    """Buffers that slots can be a view of, as a `Slab` is."""
+    """Buffers of which slots can be a view, such as a `Slab`."""
 
     def run(self, start: int, stop: int) -> Slots:
         """View the slots `start` to `stop`."""
@@ -186,8 +186,8 @@ def pick(t: Tensor, index: Tensor) -> Tensor:
     steps = t.stride()
     if not t.numel() or steps[3] != 1 or any(step % dim for step in steps[:3]):
         return t.gather(2, index[..., None].expand(-1, -1, -1, dim))
-    # View the memory of `t` as one long list of rows, because copying whole rows is several times
-    # as fast as gathering numbers.
+    # View the memory of `t` as one long list of vectors, because copying whole vectors is several
+    # times as fast as gathering numbers.
     row, head, slot = (step // dim for step in steps[:3])
     last = sum((n - 1) * step for n, step in zip(t.shape[:3], (row, head, slot), strict=True))
     rows = t.as_strided((last + 1, dim), (dim, 1))
@@ -341,9 +341,9 @@ class QuantizedStorage:
             if name in self.buffers:
                 peaks = self.buffers[f"{name}_peaks"]
                 if not bool(((peaks >= 0) & peaks.isfinite()).all()):
-                    return f"{CODED}{name}_peaks has numbers that are no peaks"
+                    return f"{CODED}{name}_peaks has numbers that are not valid peaks"
                 if not are_levels(self.buffers[name], self._code(name)):
-                    return f"{CODED}{name} has numbers that no level is"
+                    return f"{CODED}{name} has numbers that are not valid levels"
         return None
 
     def _code(self, name: str) -> Code:

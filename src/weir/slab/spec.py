@@ -21,7 +21,7 @@ class Heads:
 
     Attributes:
         kv_heads: heads of keys and values.
-        group: query heads for each of them.
+        group: query heads for each KV head.
         key_dim, value_dim: numbers of a key and of a value.
         dtype: of keys and values.
     """
@@ -54,7 +54,7 @@ class SlabSpec:
         state: pool state by name: the shape after [batch, kv_heads], and the dtype.
         format: the format of quantized slots; None if there are none.
         quantized: number of quantized slots.
-        quantized_masters: number of those in the front whose original keys are kept.
+        quantized_masters: number of quantized slots in the front whose original keys are kept.
     """
 
     heads: Heads

@@ -34,9 +34,9 @@ class DecodeSlots:
         split: both in the form that `split_attention` reads; None if a equals b.
         queries: the buffer of the queries that the next fold reads; None if it reads none.
         unasked: number of tokens at the start of a tail whose queries the fold does not read. All
-            of them are written to the first place of that buffer, one over the other. Negative if
-            the buffer begins with queries of tokens before the tail.
-        window: how many tokens a query sees; None for all.
+            these queries are written to the first place of `queries`, each over the one before.
+            Negative if `queries` begins with queries of tokens before the tail.
+        window: how many of the newest slots a query sees; None for all.
     """
 
     keys: Tensor

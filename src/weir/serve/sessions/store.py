@@ -51,9 +51,8 @@ class SessionStore:
     Args:
         place: where turns are saved; None for memory.
         keep: number of turns. In memory, this many are saved (None: `DEFAULT_KEPT`). In another
-            place, the newest of these are not deleted to make room when the disk is full, and up
-            to this many turns that do not fit on the disk stay in memory until there is room
-            (None: 0).
+            place, this many of the newest turns are not deleted when the disk is full, and up to
+            this many turns that do not fit on it stay in memory until there is room (None: 0).
         queue: number of turns that can wait to be written. If there are more, `save` waits.
     """
 

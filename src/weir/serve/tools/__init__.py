@@ -1,1 +1,1 @@
-"""Calls of a client's functions: the formats that models write, their grammars and their parser."""
+"""Tools: the formats of calls, their grammars and their parser, and the server's own tools."""

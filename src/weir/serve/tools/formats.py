@@ -1,7 +1,7 @@
 """Tools, the formats in which models write tool calls, and how the format of a model is detected.
 
 The format is read from the chat template, which the model saw in training. If the template does not
-accept tools, or there is none, a system message asks for calls in the first of these formats.
+accept tools, or there is no template, a system message asks for calls in the format `HERMES`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from weir.serve.messages import Call, Message, same_value
 
 @dataclass(frozen=True)
 class Tool:
-    """A function.
+    """A function that the model can call.
 
     Attributes:
+        name, description: what the model reads about it.
         parameters: a JSON schema of an object; None if it has no parameters.
         strict: refuse a schema if some keyword in it cannot be enforced.
     """
@@ -49,7 +50,7 @@ class Tool:
 
 
 def describe_tools(tools: Iterable[Tool]) -> str:
-    """Return one text with everything about some tools, to compare or hash.
+    """Return a text with everything about some tools, to compare or hash.
 
     It does not depend on the order of tools or of the keys in their schemas, or on the notation of
     numbers.
@@ -65,8 +66,9 @@ class CallFormat:
     Attributes:
         trigger: text before a call, or before the list of all calls; empty if there is none, so
             that an answer is either text or a call.
-        key: the key of the arguments.
-        between: text between name and arguments, if a call is not one JSON object.
+        close: text after a call, or after the list of all calls; empty if there is none.
+        key: the key of the arguments, if a call is one JSON object.
+        between: text between name and arguments; empty if a call is one JSON object.
         parallel: whether an answer may have more than one call.
         is_list: whether the calls of an answer are in one list.
         in_template: whether the chat template accepts tools; otherwise a system message describes
@@ -190,7 +192,7 @@ def format_of(tokenizer: PreTrainedTokenizerBase) -> CallFormat:
     raise WeirError(
         f"this model's chat template writes tool calls {next(how, 'in an unknown format')}, which "
         "this server does not support. Supported are the formats of Hermes and Qwen up to 3, "
-        "Llama 3, and Mistral. Leave out tools, or use such a model."
+        "Llama 3, and Mistral. Leave out tools, or use a model with one of these formats."
     )
 
 

@@ -1,4 +1,4 @@
-"""Grammars of answers with tools: text, calls, or either.
+"""Grammars of answers with tools, which consist of text, of calls, or of both.
 
 The arguments of a call must fit the parameters of its function, so that every call can be parsed.
 Grammars are written in llguidance's variant of Lark.
@@ -31,12 +31,16 @@ def tool_grammar(
     """Make the grammar of an answer, for `GrammarCompiler.compile`.
 
     Args:
+        form: the format of calls.
         tools: the functions of the client.
+        choice: whether the answer has no calls, may have calls, or consists of calls.
+        parallel: whether the client allows more than one call in an answer.
         newlines: whether a call may have line ends around its JSON.
         special: the texts of the format that are special tokens, with their ids.
         schema: the schema of an answer without calls, in llguidance's form; None for text.
-        own: functions that the server runs. A call of one ends a part of the answer, and the next
-            part begins after its result. Each part has calls of `tools`, or one such call.
+        own: functions that the server runs. A call of such a function ends a part of the answer,
+            and the next part begins after its result. Each part has calls of `tools`, or one call
+            of `own`.
     """
     trigger, close, between = (
         f"<[{special[text]}]>" if text in special else json.dumps(text) if text else ""

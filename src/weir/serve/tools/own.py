@@ -29,13 +29,14 @@ CUT = " [cut]"
 
 @dataclass(frozen=True)
 class ToolContext:
-    """The session that a call was made in.
+    """The session in which a call was made.
 
     Attributes:
         engine: the engine that generates the answer; `engine.store` has the turns of all owners.
+        tokenizer: the model's tokenizer.
         prompt: the prompt of the answer: its owner, its session, the saved turn before it, and the
             messages that are new since then.
-        sequence: the answer, which waits for the result in its row.
+        sequence: the answer. It keeps its row while it waits for the result of the call.
     """
 
     engine: Engine
@@ -52,7 +53,7 @@ class OwnTool:
         tool: its name, its description and the JSON schema of its arguments, as the model reads
             them.
         run: called in a thread with the session and the arguments, which fit the schema; returns
-            the text that the model reads. If it raises a WeirError, the model reads the error.
+            the text that the model reads. If `run` raises a WeirError, the model reads the error.
     """
 
     tool: Tool
@@ -64,11 +65,11 @@ class OwnTools:
     """The server's tools in one request.
 
     Attributes:
-        tools: those that the model may call, by name.
+        tools: the server's tools that the model may call, by name.
         described: all tools that the model knows, including those of the client.
         variables: further variables of the chat template.
-        again: makes the format of the answer after a call, which may have another call.
-        last: makes the format of the answer after the last call that is allowed.
+        again: makes the grammar that the answer follows after a call, if more calls are allowed.
+        last: makes the grammar that the answer follows after the last call that is allowed.
     """
 
     tools: Mapping[str, OwnTool]
@@ -108,7 +109,7 @@ KEEP_TOOL_OUTPUT = Tool(
     "needed later. There is little room: keep what matters only.",
     DROP_TOOL_OUTPUT.schema,
 )
-"""Pins the output of one of the client's tools, named in the same way."""
+"""Pins the output of one of the client's tools. The model names it by its age, too."""
 
 
 def clip_result(text: str) -> str:

@@ -17,7 +17,13 @@ from weir.stream import count_stop_prefix
 
 @dataclass(frozen=True)
 class TextDelta:
-    """More text of the answer, or of the arguments of the call with an index."""
+    """More text of the answer.
+
+    Attributes:
+        text: the text.
+        call: the index of the call whose arguments the text continues; None if it continues the
+            text of the answer.
+    """
 
     text: str
     call: int | None = None
@@ -70,10 +76,14 @@ class CallParser:
     """Parser of one answer.
 
     Attributes:
+        form: the format of calls.
         names: names of the functions that may be called; a call of another function is text.
         calls_only: whether the answer consists of calls and has no text.
-        own: names of functions that the server runs. Their calls are in no `AnswerPart`.
-        own_calls: the complete calls of these in the current part of the answer: name, arguments.
+        own: names of the functions among them that the server runs. Calls of these functions are
+            in no `AnswerPart`.
+        num_complete: number of complete calls of the client's functions.
+        own_calls: name and arguments of each complete call of the server's functions in the current
+            part of the answer.
     """
 
     form: CallFormat
@@ -83,10 +93,10 @@ class CallParser:
     num_complete: int = 0
     own_calls: list[tuple[str, str]] = field(default_factory=list)
     _started: int = 0
-    _own_call: tuple[str, str] | None = None  # the one that is being parsed
+    _own_call: tuple[str, str] | None = None  # the call of `own` that is being parsed
     _has_call: bool = False  # whether a call has begun in this part of the answer
     _said: bool = False  # whether there was text in any part
-    _gap: str = ""  # comes before the next text
+    _gap: str = ""  # what is put before the next text
     _state: str = "text"
     _rest: str = ""
     _spaces: str = ""  # the latest white space, which is text if more text follows
@@ -127,7 +137,8 @@ class CallParser:
         dropped. Text that was held back as the beginning of a trigger is text.
 
         Args:
-            cut: whether the answer ran into its limit, so that such a beginning belongs to a call.
+            cut: whether the answer ran into its limit. If so, the beginning of a trigger at its end
+                belongs to a call, and is dropped.
         """
         cut = cut or self.calls_only
         rest, self._rest = self._rest, ""
@@ -140,7 +151,7 @@ class CallParser:
     def next_round(self) -> list[AnswerPart]:
         """Parse the end of a part of the answer that called one of the server's functions.
 
-        The next text begins a paragraph, if there was any before.
+        If there was text before, the next text begins a new paragraph.
         """
         parts = self.finish()
         self._state, self._spaces, self._has_text, self._has_call = "text", "", False, False
@@ -257,7 +268,7 @@ class CallParser:
 def _head(form: CallFormat) -> list[str]:
     """Return the patterns of a call up to its arguments, in their order.
 
-    The group `known` is the first that cannot match before the name is complete.
+    The group `known` is what follows the name, so it matches only if the name is complete.
     """
     name = "(?P<name>[A-Za-z0-9_-]+)"
     if form.between:
