@@ -43,8 +43,8 @@ With the default thresholds, the collector runs several times while a large body
 time scans everything that was created so far. This takes longer than parsing.
 """
 RATE = 1_000_000
-"""Number of bytes of a call such that a small call of the same client goes first if it comes less
-than one second later. For other sizes, the time is proportional to the size.
+"""Bytes per second: a call is ranked as if it had come later, by its bytes divided by this number.
+So a small call that comes soon after a large call of the same client goes first.
 """
 PIECE = 1_048_576
 """Bytes of a message that are sent at a time.
@@ -344,8 +344,8 @@ class _Packed(Handle):
     """A value that is held here as bytes, and unpacked only where it is used.
 
     Args:
-        steps: functions that are called wherever the value is unpacked, the first with the value,
-            and each other with the result of the one before it; with their further arguments.
+        steps: functions, with their further arguments, that are applied to the value one after
+            another wherever it is unpacked.
     """
 
     _worker: WorkerProcess

@@ -79,7 +79,7 @@ class CallParser:
         form: the format of calls.
         names: names of the functions that may be called; a call of another function is text.
         calls_only: whether the answer consists of calls and has no text.
-        own: names of the functions among them that the server runs. Calls of these functions are
+        own: the names among `names` whose functions the server runs. Calls of these functions are
             in no `AnswerPart`.
         num_complete: number of complete calls of the client's functions.
         own_calls: name and arguments of each complete call of the server's functions in the current

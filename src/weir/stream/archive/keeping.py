@@ -129,9 +129,10 @@ class Archive:
 
         Args:
             role: who said it: "user", "assistant", "tool" or "system"; "text" for a stream's text.
-            start, stop: its first position in the stream, and the one after its last; -1 if it is
-                not in a stream, so that no cache can hold it.
-            name: of the author or the tool.
+            text: what was said.
+            start, stop: the first position of the text in the stream, and the one after its last;
+                -1 if it is not in a stream, so that no cache can hold it.
+            name: the name of the author or of the tool; empty if there is none.
             at: when it was said, in seconds since 1970; None for now.
         """
         turn = ArchivedTurn(role, text, start, stop, name, time.time() if at is None else at)
@@ -149,8 +150,10 @@ class Archive:
             self.dropped += self._tables.add(db, self._owner, self.session, end, some)
 
     def resume(self, seen: int) -> None:
-        """Note that a stream of `seen` tokens continues this session, so text at later positions is
-        no longer in a cache.
+        """Note that a stream of `seen` tokens continues this session.
+
+        Text that the session has at later positions was read by an earlier stream, so it is no
+        longer in a cache.
         """
         with self._refusing(), self._writing() as db:
             if (end := self._find_end()) is not None:
@@ -275,4 +278,4 @@ def describe_error(error: sqlite3.Error) -> str:
         return f"is locked by another process ({error}). Close the program that has it open."
     if code == sqlite3.SQLITE_FULL:
         return f"cannot grow: the disk is full ({error}). Make room on it."
-    return f"cannot be used ({error}). Check its rights, or give another path."
+    return f"cannot be used ({error}). Check its permissions, or give another path."

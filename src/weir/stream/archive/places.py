@@ -1,4 +1,4 @@
-"""Where the texts of a conversation are among its tokens, so that the archive knows which of them
+"""Where the texts of a conversation are among its tokens, so that the archive knows which texts
 have left the cache.
 """
 
@@ -16,7 +16,9 @@ Ids = np.ndarray[Any, np.dtype[np.int64]]
 ENDS = 16
 """Number of tokens at each end of a long text that are looked for."""
 SHORT = 3
-"""A text of at most as many tokens is looked for with its first or last token."""
+"""Number of tokens of a text up to which its first and last token are not both left out when it is
+looked for.
+"""
 
 
 def find_texts(ids: Sequence[int], texts: Sequence[str], encode: Encode) -> list[tuple[int, int]]:
@@ -32,8 +34,8 @@ def find_texts(ids: Sequence[int], texts: Sequence[str], encode: Encode) -> list
 
     Returns:
         The first place of each text, and the place after its last. The place of a text whose
-        tokens are not there, because the template changes it, is estimated by its characters from
-        what is between its neighbors.
+        tokens are not there, because the template changes it, is estimated: the tokens between
+        known places are divided among such texts by their numbers of characters.
     """
     tokens = np.asarray(ids, dtype=np.int64)
     found: list[tuple[int, int] | None] = []
@@ -56,7 +58,7 @@ def _find(ids: Ids, text: Ids) -> tuple[int, int] | None:
     if n == 0:
         return None
     if n <= 2 * ENDS:
-        # With only a few tokens, one end at most is left out, so that enough of them remain.
+        # If the text has only a few tokens, at most one end is left out, so that enough remain.
         for before, after in ((1, 1),) if n > SHORT else ((0, 0), (1, 0), (0, 1)):
             hits = _all_places(ids, text[before : n - after])
             if len(hits):
@@ -89,7 +91,7 @@ def _all_places(ids: Ids, wanted: Ids) -> Ids:
 def _estimate(
     found: Sequence[tuple[int, int] | None], texts: Sequence[str], end: int
 ) -> list[tuple[int, int]]:
-    """Divide the tokens between known texts among the unknown ones, by their characters."""
+    """Estimate unknown places: divide the tokens between known texts by numbers of characters."""
     places: list[tuple[int, int]] = []
     for index, place in enumerate(found):
         if place is not None:

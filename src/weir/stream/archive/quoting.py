@@ -44,7 +44,7 @@ def write_quotes(
 def find_quotes(text: str) -> str | None:
     """Find the quotations that `write_quotes` wrote into a text; None if there are none.
 
-    Returns what was quoted, with who said it, without the line that opens the quotations.
+    Returns the quotations with the lines that say who said each, without the line `OPENING`.
     """
     _, opening, rest = text.partition(f"{OPENING}\n")
     # No quoted line is empty, so the first empty line ends the quotations.

@@ -1,8 +1,8 @@
 """Search: finds the archived passages that answer a question, the best first.
 
-The weight of a word depends on how rare it is in the conversation, and is larger for names and
-numbers. A passage is found if it has enough of the question's words, and if that many are unlikely
-to occur together by chance. `weir eval --tasks found` measures both thresholds.
+The weight of a word depends on how rare the word is in the conversation, and is larger for names
+and numbers. A passage is found if it has enough of the question's words, and if these words are
+unlikely to occur together by chance. `weir eval --tasks found` measures both thresholds.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from weir.stream.archive.tables import INDEXES, ArchiveEnd, RunQuery
 from weir.stream.archive.words import FUNCTION_WORDS, index_form, split_words
 
 COMMON = 256
-"""A word that is in at least so many passages is common, and finds nothing on its own. No more of
-its passages are read, so that a search takes as long in a large archive as in a small one.
+"""A word that is in more than this many passages is common, and finds nothing on its own. No more
+of its passages are read, so that a search takes as long in a large archive as in a small one.
 """
 WINDOW = 50_000
-"""Number of newest passages that are searched for several words together if one of them is
+"""Number of newest passages that are searched for several words at once if one of these words is
 common.
 """
 CANDIDATES = 24
 """Largest number of passages that are scored for one question."""
 BACKGROUND = 1000
-"""Number of imaginary passages without any of a question's words that are added to the count, so
-that in a short conversation a word that was said twice is still rare.
+"""Number of imaginary passages without any of a question's words that are added to the number of
+passages, so that in a short conversation a word that was said twice is still rare.
 """
 NAME_BOOST = 3.0
 """Factor on the weight of names and numbers."""
@@ -50,16 +50,18 @@ over the expected number of such passages.
 NEAR = 0.12
 """Scores that differ by at most this count as equal, and the later statement comes first."""
 SAME = 0.6
-"""Share of the words of a statement that a later statement must have to replace it."""
+"""Share of the words of the shorter of two statements that the other must also have, so that the
+later one can replace the earlier one.
+"""
 _ADDS = re.compile(r"\b(?:also|too|another|as well|in addition|one of|besides)\b", re.IGNORECASE)
 """Words that mark a statement as an addition to an earlier one."""
 ASKED = 0.5
-"""Factor on the score of a passage that only asks a question, in a text or in an answer of the
-model.
+"""Factor on the score of a passage if the sentence in it that fits best is a question. If the user
+asked it, the factor is 0.
 """
 ANSWERED = 0.85
-"""Factor on the score of what the model has said, because it is wrong where it contradicts the
-user.
+"""Factor on the score of what the model has said, because the model is wrong where it contradicts
+the user.
 """
 
 
@@ -68,11 +70,13 @@ class Excerpt:
     """A piece of archived text that a search has found.
 
     Attributes:
+        text: the text.
         role: who said it: "user", "assistant", "tool", "system", or "text" for a stream's text.
-        name: of the author or the tool; empty for most.
+        name: the name of the author or of the tool; empty for most.
         time: when it was said, in seconds since 1970.
-        start, stop: its place in the stream; -1 if it is not in a stream.
-        score: how well it answers, at most 1.
+        start, stop: its first position in the stream, and the one after its last; -1 if it is not
+            in a stream.
+        score: how well it answers the question, at most 1.
         turn: number of its turn in the archive; later turns have larger numbers.
     """
 
@@ -113,8 +117,8 @@ IsHeld = Callable[[int, int], bool]
 
 
 class ArchiveSearch:
-    """Searches what is visible from one end of an archive, which must not change during the
-    search.
+    """Searches the text that is visible from the end of one turn or session (see `tables.py`). The
+    archive must not change during the search.
     """
 
     def __init__(self, query: RunQuery, owner: str, end: ArchiveEnd) -> None:
@@ -156,8 +160,8 @@ class ArchiveSearch:
     def search(self, questions: Sequence[Inquiry], is_held: IsHeld, most: int) -> list[Excerpt]:
         """Find at most `most` excerpts, the best first; held passages are left out.
 
-        Each question is answered separately, and its best passage comes before the second-best of
-        another.
+        Each question is answered separately, and the best passages of all questions come before the
+        second-best passages.
         """
         if not self._total:
             return []
@@ -287,7 +291,7 @@ class ArchiveSearch:
         return [row[0] for row in rows]
 
     def _seen_of(self, numbers: Sequence[int]) -> list[int]:
-        """Return the passages that belong to the owner and are on the way to the end."""
+        """Return the passages that belong to the owner and are visible from the end."""
         if self._alone and len(self._line) == self._branches == 1:
             return list(numbers)
         marks = ", ".join("?" * len(numbers))
@@ -301,7 +305,7 @@ class ArchiveSearch:
         return [row["number"] for row in rows if self._sees(row)]
 
     def _sees(self, row: sqlite3.Row) -> bool:
-        """Return whether a passage is on the way to the end, and not on another branch."""
+        """Return whether a passage is visible from the end: not later or on another branch."""
         return bool(row["turn"] <= self._line.get(row["branch"], -1))
 
     def _load(self, numbers: Sequence[int], is_held: IsHeld) -> list[_Candidate]:
@@ -342,7 +346,7 @@ class ArchiveSearch:
             share = sum(weights[term] for term in terms) / whole
             place = one.row["number"]
             in_passage.setdefault(place, set()).update(terms)
-            # Of equally good sentences, prefer one that states something to a question.
+            # If a statement and a question are equally good, prefer the statement.
             share -= 1e-6 * _asks(text)
             if share > best.get(place, -1.0):
                 best[place], one.sentence = share, text
@@ -362,8 +366,8 @@ class ArchiveSearch:
     # --- excerpts
 
     def _excerpt(self, one: _Candidate) -> Excerpt:
-        """Make an excerpt of a passage. Its neighbors are included if it is short, or asks what the
-        next one answers.
+        """Make an excerpt of a passage. If the passage is short, its neighbors in the turn are
+        included as far as there is room.
         """
         row = one.row
         text, start, stop = row["text"], row["start"], row["stop"]
@@ -408,7 +412,9 @@ def _without_superseded(found: list[_Candidate]) -> list[_Candidate]:
 
 
 def _without_held(found: list[_Candidate]) -> list[_Candidate]:
-    """Leave out what the cache holds, and what answers worse than that: it would distract."""
+    """Leave out passages that the cache holds, and passages that answer worse than these, because
+    they would distract.
+    """
     best = max((one.score for one in found if one.held), default=0.0)
     return [
         one for one in found if not one.held and (one.score >= best or is_as_good(one.score, best))
@@ -418,8 +424,9 @@ def _without_held(found: list[_Candidate]) -> list[_Candidate]:
 def _supersedes(later: _Candidate, earlier: _Candidate) -> bool:
     """Return whether a statement replaces an earlier one.
 
-    It does if it is a later one of the user, equally good as an answer, in nearly the same words,
-    and not an addition to the earlier one.
+    Only a statement of the user does, if it has nearly the same words and is not an addition. It
+    replaces any such statement of the model. It replaces a statement of the user only if it is
+    later and about equally good as an answer.
     """
     if later.row["role"] != "user" or earlier.row["role"] not in ("user", "assistant"):
         return False
