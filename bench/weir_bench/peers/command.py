@@ -55,8 +55,9 @@ def bench_peers(
 ) -> None:
     """Time weir, llama.cpp, OpenVINO GenAI and transformers alternately on one model.
 
-    Parts: steps, chat, prompts, rows, start, and quality next to kvpress and
-    keys_values. Chat and quality are for SmolLM2 only: other models have random weights.
+    Parts: steps, chat, prompts, rows, start, and quality, which compares weir with
+    kvpress and keys_values. Chat and quality are for SmolLM2 only: other models have
+    random weights.
     `make peers` installs the other libraries.
     """
     from weir_bench.peers.engines import chosen

@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 @benches.command("serve", cls=Command)
 def bench_serve(
     model_name: Annotated[
-        str, Argument(metavar="[MODEL]", help="nano, 135m (random), a folder or a Hub id.")
+        str,
+        Argument(
+            metavar="[MODEL]",
+            help="nano, 135m (SmolLM2-135M's shape with random weights), a folder or a Hub id.",
+        ),
     ] = "nano",
     only: Annotated[
         list[str] | None, Option(help="Measure only this part. Can be repeated.")
@@ -36,9 +40,11 @@ def bench_serve(
         int, Option(min=1, help="Number of rounds in which all servers take turns.")
     ] = 3,
     tokens: Annotated[int, Option(min=1, help="Tokens of each answer.")] = 128,
-    far: Annotated[int, Option(min=100, help="Tokens of the long session.")] = 100_000,
+    far: Annotated[
+        int, Option(min=100, help="Tokens of the long session in the part far.")
+    ] = 100_000,
     minutes: Annotated[
-        float, Option(min=0.01, help="Minutes of the part soak, which runs with --only soak.")
+        float, Option(min=0.01, help="Minutes of the parts soak, attack and refused (at most 1).")
     ] = 30.0,
     quick: Annotated[
         bool, Option("--quick", help="Use a tiny model, only to check that everything runs.")

@@ -21,20 +21,27 @@ if TYPE_CHECKING:
 def advise(
     text: options.TextPath,
     memory: Annotated[
-        str | None, Option(help="Memory for the cache of one stream, such as 2GB or 500MB.")
+        str | None,
+        Option(
+            help="Memory for the cache of one stream, such as 2GB or 500MB. Give either this or "
+            "--budget."
+        ),
     ] = None,
     budget: Annotated[
         int | None,
         Option(
             min=1,
-            help="Instead of --memory, number of slots for policies that are given without a "
+            help="Instead of --memory: number of slots for policies that are given without a "
             "budget.",
         ),
     ] = None,
     model_name: options.ModelName = "nano",
     policies: Annotated[
         str | None,
-        Option(help="Policies to try, comma-separated: 'weir, weir(sinks=8), mine.toml'."),
+        Option(
+            help="Comma-separated policies to try, such as 'weir, weir(sinks=8), mine.toml' "
+            "[default: 13 policies, among them weir, streaming_llm, h2o and snapkv]"
+        ),
     ] = None,
     tokens: Annotated[int | None, Option(min=2, help="Number of tokens to try on.")] = None,
     chunk: options.Chunk = 64,

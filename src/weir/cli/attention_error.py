@@ -48,9 +48,10 @@ def attention_error(
         ),
     ] = None,
     blocks: Annotated[
-        str, Option(help="Also try balancekv with blocks of these sizes: 64,128,256.")
+        str,
+        Option(help="Comma-separated block sizes to try balancekv with, too, such as 64,128,256."),
     ] = "",
-    layers: Annotated[str, Option(help="Which layers: 0,1. By default all.")] = "",
+    layers: Annotated[str, Option(help="Comma-separated layers, such as 0,1 [default: all]")] = "",
     tokens: Annotated[
         int | None,
         Option(min=2, help="Length of the text [default: the model's window, at most 4096]"),

@@ -97,7 +97,15 @@ def chat(
         ),
     ] = None,
     budget: options.Budget = None,
-    slots: options.SlotsName = None,
+    slots: Annotated[
+        str | None,
+        Option(
+            "--slots",
+            help="Format of all slots but those of the first and the newest tokens: exact, int8, "
+            "int4, k8v4 or fp8 [default: set by the policy; if no policy is given, exact where "
+            "enough memory is free]",
+        ),
+    ] = None,
     chunk: options.PolicyChunk = None,
     seed: options.Seed = 0,
     system: Annotated[

@@ -43,7 +43,11 @@ def demo(
     model_name: ModelName = "nano",
     out: Annotated[Path, Option(help="Folder for result.json and report.html.")] = Path("demo-out"),
     tokens: Annotated[
-        int | None, Option(min=1000, help="Tokens of the book to read [default: past the window]")
+        int | None,
+        Option(
+            min=1000,
+            help="Tokens of the book to read [default: more than fit in the model's window]",
+        ),
     ] = None,
     as_json: AsJson = False,
     *,

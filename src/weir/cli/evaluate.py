@@ -83,8 +83,9 @@ def evaluate(
         Equal | None,
         Option(
             help="What is equal for all policies: slots, bytes of the whole cache, or bytes of "
-            "keys and values (kv). Without --memory, every policy gets the bytes that "
-            "streaming_llm takes at each budget. [default: bytes with --memory, else slots]"
+            "keys and values (kv). With bytes or kv and without --memory, every policy gets the "
+            "bytes that streaming_llm takes at each budget. [default: bytes with --memory, else "
+            "slots]"
         ),
     ] = None,
     seeds: Annotated[str, Option(help="Seeds of all random draws: 0,1,2.")] = "0",

@@ -40,7 +40,11 @@ def inspect(
         ),
     ] = "",
     policy: Annotated[
-        str | None, Option(help="A named policy or a pipe of pools, to show what it keeps.")
+        str | None,
+        Option(
+            help="Policy of the section kept: a named policy or a pipe of pools [default: sink(4) "
+            "| recent(60) | heavy(64); with only --budget, weir]"
+        ),
     ] = None,
     budget: options.Budget = None,
     sequences: Annotated[

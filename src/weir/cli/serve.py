@@ -31,7 +31,8 @@ def serve(
         str | None,
         Argument(
             metavar="MODEL",
-            help="nano, smollm2, a folder, a .gguf file, or a Hub id; --model does the same.",
+            help="nano, smollm2, a folder, a .gguf file, or a Hub id; --model does the same. One "
+            "of the two is required.",
         ),
     ] = None,
     model_name: Annotated[str | None, Option("--model", help="The same as MODEL.")] = None,
@@ -75,8 +76,8 @@ def serve(
         Option(
             min=1,
             help="Number of turns whose state is kept in memory [default: as many as fit, at most "
-            "256]. With --disk: number of newest turns that are never removed from the disk, "
-            "and number of turns that continue in memory while the disk is full.",
+            "256]. With --disk, this many of the newest turns are never removed from the "
+            "disk, and while the disk is full, this many turns continue in memory.",
         ),
     ] = None,
     data: Annotated[

@@ -28,7 +28,7 @@ def size(
         Argument(
             metavar="MODEL",
             help="nano, smollm2, a folder, a .gguf file, a config.json, or a Hub id; --model does "
-            "the same.",
+            "the same. One of the two is required.",
         ),
     ] = None,
     model_name: Annotated[str | None, Option("--model", help="The same as MODEL.")] = None,

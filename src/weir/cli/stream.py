@@ -40,7 +40,9 @@ def stream(
     slots: options.SlotsName = None,
     tokens: Annotated[int | None, Option(min=2, help="The most tokens to read.")] = None,
     chunk: options.PolicyChunk = None,
-    block: Annotated[int, Option(min=1, help="Tokens per block of the table.")] = 1000,
+    block: Annotated[
+        int, Option(min=1, help="The report has the perplexity of each block of this many tokens.")
+    ] = 1000,
     start: Annotated[
         str | None, Option(help="Text to put first, instead of the tokenizer's start token.")
     ] = None,

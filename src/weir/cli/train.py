@@ -28,8 +28,9 @@ def train(
     preset: Annotated[
         str,
         Option(
-            help="nano, small (for two CPU cores), medium, or large (160 million "
-            "parameters, for a GPU)."
+            help="nano, small (for two CPU cores), medium, or large (160 million parameters, for "
+            "a GPU). The preset sets every option about the model and its training that you leave "
+            "out."
         ),
     ] = "nano",
     sink: Annotated[
@@ -43,7 +44,9 @@ def train(
     tokens: Annotated[
         int | None,
         Option(
-            min=1, help="Number of tokens to train on [default: chosen by the length of the text]"
+            min=1,
+            help="Number of tokens to train on [default: set by the preset; fewer if the text is "
+            "short]",
         ),
     ] = None,
     vocabulary: Annotated[
