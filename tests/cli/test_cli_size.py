@@ -96,7 +96,11 @@ def test_for_people_it_is_a_few_lines(capsys, model):
 @pytest.mark.parametrize(
     ("kind", "tokens", "said"),
     [
-        ("zero", [], "a Zero Sink, which needs no slot"),
+        (
+            "zero",
+            [],
+            "a Zero Sink (1 is added to the denominator of attention), which needs no slot",
+        ),
         ("learnable", [3], "a learned token before every text, so sink(1) is enough"),
         ("learnable", [3, 5], "2 learned tokens before every text, so sink(2) is enough"),
     ],

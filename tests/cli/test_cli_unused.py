@@ -39,7 +39,7 @@ NOWHERE = "/nowhere/text.txt"
         ),
         (
             "eval --tasks ppl --policies h2o(64) --budgets 32 --out {folder}",
-            "--budgets has no effect: no policy here takes a budget and is written without one",
+            "--budgets has no effect: every policy here is written with its budget, or takes none",
         ),
         (
             "eval --tasks ppl --protocol subgen --positions original --out {folder}",

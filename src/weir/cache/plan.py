@@ -1,9 +1,10 @@
-"""Plan of a forward: which tokens each row is fed, checked, and cut into segments between folds.
+"""Plans a forward: finds which tokens each row is fed, checks them, and cuts them into segments.
 
 `generate` and other callers feed columns, and tell by a mask or by positions which of them are
 tokens. This module separates each row's tokens from padding, refuses a forward that does not
-continue every row, and plans which slots the tokens of each segment go to. Layers of equal lengths
-share slots and masks, because computing them takes a noticeable part of a step of a small model.
+continue every row, and plans which slots the tokens of each segment go to. Segments end where
+rows fold. Layers in which the next token of each row goes to the same slot share slots and masks,
+because computing them takes a noticeable part of a step of a small model.
 """
 
 from __future__ import annotations
@@ -99,9 +100,11 @@ class Segment:
         due: the rows whose tail is full afterwards and folds.
         origin: the place in the stream of a row's first token.
         device: the device of the tensors.
-        marks: the marks of each row.
-        drift: for a model with three axes, each row's next place on the axes after the segment,
-            minus its place in the stream [batch], int64; None if both are the same.
+        marks: what is known about each row's stream, such as where its current turn begins
+            (`pools.Marks`).
+        drift: for a model whose positions have three axes (time, height and width, for images),
+            each row's next place on the axes after the segment, minus its place in the stream
+            [batch], int64; None if both are the same.
         pictured: the tokens' spans [batch, width, 2], int64, if there are images among them.
     """
 
@@ -342,8 +345,8 @@ def place_on_axes(
     """Set the places of a plan's tokens on three axes; returns the plan, and each row's drift after
     it.
 
-    `offsets` are those of each column [batch, length, 5] (`models.offsets`), None for words. `real`
-    says which columns hold tokens [batch, length], None if all do.
+    `offsets` are those of each column [batch, length, 5] (`models.offsets`), None without images.
+    `real` says which columns hold tokens [batch, length], None if all do.
     """
     if not plan.segments or (offsets is None and not any(drift)):
         return plan, drift
@@ -368,7 +371,13 @@ def place_on_axes(
 
 
 def _clock_after(segment: Segment, before: Tensor, after: Tensor) -> Tensor:
-    """Return each row's clock [batch] after a segment, given it before and after each column."""
+    """Return each row's clock [batch] after a segment, given it before and after each column.
+
+    Args:
+        segment: the segment.
+        before: the clock of each row before the segment [batch].
+        after: the clock after each column of the forward [batch, length].
+    """
     counts = torch.tensor(segment.counts, device=before.device)
     last = segment.columns.gather(1, (counts - 1).clamp_min(0)[:, None])
     return torch.where(counts > 0, after.gather(1, last)[:, 0], before)

@@ -41,8 +41,8 @@ def repetition_scores(
 ) -> dict[int, Tensor]:
     """Score the tokens of a row by the attention that they receive while they are repeated.
 
-    A token's score is the largest share of its attention that any query of its part's repetition
-    gives it, over the query heads of a KV head (KVzip, section 3.2).
+    A token's score is the largest attention weight that it gets from any query while its part of
+    the text is repeated, over all query heads of a KV head (KVzip, section 3.2).
 
     Args:
         model: the model that the cache serves.
@@ -106,7 +106,7 @@ def fill(
             slots = slots.only(stays)
         else:
             slots = slots.part(max(0, len(slots) - (layer.spec.pipe.slots or 0)), len(slots))
-        if slab.span is not None:  # only words: each has the same place on all axes
+        if slab.span is not None:  # a text: each token has the same place on all three axes
             place = slots.position
             slots = replace(slots, span=torch.stack([place, torch.ones_like(place)], dim=-1))
         layer.params = whole.params

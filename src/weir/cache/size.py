@@ -70,8 +70,8 @@ def size_of(
             (`models.skeleton`). If the policy `depends_on_weights`, slots of 4 bits and the same
             budget in all heads are then assumed.
         policy, chunk, slots, positions: as for `StreamingCache`.
-        tokens: the length of a stream, for `dense` and other policies that keep every token; bytes
-            are those of transformers' own cache, as in the reports of caches.
+        tokens: the length of a stream, for `dense` and other policies that keep every token. Bytes
+            are then those of transformers' own cache, as in `StreamingCache.report`.
 
     Raises:
         WeirError: the model cannot be served, or the policy has no limit and so no fixed size.

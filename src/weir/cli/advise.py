@@ -84,7 +84,8 @@ def _print(model_name: str, found: Advice) -> None:
     if found.everything:
         print_line(
             f"all {found.available:,} tokens of the text fit in the window of {model_name} and in "
-            f"the memory ({size(best.kv_bytes)}). Use the policy dense: nothing has to be evicted."
+            f"the given size: their cache takes {size(best.kv_bytes)}. Use the policy dense: "
+            "nothing has to be evicted."
         )
         return
     table = Table()

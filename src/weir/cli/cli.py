@@ -38,7 +38,8 @@ def main() -> None:
     # transformers imports torchao if it is installed, which warns about kernels for other machines.
     for chatty in ("torchao", "torch.utils._pytree"):
         logging.getLogger(chatty).setLevel(logging.ERROR)
-    # Commands with one policy report this. A comparison of policies would repeat it often.
+    # Warnings that a policy can hold more tokens than the model is made for. Commands with one
+    # policy report this. A comparison of policies would repeat it often.
     warnings.filterwarnings("ignore", message="weir: .* (hold up to|has no limit)")
     warnings.formatwarning = _format_warning
     try:

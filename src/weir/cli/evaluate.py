@@ -152,7 +152,7 @@ def evaluate(
     if not any(cell.budget for cell in grid.cells):
         unused = ("budgets", "memory", "equal")
         options.say_unused(
-            context, unused, "no policy here takes a budget and is written without one"
+            context, unused, "every policy here is written with its budget, or takes none"
         )
     if protocol is not None:
         options.say_unused(context, ("positions",), f"the protocol {protocol} sets the positions")

@@ -37,8 +37,8 @@ _USUAL = gc.get_threshold()
 
 
 def wait_briefly() -> None:
-    """Let threads of PyTorch that wait for each other sleep soon, unless the user has set how long
-    they wait.
+    """Let PyTorch's threads sleep soon when they wait for each other, unless the user has set how
+    long they wait.
 
     This has an effect only before PyTorch is imported.
     """

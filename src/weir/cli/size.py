@@ -264,7 +264,13 @@ def _show(facts: dict[str, Any]) -> None:
     ]
     sink = facts["sink"]
     if sink["kind"] == "zero":
-        lines.insert(1, ("sink", "a Zero Sink, which needs no slot"))
+        lines.insert(
+            1,
+            (
+                "sink",
+                "a Zero Sink (1 is added to the denominator of attention), which needs no slot",
+            ),
+        )
     elif sink["kind"] == "learnable":
         tokens = sink["slots"]
         learned = "a learned token" if tokens == 1 else f"{tokens} learned tokens"

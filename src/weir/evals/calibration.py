@@ -52,8 +52,8 @@ def choose_sizes(layers: Sequence[Sequence[SizeOption]], total: int) -> list[int
     If even the cheapest sizes do not fit, they are returned. This is the multiple-choice knapsack
     problem, solved exactly by dynamic programming over layers (Kellerer, Pferschy and Pisinger
     2004, "Knapsack Problems", chapter 11). Among the choices for the first layers, it drops those
-    that another choice beats in both bytes and error, and those that are worse than a known
-    solution by the Lagrangian bound.
+    that another choice beats in both bytes and error, and those for which the Lagrangian
+    bound on the total error is above the error of a known solution.
     """
     least = np.array([min(size.nbytes for size in each) for each in layers])
     if total < least.sum():
@@ -415,7 +415,7 @@ def _plans(
     if len(cache.plans) > len(cache):
         raise WeirError(
             "slots are distributed among layers, but this policy has different slots in the KV "
-            "heads of one layer. For weir, use heads=alike."
+            "heads of one layer. If the policy is weir, pass it heads=alike."
         )
     plans = enumerate(cache.plans)
     held = {layer: plan for layer, plan in plans if plan.spec.positions.window is None}

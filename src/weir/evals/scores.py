@@ -170,7 +170,7 @@ def self_bleu(texts: Sequence[str]) -> float | None:
     """Compute the mean BLEU of each text with all the others as references, from 0 to 1.
 
     BUZZ, section 4.2.3 and Figure 7, after Zhu et al. 2018. BLEU is sacrebleu's sentence BLEU,
-    which leaves out orders longer than the text. None for fewer than two texts that are not empty.
+    which leaves out n-grams longer than the text. None for fewer than two texts that are not empty.
     """
     sentence_bleu = import_optional("sacrebleu", "Self-BLEU").sentence_bleu
     known = [text for text in texts if text.strip()]

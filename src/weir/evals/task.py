@@ -1,11 +1,11 @@
 """Base class of tasks, which measure a model under a policy, and the registry of tasks.
 
 A task is a dataclass of its parameters, written like a pool: `ppl(tokens=20000)`. `notation` reads
-lists of tasks, `grid` runs them. Some parameters mean the same in all tasks that have them: `file`
-has JSON lines, plain, `.gz` or `.xz`, or is a data set of the Hub, `hub:...`; in a task with a
-`file`, `samples` is how many of its records are used, from the first on, by default all; `chat`
-puts prompts into the model's chat template; `text` is a file of books, UTF-8, plain
-or `.xz`, that replaces the packaged one.
+lists of tasks, `grid` runs them. Some parameters mean the same in all tasks that have them, except
+`file` in `babi`: `file` has JSON lines, plain, `.gz` or `.xz`, or is a data set of the Hub,
+`hub:...`; in a task with a `file`, `samples` is how many of its records are used, from the first on
+(if no number is the default, all); `chat` puts prompts into the model's chat template; `text` is a
+file of books, UTF-8, plain or `.xz`, that replaces the packaged one.
 """
 
 from __future__ import annotations

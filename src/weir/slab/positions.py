@@ -175,9 +175,9 @@ class Alibi:
     ) -> Tensor:
         """Compute the bias [batch or 1, kv_heads, group, 1, slots], float32, of slots at `places`.
 
-        `places` is [batch or 1, kv_heads or 1, slots], int64, and broadcasts with `first`, the
-        position of the cache's first token, which only `rounding` needs, and `newest`, a position
-        near the queries.
+        `places` is [batch or 1, kv_heads or 1, slots], int64, and must broadcast with `first` and
+        `newest`. `first` is the position of the cache's first token, which only `rounding` needs.
+        `newest` is a position near the queries.
         """
         slopes = self.slopes.to(places.device).view(kv_heads, -1)[None, :, :, None, None]
         if self.rounding is None:

@@ -200,7 +200,7 @@ def test_a_policy_whose_name_stands_for_other_pools_by_now_is_another(tmp_path, 
     run(make_grid(["m"], "toy(n=1)", "h2o(8)"), path)
     changed()
     again = make_grid(["m"], "toy(n=1)", "h2o(8)")
-    with pytest.raises(WeirError, match=r"pools: recent.* only there, sink\(8\) new"):
+    with pytest.raises(WeirError, match=r"pools: recent.* only in the file, sink\(8\) new"):
         run(again, path, resume=True)
     run(extend_grid(path, again), path, add=True)
     assert toys.runs == [(1, "h2o(8)")] * 2

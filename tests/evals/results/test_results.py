@@ -235,7 +235,7 @@ def test_of_another_grid_it_is_said_what_differs(tmp_path):
     there = {"grid": "a", "cells": [{"seed": 0, "policy": p} for p in ("dense", "h2o(8)")]}
     ResultsFile(path, there).__exit__(None, None, None)
     here = {"grid": "b", "cells": [{"seed": s, "policy": "dense"} for s in range(6)]}
-    said = r"\(seed: 1, 2, 3 and 2 more new; policy: h2o\(8\) only there\)"
+    said = r"\(seed: 1, 2, 3 and 2 more new; policy: h2o\(8\) only in the file\)"
     with pytest.raises(WeirError, match=f"the results of another grid {said}. Use another file"):
         ResultsFile(path, here, resume=True)
     turned = {"grid": "c", "cells": there["cells"][::-1]}

@@ -273,8 +273,8 @@ class Layer:
         # `observes` says whether the fold can use the attention that is computed here, so that it
         # need not be computed again. It cannot if pools need attention shares (one number for each
         # query and slot) of the last segment: its fold runs after all layers have answered, and
-        # until then all layers would have to keep their shares. It cannot with quantized slots
-        # either, because pools read those in another order.
+        # until then all layers would have to keep their shares. Nor can it with quantized slots:
+        # attention reads them before the exact slots, but pools get the slots in another order.
         observes = 0 < spec.pipe.needs_queries <= segment.width and slab.quantized is None
         observes = observes and not (segment is last and spec.pipe.needs_shares)
         observe: Observe = ""
@@ -315,7 +315,7 @@ class Layer:
         return answers
 
     def _note_spans(self, segment: Segment) -> None:
-        """Store the places of a segment's tokens on three axes, for the folds that move them."""
+        """Store the spans of a segment's tokens, for folds, if positions have three axes."""
         slab = self.state.slab
         if slab is None or slab.span is None:
             return

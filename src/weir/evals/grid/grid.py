@@ -49,7 +49,9 @@ PROTOCOLS: dict[str, PaperProtocol] = {
         "evict after every token, positions inside the cache (section 3.2)", chunk=1
     ),
     "reservoir": PaperProtocol(
-        "as streaming_llm, to whose cache the paper adds a sample (section 3)", chunk=1
+        "the same as streaming_llm, because the paper adds its sample to StreamingLLM's cache "
+        "(section 3)",
+        chunk=1,
     ),
     "subgen": PaperProtocol(
         "the prompt is read whole and compressed once to half, the largest reduction of Table 1; "

@@ -1,4 +1,4 @@
-"""Inspects a model next to the papers' figures: attention, keys, norms and kept tokens."""
+"""Draws the papers' figures for any model: attention, keys, norms and kept tokens."""
 
 from weir.evals.inspect.attention import Attention, watch
 from weir.evals.inspect.page import (

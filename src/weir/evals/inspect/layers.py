@@ -158,12 +158,13 @@ def section(asked: Inspection) -> Section:
         "hidden_in_head": [loss(layer, head, {layer: (head,)}) for layer, head in heads],
     }
     text = (
-        f"Perplexity of {facts['scored']:,} tokens read as a stream under sink({FIRST}) | "
-        f"recent({setup.recent}), positions inside the cache: {facts['ppl']:,.1f} if every layer "
-        f"sees the first {FIRST} tokens, {facts['ppl_without']:,.1f} if none does. In the first "
-        "picture, these tokens are hidden in one layer, and all other layers see them. In the "
-        "second, only one layer sees them. The newest tokens are the same in all runs. If the "
-        "loss hardly rises when they are hidden in a layer, this layer does not need its sinks."
+        f"The perplexity of {facts['scored']:,} tokens, read as a stream under sink({FIRST}) | "
+        f"recent({setup.recent}) with positions inside the cache, is {facts['ppl']:,.1f} if every "
+        f"layer sees the first {FIRST} tokens, and {facts['ppl_without']:,.1f} if none does. In "
+        "the first picture, these tokens are hidden in one layer, and all other layers see them. "
+        "In the second, only one layer sees them. The newest tokens are the same in all runs. If "
+        "the loss hardly rises when the first tokens are hidden in a layer, this layer does not "
+        "need its sinks."
     )
     pictures = [
         Picture(

@@ -255,7 +255,9 @@ def _difference(there: list[CellRecord], here: list[CellRecord]) -> str:
         old, new = (unique(str(cell.get(name)) for cell in cells) for cells in (there, here))
         gone = [value for value in old if value not in new]
         come = [value for value in new if value not in old]
-        changes = [f"{_few(gone)} only there"] * bool(gone) + [f"{_few(come)} new"] * bool(come)
+        changes = [f"{_few(gone)} only in the file"] * bool(gone) + [f"{_few(come)} new"] * bool(
+            come
+        )
         if changes:
             found.append(f"{name}: {', '.join(changes)}")
     return "; ".join(found) or "the same values in another order or other combinations"

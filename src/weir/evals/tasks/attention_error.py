@@ -27,13 +27,13 @@ class AttentionError(Task):
     """Measures the relative error of each layer's attention over the last queries of a text.
 
     Attributes:
-        rate: sets the budgets of policies that are written without one, by the share of the tokens
-            between the first `exact` and the last `queries` that they keep; none uses each policy's
-            own budget.
-        tokens: tokens of the text; none uses the model's window, at most 4,096.
-        queries: number of last tokens whose queries are evaluated; none uses 256, or a quarter of
-            the tokens if that is less.
-        exact: number of first tokens that stay exact if there is a rate; none uses 256, or an
+        rate: for policies that are written without a budget, the share that they keep of the tokens
+            between the first `exact` and the last `queries`; with `none`, each policy has its own
+            budget.
+        tokens: tokens of the text; with `none`, the model's window, at most 4,096.
+        queries: number of last tokens whose queries are evaluated; with `none`, 256, or a quarter
+            of the tokens if that is less.
+        exact: number of first tokens that stay exact if there is a rate; with `none`, 256, or an
             eighth of the tokens if that is less.
     """
 

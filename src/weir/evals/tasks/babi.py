@@ -86,7 +86,7 @@ class Babi(Task):
     metrics: ClassVar[dict[str, Better]] = {"accuracy": "higher"}
 
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
-        """Ask all questions; some streams are read in one batch.
+        """Ask all questions; several streams are read at once, in one batch.
 
         Returns:
             "accuracy" with "right", "asked", "low" and "high" (the ends of its 95 % interval);
@@ -119,7 +119,10 @@ class Babi(Task):
         sentences = [wording.ids(f"\n{sentence}\n") for sentence in story.sentences]
         room = self.length - len(wording.front) - sum(map(len, sentences))
         if room < 0:
-            raise WeirError(f"{len(sentences)} facts of babi are more than {self.length} tokens")
+            raise WeirError(
+                f"the {len(sentences)} facts of a babi story take more than {self.length} tokens. "
+                "Use a larger length."
+            )
         cuts = np.sort(rng.integers(0, room + 1, size=len(sentences)))
         parts = np.split(passage(book, room, rng), cuts)
         mixed = [piece for pair in zip(parts, sentences, strict=False) for piece in pair]

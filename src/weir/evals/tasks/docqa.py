@@ -53,10 +53,10 @@ class DocumentQA(Task):
         file: an official file, `nq-open-10_total_documents_gold_at_0.jsonl.gz`, packed or not; or
             a data set of the Hub, `hub:ID:SPLIT`.
         gold: put the document with the answer at this place, counted from 0. Several places,
-            separated by spaces (`"0 4 9"`), are run one by one. With none, it stays where it is in
-            the file.
-        documents: number of documents per question, including the one with the answer; none uses
-            all.
+            separated by spaces (`"0 4 9"`), are run one by one. With `none`, it stays where it is
+            in the file.
+        documents: number of documents per question, including the one with the answer; with
+            `none`, all.
     """
 
     file: str

@@ -73,10 +73,10 @@ def draw_layout(
     """Draw positions so that each answer comes at its distance, and nothing overlaps.
 
     `distances` are the numbers of tokens from the newest statement of a fact to its answer, the
-    largest last. `before` is the least number of tokens in front of the earliest of the newest
-    statements; the first `front` of these tokens have no statements. Each fact is stated `times`
-    times, with `statement` tokens each, and the earlier statements can be anywhere before the
-    newest.
+    largest last. Each fact has a newest statement, and `before` is the least number of tokens in
+    front of the first of these; the first `front` of these tokens have no statements. Each fact is
+    stated `times` times, with `statement` tokens each, and the earlier statements can be anywhere
+    before the newest.
     """
     if distances[0] < statement:
         raise WeirError(
@@ -192,7 +192,7 @@ class ExerciseTask(Task):
     Attributes:
         samples: number of streams, each with one question per distance.
         farthest: the largest distance, in tokens from the last statement of a number to its answer.
-        before: least number of tokens in front of the earliest of the newest statements.
+        before: least number of tokens in front of the first of the facts' newest statements.
         times: how often each name is stated with a number.
         length: tokens of an answer.
         at_once: number of streams that are read in one batch.
@@ -332,7 +332,9 @@ class _RepeatedFacts(ExerciseTask):
 @task("repeated")
 @dataclass(frozen=True)
 class Repeated(_RepeatedFacts):
-    """Asks for numbers that are stated several times, 16, 32, 64 ... tokens after the last time.
+    """Asks for numbers that are stated several times.
+
+    Questions come 16, 32, 64 ... tokens after the last statement.
 
     A repeated fact has several chances to stay in the cache, and a cache that merges similar tokens
     has to keep it only once.
@@ -382,8 +384,9 @@ class Verbatim(ExerciseTask):
 @task("instruction")
 @dataclass(frozen=True)
 class Instruction(ExerciseTask):
-    """Asks for numbers that are given at the start of a stream, each once, after 32, 64, 128 ...
-    tokens.
+    """Asks for numbers that are each given once, at the start of a stream.
+
+    Questions come after 32, 64, 128 ... tokens.
 
     The first tokens of a stream are attention sinks, often hold instructions, and are the first
     that a window loses. Distances are counted from the end of the instructions.

@@ -42,8 +42,8 @@ class Needle(Task):
         lengths: how many lengths; 1 means only the longest.
         depths: how many depths, from the beginning to the end; 2 or more.
         samples: number of prompts of each length and depth, in different hay.
-        format: `exercises`, nano's own; `text`, in words; none uses exercises for a model that was
-            trained on them, and text for others.
+        format: `exercises`, nano's own; `text`, in words; with `none`, `exercises` for a model
+            that was trained on them, and `text` for others.
         needle, question, answer: the texts for `format=text`.
         chat: put the prompt into the model's chat template, for `format=text`.
     """

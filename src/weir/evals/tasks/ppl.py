@@ -22,7 +22,7 @@ class Perplexity(Task):
     """Measures streaming perplexity of books, one after the other, with one cache.
 
     Attributes:
-        tokens: number of tokens to read; none reads all.
+        tokens: number of tokens to read; with `none`, all.
         block: tokens in a block of `ppl_by_block`.
         start: a text that replaces the tokenizer's start token.
     """

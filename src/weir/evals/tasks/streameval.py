@@ -35,15 +35,15 @@ class StreamEval(Task):
     lines back.
 
     Attributes:
-        distance: the distance of the questions, in lines; none asks at all distances of Table 7, 20
-            to 1,000, in random order on the same stream.
+        distance: the distance of the questions, in lines; with `none`, all distances of Table 7, 20
+            to 1,000, are asked in random order on the same stream.
         samples: number of streams; the paper has 100.
         queries: number of queries per stream and distance; the paper has 100.
         every: number of lines between two queries.
         format: `exercises` has lines of the form that nano knows, such as "table has 482.", with
             any word as the name; `text` has those of the paper, "line quiet-lamp: REGISTER_CONTENT
-            is <24169>"; none uses exercises for a model that was trained on them, like nano, and
-            text for others.
+            is <24169>"; with `none`, `exercises` for a model that was trained on them, like nano,
+            and `text` for others.
     """
 
     distance: Count | None = None

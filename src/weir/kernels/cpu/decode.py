@@ -56,9 +56,10 @@ HELD = np.dtype(
             *("key_block", "value_block"),
             # Exact slots of a head after them, bits of their numbers, and addresses.
             *("exact", "bits", "keys", "values"),
-            # Slots of a head that have weights, and addresses of float32: log-weights (0 if all are
-            # 0), and factors of numerator and denominator (0 if all are 1). Also logits [units,
-            # group] in only the denominator, or 0.
+            # Slots of a head that have weights, and addresses of float32: log-weights, factors of
+            # numerator and denominator, and logits [units, group] that count only in the
+            # denominator. The address is 0 if all log-weights are 0, if all factors are 1, or if
+            # there are no such logits.
             *("weighted", "mask", "above", "below", "sinks"),
         )
     ]

@@ -104,7 +104,7 @@ def for_lanes(builder: ir.IRBuilder, lanes: Any, emit: Callable[[int], None]) ->
 
 @intrinsic
 def as_float(_typing: Any, number: Any) -> Any:
-    """Convert a stored number to float32: float32, int8, or the bits of bfloat16 as int16."""
+    """Convert a stored number (float32, int8, or a bfloat16's bits as int16) to float32."""
 
     def write(_context: Any, builder: ir.IRBuilder, _signature: Any, given: Any) -> Any:
         return widen(builder, given[0])
@@ -201,8 +201,10 @@ def call_for_each(builder: ir.IRBuilder, name: str, x: Any) -> Any:
 
 
 def transpose(builder: ir.IRBuilder, lines: list[Any]) -> list[Any]:
-    """Transpose a square of vectors by swapping the blocks next to the diagonal, recursively by
-    halves.
+    """Transpose a square of vectors.
+
+    This swaps the two numbers next to the diagonal of each square of 2, then the two blocks next to
+    the diagonal of each square of 4, and so on.
     """
     lines, width, step = list(lines), len(lines), 1
     while step < width:
@@ -229,8 +231,8 @@ def combine(
     width: int,
     add: Callable[[ir.IRBuilder, Any, Any, Any], None] = add_product,
 ) -> list[Any]:
-    """Compute `total[i] = sum over j of x[j] * numbers[j * step + i]`, for as many vectors as a
-    vector has lanes.
+    """Compute the vectors `total[i] = sum over j of x[j] * numbers[j * step + i]`, one for each `i`
+    below `width`.
 
     Sums stay in registers until they are complete, and are added in the order of `j`.
 

@@ -89,12 +89,12 @@ def _tile(
 
     Args:
         builder: builds the code.
-        x: address of float32 [count, lanes] of the first vector.
+        x: address of the factors for the first vector of queries, float32 [count, lanes].
         x_apart: distance to that of the second, in numbers.
         numbers: address of float32.
         across, along: see the formula.
         count: number of terms in a sum.
-        out: address of float32 [height, lanes] of the first vector.
+        out: address of the sums for the first vector of queries, float32 [height, lanes].
         out_apart: distance to that of the second, in numbers.
         height: one of `_OF_8` or `_OF_16`.
         more: 1 to add to the existing numbers, 0 to overwrite them.
@@ -280,7 +280,8 @@ def attend_window(
             bfloat16.
         exact: keys and values of the tokens that any of these queries sees, except the front, in
             the order of the stream [batch, kv_heads, tokens, dim]; the piece's own come last.
-        coded: those of the first of these tokens, as they are read after quantization.
+        coded: keys and values of the oldest tokens of `exact`, as they are read after quantization
+            [batch, kv_heads, coded, dim].
         front: keys of the front as each chunk sees them [batch, kv_heads, chunks, front, dim], and
             values of the front [batch, kv_heads, front, dim].
         chunks: describe what the queries see, in order.
