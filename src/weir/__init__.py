@@ -1,7 +1,7 @@
 """weir: run Hugging Face decoders on endless token streams, in a KV cache of fixed size."""
 
-# A name is fetched when it is first asked for (PEP 562): to import PyTorch and transformers takes
-# seconds, and `weir --help` needs neither.
+# A name is imported when it is first used (PEP 562), because importing PyTorch and transformers
+# takes seconds, and `weir --help` needs neither.
 
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -40,7 +40,7 @@ _HANDED_OUT_BY = {
     "load": "loading",
     "policy": "policies",
 }
-"""Which room hands out a name of this face."""
+"""The room (subpackage) from which each public name is imported when it is first used."""
 _ROOMS = (
     "cache",
     "kernels",
@@ -52,9 +52,9 @@ _ROOMS = (
     "slab",
     "stream",
 )
-"""The rooms that `import weir` makes known, as `weir.pools`."""
+"""The rooms that are attributes of `weir` without a separate import, such as `weir.pools`."""
 
-if not TYPE_CHECKING:  # a type checker would take any name to be there
+if not TYPE_CHECKING:  # with __getattr__, a type checker would accept any name
 
     def __getattr__(name):
         if name in _ROOMS:

@@ -89,15 +89,15 @@ class StreamingCache(Cache):
             with `torch.manual_seed`, or by the seed of a `Stream`.
         positions: `"rolling"`: positions inside the cache (StreamingLLM, section 3.2), for endless
             streams. `"original"`: keys keep their places in the stream, for streams within the
-            model's window. Warns once if a stream goes past it.
+            model's window. The cache warns once if a stream goes past the window.
         prefill: `"chunked"`: a prompt is fed through the tail like everything else, so it never
             takes more than the slab. `"full"`: the papers' protocol, in which the first call
             attends to all of its tokens exactly and folds them once. This holds the keys and values
             of the whole prompt in one layer at a time, and takes time that grows with the square of
             its length.
         origin: the place in the stream of the first token. Random draws of pools and the rounding
-            to 8 and 4 bits depend on the place, so such caches answer differently if the origin
-            differs.
+            to 8 and 4 bits depend on the place. With them, two caches with different origins
+            answer differently.
         batch: number of rows, empty at first, with their slots allocated at once; None for as many
             as the first call feeds.
         slots: the format of all slots except those of the first and the newest tokens, which stay
@@ -116,7 +116,9 @@ class StreamingCache(Cache):
             that it raises are passed on to the caller of the model.
         failed: by row, why its tokens of the last forward were refused, with `failures="keep"`.
         only_new: whether `generate` was given embeddings of new tokens only and feeds them next.
-        plans: the pipe of each layer and the sizes of its slots, known before any is allocated.
+        plans: the pipe of each layer and the sizes of its slots, known before slots are allocated.
+        stack: the layers, the progress of each row, and the outcome of the last forward.
+        attachment: weir's hooks on the model, which all caches of the model share.
 
     Raises:
         WeirError: the model cannot be served, an argument makes no sense, or the slots do not fit
@@ -170,7 +172,8 @@ class StreamingCache(Cache):
         keep_freed_memory()
         if rolling:
             warn_of_window(served, self.policy, chunk)
-        # None after the warning has been given; rolling positions never leave the cache.
+        # None after the warning has been given. Rolling positions need no such warning, because
+        # they stay below the number of slots.
         self._known_places = None if rolling else known_places(served)
         self._kind = facts.kind
         self._model = weakref.ref(served)
@@ -270,7 +273,7 @@ class StreamingCache(Cache):
         return query_length, 0
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Return the columns fed so far."""
+        """Return the number of columns fed so far, including padding."""
         return self.rows.columns
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
@@ -289,8 +292,8 @@ class StreamingCache(Cache):
     def is_linear(self) -> list[bool]:
         """Return False for every layer, because none is a state space.
 
-        From 5.24 on, transformers leaves out tokens that were fed before unless all of these are
-        True. An empty list would count as all True.
+        From 5.24 on, transformers leaves out tokens that were fed before, unless every entry of
+        this list is True. An empty list would count as all True.
         """
         return [False] * len(self)
 
@@ -411,8 +414,8 @@ class StreamingCache(Cache):
 
     @property
     def slots_by_layer(self) -> list[int | None]:
-        """Slots that the policy has in each layer, in the KV head with the most, without those of
-        new tokens; None where there is no limit.
+        """For each layer, the policy's slots in the KV head that has the most of them, without the
+        slots for new tokens; None where there is no limit.
         """
         sizes = ([part.spec.pipe.slots for part in layer.parts] for layer in self.stack.by_index)
         return [None if None in each else max(n or 0 for n in each) for each in sizes]
@@ -612,7 +615,7 @@ class StreamingCache(Cache):
         """Replace all rows by rows of another cache.
 
         Args:
-            states: of the rows.
+            states: the state of each row.
             check: as for `put_row`.
 
         Raises:
@@ -678,8 +681,8 @@ class StreamingCache(Cache):
         for start, stop in given:
             if not (fits(start, int) and fits(stop, int) and self.origin <= start <= stop <= last):
                 raise WeirError(
-                    f"the tokens of row {row} are at the places {self.origin} to {last}, and "
-                    f"{quote(start)} to {quote(stop)} cannot be dropped"
+                    f"the tokens of row {row} begin at place {self.origin} and end before place "
+                    f"{last}, so {quote(start)} to {quote(stop)} cannot be dropped"
                 )
         for layer in self.stack:
             layer.state.drop(row, given, self.rows.waiting[row])
@@ -711,16 +714,18 @@ class StreamingCache(Cache):
         """Set the marks of a row: facts about its stream that pools cannot read from the tokens.
 
         The pools `beginning`, `header` and `kept` read them from the next fold on; others ignore
-        them. Marks stay with the row when it is taken and put. A token is kept only if it is still
-        among the newest, or has not been read yet (`window`).
+        them. Marks stay with the row when it is taken and put. The pool `kept` can keep a marked
+        token only if the token is still held when it is marked. This is sure for the newest tokens
+        (`window` says how many) and for tokens that have not been read yet.
 
         Args:
             row: the row; in an empty cache, row 0 makes it a cache of one row.
             marks: the new marks.
 
         Raises:
-            WeirError: there is no such row, tokens of it have been folded with another beginning,
-                or the tokens to keep do not fit into the slots that the beginning leaves free.
+            WeirError: there is no such row, tokens of the row have been folded with another
+                beginning, or the tokens to keep do not fit into the slots that the beginning leaves
+                free.
         """
         if not isinstance(marks, Marks):
             raise WeirError(f"marks of a row must be weir.pools.Marks, got {quote(marks)}")
@@ -777,7 +782,8 @@ class StreamingCache(Cache):
             with cache.only(2, 3):  # a prompt for row 2, and nothing is computed for the others
                 model(prompt, past_key_values=cache)
 
-        Nothing is copied, and changes to these rows stay, also if the last forward failed.
+        Nothing is copied. Changes to these rows stay, even if the last forward in the context has
+        failed.
 
         Args:
             start: the first row.
@@ -853,7 +859,7 @@ class StreamingCache(Cache):
             raise WeirError(f"row {quote(row)} does not exist. The rows are 0 to {batch - 1}")
 
     def _check_wide(self) -> None:
-        """Refuse to change the set of rows while the cache is narrowed (WeirError)."""
+        """Refuse to change the set of rows while the cache is restricted by `only` (WeirError)."""
         if any(layer.state.narrowed for layer in self.stack):
             raise WeirError(
                 "this cache is restricted to some of its rows. Leave the only() block first."
@@ -973,7 +979,8 @@ class StreamingCache(Cache):
         if folded is not None and self.on_fold is not None:
             self.on_fold(folded)
         if outcome.failed and self.failures == "raise":
-            # A raised error references this frame: kept here, it would keep the cache alive.
+            # A raised error references this frame, and this frame references the cache. If the
+            # cache held the error, the two would keep each other alive.
             failed, outcome.failed = outcome.failed, {}
             raise failed[min(failed)]
 

@@ -132,9 +132,9 @@ def fit_to_model(
 ) -> Policy:
     """Share out the budget of `weir` over a model's KV heads; other policies stay as they are.
 
-    A model without weights gets the same budget in all heads. The places in the model's window are
-    shared with the tokens of a `chunk`, if it is not the policy's usual one, and with the slots
-    that a policy around `weir` holds in addition (`beside`).
+    A model without weights gets the same budget in all heads. The model's window must also have
+    room for the tokens of a chunk (`chunk`; None for the policy's usual one) and for the slots that
+    a policy around `weir` holds in addition (`beside`).
     """
     if isinstance(policy, PolicyWrapper):
         inner = policy.policy

@@ -1,7 +1,7 @@
 """One call of the model through all layers: begun, attended, and finished or undone.
 
-A call takes effect when it has finished. A call that fails leaves no trace. If keys of some rows
-are not finite, the call is finished, or repeated, without these rows.
+A call takes effect when it has finished. A call that fails leaves no trace. If keys or values of
+some rows are not finite, the call is finished, or repeated, without these rows.
 
 If KV heads of a layer have different pipes, the heads of each pipe form a separate `Layer`.
 Queries, keys and values are distributed by head, and the answers are put back in order.
@@ -45,7 +45,7 @@ class LayerParts:
 
     Attributes:
         parts: for each pipe, the stream of the heads that have it.
-        split: which heads each of them holds; None if there is one.
+        split: which heads each part holds; None if there is only one part.
     """
 
     def __init__(self, parts: Sequence[Layer]) -> None:
@@ -93,8 +93,8 @@ class Outcome:
 
     Attributes:
         failed: by row, why its tokens were refused.
-        folded: its folds, until `on_fold` is called.
-        broken: whether it folds, or was interrupted while it did.
+        folded: the folds of the forward, until `on_fold` is called.
+        broken: whether the forward is folding, or was interrupted during a fold.
     """
 
     failed: dict[int, WeirError] = field(default_factory=dict)
@@ -244,8 +244,8 @@ class Forward:
         """Finish a successful call: keep its tokens, and fold full tails.
 
         Returns the call to repeat, without the rows whose keys or values are not finite; None if
-        there is nothing to repeat. Raises NotFiniteError, and undoes the call, if that is every
-        row.
+        there is nothing to repeat. If no row with tokens would be left, the call is undone and
+        NotFiniteError is raised.
         """
         failed = {} if self._stored else self._unfinite()
         if failed and not self.plan.step:
@@ -309,7 +309,9 @@ class Forward:
             layer.abandon()
 
     def _unfinite(self) -> dict[int, tuple[int, int]]:
-        """Find the first layer and column of each row that are not finite; {} if all are."""
+        """Find the rows with keys or values that are not finite, and for each of them the first
+        layer and column where this is so; {} if all keys and values are finite.
+        """
         unchecked = [t for layer in self.stack for t in layer.running.unchecked]
         if not unchecked:
             return {}

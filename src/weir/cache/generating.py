@@ -1,7 +1,7 @@
 """transformers' `generate()` with a cache of weir: `custom_generate=weir.generate`.
 
-transformers prepares its inputs and then calls `generate`, which puts a cache of weir in place of
-the prepared one and calls transformers' decoding.
+transformers prepares its inputs and then calls weir's `generate`. This replaces the cache that
+transformers prepared with a cache of weir, and calls transformers' decoding.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def generate(
     if mode not in _DECODING:
         raise WeirError(
             "weir.generate supports greedy search, sampling and beam search, but the options ask "
-            f"for {mode.value.replace('_', ' ')}. Leave them out."
+            f"for {mode.value.replace('_', ' ')}. Leave out the options for that."
         )
     # This is not in the signature, because transformers would then pass it twice.
     cache = _cache_of(model, prepared.pop(CACHE, None), given)
