@@ -77,7 +77,9 @@ def three_axes(plans: Sequence[LayerPlan]) -> bool:
 
 
 def _reach_of(pipes: list[tuple[Pipe, ...]], chunk: int) -> int | None:
-    """Return the most slots of a KV head, with those of a chunk; None if there is no limit."""
+    """Return the largest number of slots that a KV head has, including those for a chunk; None if
+    there is no limit.
+    """
     sizes = [pipe.slots for each in pipes for pipe in each]
     return None if None in sizes else max(slots or 0 for slots in sizes) + chunk
 
@@ -90,8 +92,8 @@ def plan_layers(
     The heads of a layer that have the same pipe are one plan. A layer can have several plans, one
     after another.
 
-    Raises WeirError if every layer slides over fewer tokens than the policy has slots, or the slots
-    of a layer cannot have the policy's format.
+    Raises WeirError if every layer has a sliding window that is smaller than the policy's slots and
+    a chunk together, or the slots of a layer cannot have the policy's format.
     """
     pipes = _pipes_of(policy, describe(model))
     most = _reach_of(pipes, chunk)
@@ -153,7 +155,10 @@ def _check_pipe(pipe: Pipe, chunk: int, layer: int, heads: Heads) -> None:
 
 
 def with_gates(plans: list[LayerPlan], facts: ModelSpec) -> list[LayerPlan]:
-    """Return the plans with the gates that their pools read; WeirError if a layer has none."""
+    """Return the plans with the gates that their pools read; WeirError if a gate is missing.
+
+    A gate is a trained linear map that predicts how much a token will be needed (`models.gates`).
+    """
     asked = [plan.spec.index for plan in plans if plan.spec.pipe.needs_gates]
     if not asked:
         return plans
@@ -173,7 +178,7 @@ def check_memory(
 ) -> None:
     """Refuse slots of `batch` rows that exceed the free memory of a device (WeirError)."""
     if any(plan.spec.pipe.slots is None for plan in plans):
-        return  # it grows without a limit
+        return  # the slab grows with the stream, so its size is not known in advance
     layers = plans[-1].spec.index + 1
     needed = sum(plan.slab.nbytes(batch) for plan in plans)
     free = free_memory(device)
@@ -186,7 +191,7 @@ def check_memory(
 
 
 WITHIN = (__name__.partition(".")[0], "torch", "transformers")
-"""Packages whose code warnings must not point at."""
+"""weir, and the libraries that call it. A warning points at the first caller outside of these."""
 
 
 def describe_window_excess(model: PreTrainedModel, policy: Policy, chunk: int) -> str | None:
@@ -258,7 +263,9 @@ def _is_within(module: object) -> bool:
 
 
 MOST_KEPT = 2**25 - 2**16
-"""Bytes of the tensor that `keep_freed_memory` frees, below glibc's limit with its overhead."""
+"""Bytes of the tensor that `keep_freed_memory` frees. With the overhead of an allocation, this is
+below the limit of 32 MiB up to which glibc raises its threshold.
+"""
 
 
 @lru_cache

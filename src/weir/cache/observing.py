@@ -31,9 +31,12 @@ class Attention:
     """Queries of one layer in one call, and the keys that they may see.
 
     Attributes:
+        layer: index of the layer.
         queries: [batch, kv_heads, group, length, key_dim]; `group` query heads share a KV head.
         keys: [batch, kv_heads, slots, key_dim].
-        first, places: positions of the first query and of the keys [slots], int64.
+        first: position of the first query.
+        places: positions of the keys [slots], int64.
+        params: the parameters of the layer's attention.
         positions: the layer's window and linear biases, for models that weir streams.
         mask: for other models, transformers' mask: true where a query attends, broadcasts with
             [batch, 1, length, slots]; None if queries attend everywhere.
@@ -95,7 +98,9 @@ class Attention:
         return most
 
     def _bias(self, start: int, stop: int) -> Tensor | None:
-        """Return linear biases of some queries, -inf where they do not attend; None for no bias."""
+        """Return the linear biases of the queries `start` to `stop`, with -inf where they do not
+        attend; None if there is no bias.
+        """
         if self.positions is None:
             return None if self.mask is None else bias_of(self.mask[:, None, :, start:stop])
         here = torch.arange(start, stop, device=self.places.device) + self.first
@@ -116,9 +121,13 @@ class AttentionCall:
     """One call of a layer's attention: its inputs and its output.
 
     Attributes:
-        layer, held: index of the layer, and the layer of the cache.
-        queries: [batch, heads, length, key_dim], as the layer received them, like the others.
-        keys, values: [batch, kv_heads, length, key_dim] and [..., value_dim].
+        forward: the forward that the call is part of.
+        layer: index of the layer.
+        held: the layer of the cache.
+        queries: [batch, heads, length, key_dim], as the layer received them.
+        keys: [batch, kv_heads, length, key_dim], as the layer received them.
+        values: [batch, kv_heads, length, value_dim].
+        params: the parameters of the layer's attention.
         out: attention output [batch, heads, length, value_dim].
     """
 
@@ -134,8 +143,9 @@ class AttentionCall:
     def attention(self) -> Attention:
         """Return the queries with all keys that the layer holds after the call.
 
-        The cache is `dense`, and all rows have the same tokens in the same places. A layer with its
-        own window holds all keys of the call only if the call is no longer than a chunk.
+        The policy of the cache must be `dense`, and all rows must have tokens at the same places. A
+        layer with its own window holds all keys of the call only if the call is no longer than a
+        chunk.
         """
         state, positions, queries = self.held.state, self.held.spec.positions, self.queries
         segments = self.forward.plan.on(queries.device).segments
@@ -192,8 +202,10 @@ class ListeningCache(StreamingCache):
             decoder(input_ids=batch, use_cache=True, **{CACHE: self})
 
     def close(self) -> None:
-        """Free the slots now, because a cache is part of reference cycles, and detach from the
-        model.
+        """Free the slots, and detach the cache from the model.
+
+        A cache is part of reference cycles, so its slots would otherwise stay until Python searches
+        for garbage.
         """
         self.reset()
         self.detach()

@@ -1,4 +1,5 @@
-"""Plans a forward: finds which tokens each row is fed, checks them, and cuts them into segments.
+"""Plans a forward: finds which tokens each row is fed, checks them, and cuts them into segments
+between folds.
 
 `generate` and other callers feed columns, and tell by a mask or by positions which of them are
 tokens. This module separates each row's tokens from padding, refuses a forward that does not
@@ -94,7 +95,8 @@ class Segment:
 
     Attributes:
         columns: the forward's column of each token [batch, width], int64.
-        counts: tokens of each row in this segment; its other columns are undefined.
+        counts: number of tokens of each row in this segment. The columns of a row after these are
+            undefined.
         seen: tokens each row had seen before.
         waiting: tokens each row's tail held before.
         due: the rows whose tail is full afterwards and folds.
@@ -156,8 +158,10 @@ class Segment:
 
     @cached_property
     def spans(self) -> Tensor:
-        """Start of each token's word or image on three axes, and the length of that word or image
+        """Where each text token or image begins on three axes, and its length there
         [batch, width, 2], int64.
+
+        A text token has the length 1. All tokens of an image have the numbers of the image.
         """
         if self.pictured is not None:
             return self.pictured
@@ -345,8 +349,8 @@ def place_on_axes(
     """Set the places of a plan's tokens on three axes; returns the plan, and each row's drift after
     it.
 
-    `offsets` are those of each column [batch, length, 5] (`models.offsets`), None without images.
-    `real` says which columns hold tokens [batch, length], None if all do.
+    `offsets` are those of each column [batch, length, 5] (`models.offsets`), None if all are text
+    tokens. `real` says which columns hold tokens [batch, length], None if all do.
     """
     if not plan.segments or (offsets is None and not any(drift)):
         return plan, drift
@@ -479,7 +483,7 @@ class Rows:
         """Check and plan a forward, given the decoder's arguments by name.
 
         Args:
-            prefill: fold the first forward at once.
+            prefill: whether the first forward is one segment, which folds once (`prefill="full"`).
             without: rows whose tokens are left out.
             fixed: whether the cache was made with a number of rows, which a reset keeps.
             is_pad: tells which of some ids [rows] or embeddings [rows, width] are the padding
@@ -492,7 +496,7 @@ class Rows:
         batch, length = tokens.shape[:2]
         self._check_shape(batch, length, fixed)
         if given.get("use_cache") is False:
-            # MPT's configurations set it, so it may not come from the caller.
+            # The caller may not have passed this, because MPT's configurations set it.
             raise WeirError(
                 "use_cache=False would feed the whole text at every step. Pass use_cache=True."
             )

@@ -41,14 +41,15 @@ def repetition_scores(
 ) -> dict[int, Tensor]:
     """Score the tokens of a row by the attention that they receive while they are repeated.
 
-    A token's score is the largest attention weight that it gets from any query while its part of
-    the text is repeated, over all query heads of a KV head (KVzip, section 3.2).
+    While the model repeats the part of the text that has a token, each query gives this token an
+    attention weight. The score of the token is the largest of these weights, over all queries of
+    the repetition and all query heads of a KV head (KVzip, section 3.2).
 
     Args:
         model: the model that the cache serves.
-        full: a cache under `dense`; it is not changed.
+        full: a cache with the policy `dense`; it is not changed.
         row: the row.
-        repetitions: the parts of its text.
+        repetitions: the parts of the row's text.
 
     Returns:
         By layer [kv_heads, tokens], float32. Layers that have their own sliding window under any
@@ -87,11 +88,11 @@ def fill(
     Args:
         cache: an empty cache of one row, for the same model, with another policy whose first pool
             takes all tokens until it is full.
-        full: a cache under `dense`.
-        row: the row of it.
-        scores: from `repetition_scores`; layers without any get the newest tokens, as many as
+        full: a cache with the policy `dense`, which holds the row.
+        row: the row in `full`.
+        scores: from `repetition_scores`; layers without scores get the newest tokens, as many as
             their window has.
-        n: number of tokens; less than the slots of the first pool if the text is shorter.
+        n: number of tokens; if the row has fewer, all of them are taken.
     """
     rows = full.rows.select([row])
     (seen,), (waiting,) = rows.seen, rows.waiting
@@ -106,7 +107,7 @@ def fill(
             slots = slots.only(stays)
         else:
             slots = slots.part(max(0, len(slots) - (layer.spec.pipe.slots or 0)), len(slots))
-        if slab.span is not None:  # a text: each token has the same place on all three axes
+        if slab.span is not None:  # text only: each token has the same place on all axes
             place = slots.position
             slots = replace(slots, span=torch.stack([place, torch.ones_like(place)], dim=-1))
         layer.params = whole.params

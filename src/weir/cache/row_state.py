@@ -29,7 +29,7 @@ from weir.slab import EMPTY, STATE, QuantizedStorage, quantized_buffers, split_w
 FORMAT = 1
 """Version of the bytes of a row."""
 KEY = "weir_row"
-"""Where the metadata of the bytes has the facts."""
+"""The key of the facts in the metadata of the bytes."""
 V = TypeVar("V")
 
 
@@ -38,8 +38,8 @@ class RowFormat:
     """The properties that a row must have to continue in a cache.
 
     Attributes:
-        kind: of the cache (`RowState.kind`).
-        plans: of its layers.
+        kind: the kind of the cache (`RowState.kind`).
+        plans: the plans of its layers.
         vocabulary: token ids run from 0 to this, exclusive.
     """
 
@@ -69,8 +69,8 @@ class RowState:
         facts: facts of the row, as JSON: columns, seen, waiting, claimed, last, ended, seed, marks
             (`Marks`, by name), lengths (slots in use by layer and pool), and for a model with three
             axes drift.
-        tensors: `LAYER.NAME` for each buffer of each layer [1, kv_heads, ...], with the slots in
-            use alone (`LayerSpec.held`), on the device of the cache that the row was taken from.
+        tensors: `LAYER.NAME` for each buffer of each layer [1, kv_heads, ...], with only the slots
+            in use (`LayerSpec.held`), on the device of the cache that the row was taken from.
     """
 
     kind: dict[str, Any]
@@ -104,7 +104,8 @@ class RowState:
             row_format: what the row must be like.
             trusted: whether the bytes are known to be as they were written, so that the numbers in
                 tensors need no check.
-            whole_prompt: whether the first tokens may have been folded at once, in any number.
+            whole_prompt: whether the row may come from a cache that folds a whole prompt at once,
+                whatever its length (`prefill="full"`).
 
         Raises:
             WeirError: the bytes are damaged or not those of a row, the row is of another kind, or
@@ -190,7 +191,7 @@ def check_state(row_format: RowFormat, state: RowState) -> None:
 
 
 def _by_layer(named: Mapping[str, V], layers: int) -> list[dict[str, V]]:
-    """Group values that are named after tensors by layer, under the tensors' own names."""
+    """Group values by layer. A value `LAYER.NAME` becomes the value `NAME` of its layer."""
     found: list[dict[str, V]] = [{} for _ in range(layers)]
     for name, one in named.items():
         layer, _, own = str(name).partition(".")
@@ -204,7 +205,7 @@ def _check_facts(row_format: RowFormat, facts: dict[str, Any], *, whole_prompt: 
     """Refuse facts of a row that are wrong, or contradict each other.
 
     Args:
-        whole_prompt: the first tokens may have been folded at once, in any number.
+        whole_prompt: as for `RowState.from_bytes`.
     """
     read_facts(_RowFacts, facts, "the facts of a row")
     plans, chunk, origin = row_format.plans, row_format.chunk, row_format.origin
@@ -364,7 +365,8 @@ def _check_positions(position: Tensor, lies: Layout, ahead: int, chunk: int, ori
     for kept in (position[:, :, : lies.quantized_front], position[:, :, lies.first : lies.front]):
         if not bool(((kept == EMPTY) | ((kept >= origin) & (kept < ahead))).all()):
             raise WeirError(
-                f"position has places outside the stream, whose places are {origin} to {ahead}"
+                "position has places other than those of the folded tokens, which begin at place "
+                f"{origin} and end before place {ahead}"
             )
     rising = torch.arange(ahead - lies.run, ahead + chunk, device=position.device)
     parts = [slice(lies.quantized_front, lies.quantized), slice(lies.front, lies.used + chunk)]
@@ -479,4 +481,4 @@ def _difference(mine: dict[str, Any], theirs: Any) -> str:
     for name, value in mine.items():
         if theirs.get(name) != value:
             return f"{name} {shorten(str(theirs.get(name)))}, here {shorten(str(value))}"
-    return "it says more of it than is known here"
+    return "its description has fields that the model of this cache does not have"

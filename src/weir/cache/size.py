@@ -21,7 +21,8 @@ class Size:
     Attributes:
         policy: the policy of the streams.
         dtype: the dtype of weights, keys and values.
-        slots: slots of each layer, in a KV head on average, without those of new tokens.
+        slots: for each layer, the slots of a KV head (the mean of its heads), without the slots for
+            new tokens.
         weights: bytes of the model's parameters and buffers.
         stream: bytes of one stream, including everything that is kept for it.
         step_weights: bytes of weights that a decode step reads.
@@ -70,8 +71,9 @@ def size_of(
             (`models.skeleton`). If the policy `depends_on_weights`, slots of 4 bits and the same
             budget in all heads are then assumed.
         policy, chunk, slots, positions: as for `StreamingCache`.
-        tokens: the length of a stream, for `dense` and other policies that keep every token. Bytes
-            are then those of transformers' own cache, as in `StreamingCache.report`.
+        tokens: the length of a stream, for `dense` and other policies that keep every token. The
+            bytes of the stream are then those of transformers' own cache, as in
+            `StreamingCache.nbytes`.
 
     Raises:
         WeirError: the model cannot be served, or the policy has no limit and so no fixed size.
@@ -106,7 +108,7 @@ def size_of(
 def _size_of_all(
     model: PreTrainedModel, policy: Policy, facts: ModelSpec, plans: list[LayerPlan], tokens: int
 ) -> Size:
-    """Compute the bytes of a stream of so many tokens if every token is kept."""
+    """Compute the bytes of a stream of `tokens` tokens if every token is kept."""
     weights, step_weights = _weights_of(model)
     held = [plan.spec.dense_bytes(plan.heads, tokens) or 0 for plan in plans]
     return Size(

@@ -28,8 +28,8 @@ class Contents:
         pool: which of `pools` holds each slot [batch, kv_heads, slots], int64; -1 for none.
         pools: the pools' names in the order of the pipe, followed by "new" for tokens that wait for
             the next fold.
-        mass: attention received up to the last fold [batch, kv_heads, slots], float32, where a
-            pool asks for it.
+        mass: attention received up to the last fold [batch, kv_heads, slots], float32; None if no
+            pool needs it.
     """
 
     position: Tensor
@@ -122,7 +122,9 @@ def pool_indices(lies: Layout, end: int) -> Tensor:
 
 
 def layer_report(parts: Sequence[Layer], row: int, waiting: int, columns: int) -> dict[str, Any]:
-    """Report a layer (`_report`), or the mean over its heads and each part under "heads"."""
+    """Report a layer (`_report`). If the layer has several parts, slots are means over its heads,
+    and "heads" has the report of each part.
+    """
     each = [_report(part, row, waiting, columns) for part in parts]
     if len(each) == 1:
         return each[0]
@@ -149,7 +151,7 @@ def layer_report(parts: Sequence[Layer], row: int, waiting: int, columns: int) -
 
 
 def _report(layer: Layer, row: int, waiting: int, columns: int) -> dict[str, Any]:
-    """Report a layer's pipe, its bytes, a row's slots, and its pools' reports, as JSON.
+    """Report the pipe and bytes of a layer, the slots of a row, and what the pools report, as JSON.
 
     "slots" are by pool, "held" is their sum; "pools" is there only if a pool has a report.
     `waiting` tokens are in the row's tail, and `columns` were fed to every row.

@@ -5,8 +5,9 @@ then no slot moves. So queries wait in the slab, and the fold computes one matri
 one in every step.
 
 If pools keep only the first and the newest tokens, it is known in advance what each chunk of a long
-piece sees. Then one fold after all chunks keeps the same tokens as one fold after each, because
-each token is quantized once, and keys of the front are rotated from their masters.
+piece sees. Then one fold after all chunks leaves the same slots as one fold after each, because
+each token is quantized once, and keys of the front are rotated from their masters. *Front*, *run*
+and *tail* are explained in `layer_state.py`.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class NewTokens(NamedTuple):
     Attributes:
         queries: [batch, kv_heads, group, length, key_dim].
         keys, values: [batch, kv_heads, length, dim].
+        params: the parameters of the layer's attention.
     """
 
     queries: Tensor
@@ -155,7 +157,9 @@ _cached_band = lru_cache(maxsize=8)(band)
 def _add_alibi(
     bias: Tensor | None, positions: LayerPositions, slab: Slab, segment: Segment, stop: int
 ) -> Tensor | None:
-    """Add the layer's linear biases, if it has any, to a mask; slots are at places in the frame."""
+    """Add the layer's linear biases, if it has any, to a mask. They are computed from the positions
+    of slots in the rolling frame (`Slab.frame`).
+    """
     alibi = positions.alibi
     if alibi is None or slab.frame is None:
         return bias
@@ -172,10 +176,11 @@ def _add_alibi(
 def attend_prompt(
     spec: LayerSpec, new: NewTokens, segment: Segment, answers: bool = True
 ) -> tuple[Tensor, Slots]:
-    """Answer every query of a prompt from all tokens before it; without `answers`, return zeros.
+    """Answer every query of a prompt from its own token and all tokens before it; without
+    `answers`, return zeros.
 
-    Takes rotated tokens; rows may have fewer. Returns answers [batch, kv_heads, group, width,
-    value_dim], and the tokens.
+    Takes rotated tokens; rows may have fewer tokens than the segment is wide. Returns answers
+    [batch, kv_heads, group, width, value_dim], and the tokens as slots.
     """
     queries, keys, values, params = new
     kv_heads, width, positions = keys.shape[1], segment.width, spec.positions
@@ -241,13 +246,14 @@ def store_last_queries(slab: Slab, spec: LayerSpec, queries: Tensor, segment: Se
 class WindowPiece:
     """New tokens of all rows, in segments; there is a fold before each segment except the first.
 
-    Tokens are counted from the oldest of the run, or from the first new one if there is no run.
+    Tokens are counted from the oldest token of the run, or from the first new one if there is no
+    run.
 
     Args:
-        state: the slots, which are not changed.
-        lies: their layout before each segment.
-        keys, values: new ones [batch, kv_heads, length, dim].
-        segments: each a slice of all rows.
+        state: the layer's slots, which are not changed.
+        lies: the layout of the slots before each segment.
+        keys, values: those of the new tokens [batch, kv_heads, length, dim].
+        segments: the segments; each has the same columns of all rows.
     """
 
     def __init__(
@@ -270,7 +276,9 @@ class WindowPiece:
     def of(
         cls, state: LayerState, keys: Tensor, values: Tensor, segments: Sequence[Segment]
     ) -> WindowPiece | None:
-        """Describe a piece; None if the layer does not keep a window."""
+        """Describe a piece; None if there is only one segment, a row has another layout, or the
+        layer does not keep just the first and the newest tokens (`keeps_window`).
+        """
         spec = state.spec
         if len(segments) == 1 or not spec.keeps_window:
             return None
@@ -322,7 +330,7 @@ class WindowPiece:
 
     @cached_property
     def _place(self) -> Tensor:
-        """Each row's place in the stream of the first token of the tail [batch]."""
+        """The place in the stream of the first token of each row's tail [batch]."""
         return self._segments[0].start - self._waiting
 
     def _tokens(self, boundary: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:

@@ -35,9 +35,11 @@ class Pending:
     Attributes:
         segment, params: the segment, and how the layer attends.
         arrivals: a whole prompt [batch, ...] to fold instead of the tail.
-        mass: the attention each slot received from the segment [batch, kv_heads, slots], if it is
-            the whole tail and the mass is known; otherwise the fold computes it if a pool asks.
-        observed: the attention of such a segment's queries, if pools ask for it.
+        mass: the attention each slot received from the segment [batch, kv_heads, slots], if the
+            segment is the whole tail and this was computed with the answers. If it is None, the
+            fold computes it, provided that a pool needs it.
+        observed: the attention of the segment's queries, if a pool needs it and it was computed
+            with the answers. If it is None, the fold computes the attention that a pool needs.
     """
 
     segment: Segment
@@ -129,8 +131,8 @@ def last_queries(slab: Slab, wanted: int) -> Tensor | None:
 
 
 def keep_older_queries(slab: Slab, chunk: int) -> None:
-    """Make room for the queries of the next `chunk` tokens after a fold by moving older queries
-    up.
+    """After a fold, move the newest queries to the beginning of the buffer, so that its last
+    `chunk` places are free for the next tokens.
     """
     if slab.queries is not None and slab.queries.shape[2] > chunk:
         older = slab.queries[:, :, chunk:].clone()

@@ -45,7 +45,7 @@ class Layer:
         spec: the layer's fixed facts.
         state: the slots, and how each row of the batch uses them.
         params: the parameters of the last attention call; None before the first token. Engines read
-            them before their steps, and the fold reads them here.
+            them before their steps, and `commit_step` passes them on to the fold.
         running: the changes of the forward in progress; empty between forwards.
     """
 
@@ -73,7 +73,8 @@ class Layer:
         prefill: bool = False,
         answers: bool = True,
     ) -> Tensor:
-        """Call `attend` and then `commit`, for tokens of rows that are in step.
+        """Call `attend` and then `commit`, for rows that are in step: all get the same number of
+        tokens, and their tails are equally full.
 
         `seen` tokens came before, and `waiting` of them are in the tail. `prefill` attends to all
         tokens exactly and folds them once; without `answers`, it only stores them.
