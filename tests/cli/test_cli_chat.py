@@ -98,8 +98,8 @@ def test_a_policy_without_a_budget_gets_what_the_window_and_the_memory_allow(
 ):
     ended = chat("Hello", words=("--policy", "streaming_llm"))
     said = (
-        "the first 4 and the newest 500 tokens. It has 504 slots, as many as the window and the "
-        "free memory allow"
+        "the first 4 and the newest 500 tokens. It has 504 slots, as many as fit in the window and "
+        "a quarter of the free memory"
     )
     assert ended.err.startswith(f"{model} keeps {said}. /help")  # 512 but for the chunk of 8
     free = 4 * 60_000
@@ -249,7 +249,7 @@ def test_a_saved_conversation_goes_on_elsewhere(chat, tmp_path):
         chat(f"/load {path}", "And you?", "/report"),
         chat("And you?", "/report", words=("--session", path, "--policy", "window(9)")),
     ):
-        assert "tokens read before" in ended.err
+        assert "the conversation continues after " in ended.err
         assert first.out + ended.out == whole.out
         assert ended.err.splitlines()[-1] == whole.err.splitlines()[-1]
 
@@ -344,7 +344,7 @@ def test_a_conversation_is_kept_and_continued(chat, chats, model):
     for write in (Path.unlink, lambda path: path.write_bytes(b"x")):
         write(next(chats.glob("*.safetensors")))
         again = chat("/remembers and YOU?", words=("--continue",))
-        seen = int(re.search(r"(\d+) tokens read before", again.err)[1])
+        seen = int(re.search(r"continues after (\d+) tokens", again.err)[1])
         assert seen == len("<user\nHello<\n<assistant\n<\n<user\nAnd you?<\n<assistant\n") + 24
         assert "turn 2, you: gone" in again.err
     assert "recomputing the conversation from its transcript" in again.err

@@ -242,7 +242,7 @@ def chat(
         if tokens := sum(len(turn.ids) for turn in left):
             with waiting(f"recomputing {in_words(tokens, 'token')}"):
                 conversation.read_again(left)
-        say(f"{in_words(stream.seen, 'token')} read before")
+        say(f"the conversation continues after {in_words(stream.seen, 'token')}")
     how = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     how["repetition_penalty"] = repetition_penalty
     with interruptible(noted=math.inf) as interrupt:
@@ -347,7 +347,7 @@ def _size_policy(
     chunk: int | None,
     system: str | None,
 ) -> tuple[Policy, str]:
-    """Choose the policy of a conversation, and say for its first line why it is that one.
+    """Choose the policy of a conversation; returns it, and the reason for the chat's first line.
 
     A policy without a budget gets as many slots as the model's window and the memory allow. The
     default policy gets exact slots if as many of them fit. The system message gets separate slots,
@@ -398,7 +398,10 @@ def _size_policy(
                 f"To fix this, {shorter}give the policy a smaller budget with --budget."
             )
         wanted = parse_policy(with_budget(policy, budget))
-        reason = f". It has {budget:,} {form}slots, as many as the window and the free memory allow"
+        reason = (
+            f". It has {budget:,} {form}slots, as many as fit in the window and a quarter of the "
+            "free memory"
+        )
     if not pinned or isinstance(wanted, Recompute):
         return wanted, reason
     if any(pipe.slots is None or pipe.needs_marks for pipe in wanted.pipes):
@@ -575,7 +578,7 @@ def _load(conversation: Conversation, file: Path) -> None:
     if conversation.archive is not None:
         conversation.archive.close()
     conversation.use_archive(open_archive(conversation.transcript))
-    say(f"{in_words(stream.seen, 'token')} read before")
+    say(f"the conversation continues after {in_words(stream.seen, 'token')}")
 
 
 def _tell_forgotten(conversation: Conversation) -> None:

@@ -207,8 +207,8 @@ def say_set_aside(
     if (file := sidecar_path(model, FILE, revision)) is not None:
         say(
             f"--slots replaces the policy file {file} next to the model with the default policy. "
-            f"To use the file with these slots (its own must be exact), pass --policy {file} "
-            f"--slots {slots}."
+            "To use the file with these slots, which works only if its slots are exact, pass "
+            f"--policy {file} --slots {slots}."
         )
 
 
