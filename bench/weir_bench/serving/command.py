@@ -37,14 +37,21 @@ def bench_serve(
     budget: Annotated[int, Option(min=8, help="Slots of the policy streaming_llm.")] = 256,
     seconds: Annotated[float, Option(min=0.1, help="Seconds of each run.")] = 10.0,
     rounds: Annotated[
-        int, Option(min=1, help="Number of rounds in which all servers take turns.")
+        int,
+        Option(
+            min=1, help="Number of rounds. In parts that compare servers, each round measures all."
+        ),
     ] = 3,
     tokens: Annotated[int, Option(min=1, help="Tokens of each answer.")] = 128,
     far: Annotated[
         int, Option(min=100, help="Tokens of the long session in the part far.")
     ] = 100_000,
     minutes: Annotated[
-        float, Option(min=0.01, help="Minutes of the parts soak, attack and refused (at most 1).")
+        float,
+        Option(
+            min=0.01,
+            help="Minutes of the parts soak, attack and refused. The part refused takes at most 1.",
+        ),
     ] = 30.0,
     quick: Annotated[
         bool, Option("--quick", help="Use a tiny model, only to check that everything runs.")

@@ -44,7 +44,7 @@ def attention_error(
         str | None,
         Option(
             help=f"Shares of the other tokens to keep, for policies without a budget "
-            f"[default: {RATES}, if no policy has a budget]"
+            f"[default: {RATES}; required if only some policies have a budget]"
         ),
     ] = None,
     blocks: Annotated[

@@ -61,8 +61,8 @@ def calibrate(
     """Measure how many slots each layer needs, and write them to a policy file.
 
     All layers together take as many bytes as under the given policy. With --gates, train the gates
-    of the pool 'gated' instead. They are saved in weir's cache folder, by a fingerprint of the
-    model's weights, and weir finds them there.
+    of the pool 'gated' instead. They are saved in weir's cache folder under a fingerprint of
+    the model's weights. weir finds them there when it loads a model with the same weights.
     """
     from weir.cache import read_bytes
     from weir.evals import calibration

@@ -92,8 +92,14 @@ def evaluate(
     out: Annotated[
         Path, Option(help="The results file: JSON lines. Its folder is made if missing.")
     ] = Path("results.jsonl"),
-    resume: Annotated[bool, Option("--resume", help="Continue an existing results file.")] = False,
-    add: Annotated[bool, Option("--add", help="Add cells to an existing results file.")] = False,
+    resume: Annotated[
+        bool,
+        Option("--resume", help="Run the unfinished and failed cells of an existing results file."),
+    ] = False,
+    add: Annotated[
+        bool,
+        Option("--add", help="Like --resume, but first add the cells of this command to the file."),
+    ] = False,
     protocol: Annotated[
         str | None, Option(help="Read texts as in a paper's experiments; see --list.")
     ] = None,
