@@ -89,11 +89,12 @@ def chat(
     policy: Annotated[
         str | None,
         Option(
-            help="A named policy, or a pipe of pools such as 'sink(4) | recent(252)'; see `weir "
-            "policies`. If you give no budget, the policy gets as many slots as the model's "
-            f"window and the memory allow, at most {MOST_SLOTS:,}. weir serve and weir size use "
-            "the policy's default budget instead, because their memory is for many conversations. "
-            f"[default: weir.toml next to the model, or else {options.DEFAULT}]"
+            help="A named policy, a pipe of pools such as 'sink(4) | recent(252)', or a .toml "
+            "file that weir calibrate wrote; see `weir policies`. If you give no budget, the "
+            "policy gets as many slots as the model's window and the memory allow, at most "
+            f"{MOST_SLOTS:,}. weir serve and weir size use the policy's default budget instead, "
+            "because their memory is for many conversations. [default: weir.toml next to the "
+            f"model, or else {options.DEFAULT}]"
         ),
     ] = None,
     budget: options.Budget = None,

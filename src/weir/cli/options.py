@@ -32,8 +32,8 @@ TextPath = Annotated[
 PolicyText = Annotated[
     str,
     Option(
-        help="A named policy, or a pipe of pools such as 'sink(4) | recent(252)'; see "
-        "`weir policies`."
+        help="A named policy, a pipe of pools such as 'sink(4) | recent(252)', or a .toml file "
+        "that weir calibrate wrote; see `weir policies`."
     ),
 ]
 Budget = Annotated[

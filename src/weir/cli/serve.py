@@ -39,8 +39,8 @@ def serve(
     policy: Annotated[
         str | None,
         Option(
-            help="A named policy, or a pipe of pools such as 'sink(4) | recent(252)'; see "
-            "`weir policies` [default: weir.toml next to the "
+            help="A named policy, a pipe of pools such as 'sink(4) | recent(252)', or a .toml "
+            "file that weir calibrate wrote; see `weir policies` [default: weir.toml next to the "
             f"model, or else {options.DEFAULT}]"
         ),
     ] = None,
