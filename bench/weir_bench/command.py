@@ -76,7 +76,8 @@ def bench(
     out: Annotated[Path | None, Option(help="Folder for bench.json and bench.md.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time weir and other libraries alternately, and print ratios next to their targets.
+    """Time weir and other libraries alternately, and print the ratios next to those that
+    weir aims for.
 
     With --out, the results so far are written after every row. `weir bench serve` measures a
     server.

@@ -96,8 +96,8 @@ class StreamingCache(Cache):
             of the whole prompt in one layer at a time, and takes time that grows with the square of
             its length.
         origin: the place in the stream of the first token. Random draws of pools and the rounding
-            to 8 and 4 bits depend on the place. With them, two caches with different origins
-            answer differently.
+            to 8 and 4 bits depend on the place. If a policy draws or rounds, two caches with
+            different origins answer differently.
         batch: number of rows, empty at first, with their slots allocated at once; None for as many
             as the first call feeds.
         slots: the format of all slots except those of the first and the newest tokens, which stay
@@ -285,7 +285,9 @@ class StreamingCache(Cache):
         return len(self.stack.by_index)
 
     def __bool__(self) -> bool:
-        """Return True, even before the first token, but False for models in `models.DROPPING`."""
+        """Return True, even before the first token; False for models whose `generate` would drop a
+        cache that is true (`models.DROPPING`).
+        """
         return self._kind not in DROPPING
 
     @property
@@ -597,7 +599,7 @@ class StreamingCache(Cache):
             own.append({n: state.tensors[f"{index}.{n}"].to(t.device) for n, t in mine})
         names = ("seen", "waiting", "claimed", "last", "ended")
         parts: list[Any] = [[facts[name]] for name in names]
-        # Only rows of models with three axes have drift.
+        # Only rows of models whose positions have three axes have "drift" (`Segment.drift`).
         parts += [[Marks(**facts["marks"])], [facts.get("drift", 0)]]
         for layer, tensors, lengths in zip(self.stack, own, facts["lengths"], strict=True):
             layer.state.put_row(row, tensors, lengths, facts["seed"])
@@ -911,8 +913,8 @@ class StreamingCache(Cache):
         return self._start(given, begun, without)
 
     def begin_step(self, tokens: list[int]) -> Forward | None:
-        """Begin a forward of one token of each row, with few calls. Returns None where `begin` has
-        to check more, for example after padding or with a token out of range.
+        """Begin a forward of one token of each row, faster than `begin`. Returns None where `begin`
+        has to check more, for example after padding or with a token out of range.
         """
         self._check_whole()
         if self not in self.attachment.caches:

@@ -109,8 +109,8 @@ class LayerStack(list[Layer]):
 
     Attributes:
         by_index: the layer or layers of each layer of the model.
-        moves_on_axes: whether tokens of some layer move on three axes, so that the layer keeps
-            their places.
+        moves_on_axes: whether positions of some layer have three axes (time, height and width, for
+            images), so that the layer stores the tokens' places.
         rows: the progress of each row.
         outcome: of the last forward.
         slots: the parts of a decode step that are the same for all steps over these layers.

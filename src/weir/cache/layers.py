@@ -264,7 +264,8 @@ def _is_within(module: object) -> bool:
 
 MOST_KEPT = 2**25 - 2**16
 """Bytes of the tensor that `keep_freed_memory` frees. With the overhead of an allocation, this is
-below the limit of 32 MiB up to which glibc raises its threshold.
+below 32 MiB. When a block of up to 32 MiB is freed, glibc raises its mmap threshold, the size from
+which it returns freed blocks to the system at once.
 """
 
 
@@ -272,7 +273,7 @@ below the limit of 32 MiB up to which glibc raises its threshold.
 def keep_freed_memory() -> None:
     """Let glibc keep freed blocks of up to `MOST_KEPT` bytes for reuse; acts once in a process.
 
-    glibc raises its threshold when such a large tensor is freed. The tensor is never written, so it
-    takes no memory. The process may keep up to twice as much freed memory.
+    glibc raises its mmap threshold when such a large tensor is freed. The tensor is never written,
+    so it takes no memory. The process may keep up to twice as much freed memory.
     """
     torch.empty(MOST_KEPT, dtype=torch.uint8, device="cpu")

@@ -35,8 +35,8 @@ compilation.
 RECALL = 256
 """Largest number of tokens of recalled text in a turn."""
 JOINT = 2
-"""Number of tokens that a quotation and the words after it may take more together than
-separately.
+"""A quotation and the words after it, encoded together, can take this many tokens more than if each
+is encoded alone.
 """
 RECALL_SHARE = 4
 """Recalled text also has at most as many tokens as the cache has slots, divided by this number, so
@@ -72,8 +72,8 @@ class Conversation:
     Attributes:
         recalled: excerpts that were quoted in the last turn, the best first.
         recalled_tokens: the number of tokens of that quotation.
-        held: a function that tells whether a cache holds a text at given places of the stream that
-            was archived; if None, the cache of `stream` is asked.
+        held: a function that tells whether the cache still holds the archived text at given places
+            of the stream; if None, the cache of `stream` is asked.
         repeats: length in tokens of the loop in which the last answer ended; 0 for none.
         rate: tokens per second of the last answer, without its first two tokens if it has more,
             because the first step may include compilation.
@@ -273,7 +273,9 @@ class Conversation:
         return ChatTemplate(self.tokenizer, self.stream.ends)
 
     def _feed(self, text: str, ids: list[int]) -> None:
-        """Feed a turn. If the policy keeps the beginning or headers, mark where they are."""
+        """Feed a turn. If the policy keeps the beginning, or the template's tokens in front of an
+        answer, mark where they are.
+        """
         cache = self.stream.cache
         if cache is None or not any(pipe.needs_marks for pipe in self.stream.policy.pipes):
             self.stream.feed(ids)

@@ -316,7 +316,7 @@ class Layer:
         return answers
 
     def _note_spans(self, segment: Segment) -> None:
-        """Store the spans of a segment's tokens, for folds, if positions have three axes."""
+        """Store `Slots.span` of a segment's tokens, for folds, if positions have three axes."""
         slab = self.state.slab
         if slab is None or slab.span is None:
             return

@@ -194,10 +194,10 @@ def make_grid(
             `all` stands for every named policy except those in `NOT_IN_EVERY`.
         budgets: inserted into each policy that takes a budget and was written without one.
         memory: instead of budgets, bytes of one stream's cache. On each model, a policy gets the
-            largest budget that fits, within the model's window. Weights are loaded only for `weir`,
-            which gets slots of 8 bits on models that do not tolerate 4. A policy with its own slots
-            has to fit into the largest of these sizes; `dense` and others without a limit run
-            unchanged.
+            largest budget that fits, within the model's window. Weights are loaded only for the
+            policy `weir`, because they decide its slots: 8 bits on models that do not tolerate 4. A
+            policy that is written with its own budget has to fit into the largest of these sizes;
+            `dense` and others without a limit run unchanged.
         equal: what is equal for all policies: `slots` (the budgets), `bytes` (the whole cache) or
             `kv` (only keys and values of slots). The default is `bytes` with `memory`, otherwise
             `slots`. Without `memory`, `bytes` and `kv` use the sizes of `streaming_llm` at the
@@ -206,7 +206,8 @@ def make_grid(
         paper: a protocol's name.
         chunk: tokens between two folds; by default the protocol's, or 64.
         positions: as for `Stream`; a protocol overrides this.
-        slots: storage format of every policy's middle slots (`weir.policies.with_slots`).
+        slots: storage format of every policy's slots, except those of the first and the newest
+            tokens (`weir.policies.with_slots`).
         loading: how models are loaded, arguments of `weir.load`.
         compiled: whether to compile decode steps of models that are loaded.
 

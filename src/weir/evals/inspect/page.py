@@ -94,7 +94,7 @@ class InspectionPage:
     Attributes:
         files: files written so far, the page first.
         sections: sections on the page.
-        left_out: by name of a section left out, the reason.
+        left_out: the reason for each section that was left out, by the section's name.
     """
 
     def __init__(self, out: Path, title: str, facts: str) -> None:

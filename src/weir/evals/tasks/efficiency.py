@@ -33,7 +33,7 @@ EXACT, RECOMPUTE = "exact", "recompute"
 class Efficiency(Task):
     """Measures the seconds for a prompt and for each token after it, and the bytes of the cache.
 
-    This is the only task whose figures differ from run to run.
+    Figures that are times differ from run to run, as do those of `recalled`.
 
     Attributes:
         prompt: number of tokens of the prompt, which are random, because only their number matters.

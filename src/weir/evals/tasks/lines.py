@@ -22,7 +22,7 @@ from weir.pools import Bounds, Count
 SAMPLES = 50
 """Default number of questions, the same as in an official file."""
 LARGEST = 50_000
-"""Numbers of generated lines are from 1 to this, like the official ones."""
+"""The number in a generated line is from 1 to this, as in the official files."""
 
 
 @dataclass(frozen=True)

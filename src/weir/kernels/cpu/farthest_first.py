@@ -54,8 +54,9 @@ _TOGETHER = 8
 _AT_ONCE = 2**20
 """Largest number of distances in memory, for a head in each thread: 4 MB."""
 _SHARE = 5
-"""All distances are computed if at least one key in this many is picked. With tiles, each takes
-about a quarter of the time, but distances to keys that are picked early are also computed.
+"""All distances are computed if at least one key in this many is picked. A distance in a
+tile takes about a quarter of the time, but distances to keys that are picked early are also
+computed.
 """
 
 

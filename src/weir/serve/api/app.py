@@ -151,7 +151,7 @@ NOT_OFFERED = {
     "/v1/batches": "batches",
     "/v1/messages/batches": "batches",
 }
-"""Paths of the other APIs that clients try, and what they are for."""
+"""Paths that clients try and that this server does not have, and what each is for."""
 
 
 async def _respond_to_error(request: Request, error: Exception) -> Response:

@@ -44,8 +44,8 @@ DRAINED = 64_000_000
 PACE = 32_000_000
 """Bytes of large bodies that are read from a client per second while answers are generated.
 
-A client that sends as fast as this machine copies would keep the interpreter from the engine's
-thread.
+Without this limit, a client that sends very fast would occupy the interpreter with reading, and the
+engine's thread would have to wait for it.
 """
 SLOW_SECONDS = 0.5
 SLOW_RATE = 10_000
@@ -354,7 +354,10 @@ def _take_content(
 def parse_body(
     data: bytes | bytearray, kind: type[Body], counter: NodeCounter | None = None
 ) -> Body:
-    """Parse and validate the body of a request; `counter` counts JSON inside its texts.
+    """Parse and validate the body of a request.
+
+    `counter` also counts the values of JSON that is written inside strings of the body, such as the
+    arguments of tool calls.
 
     A bytearray is emptied, so that a large body is not in memory twice. Raises APIError if the body
     is wrong.
@@ -376,7 +379,10 @@ def parse_body(
 
 
 def _has_no_body(request: Request) -> bool:
-    """Return whether a request has no body, and is not from a web page, which names its origin."""
+    """Return whether a request has no body.
+
+    A request with an `Origin` header, as web pages send it, does not count.
+    """
     headers = request.headers
     return headers.get("content-length", "0") == "0" and not any(
         name in headers for name in ("content-type", "transfer-encoding", "origin")
@@ -384,7 +390,7 @@ def _has_no_body(request: Request) -> bool:
 
 
 async def check_query(request: Request) -> None:
-    """Refuse unknown query parameters and hidden sessions; a dependency of routes."""
+    """Refuse unknown query parameters, and sessions that clients cannot name (`is_hidden`)."""
     if is_hidden(str(request.path_params.get("name", ""))):
         raise not_found("session")
     for name in unknown_query(request):

@@ -47,7 +47,7 @@ PREFIXES = 8
 IDLE_SECONDS = 0.05
 """The longest time that the engine waits while all its sequences wait for tool calls to finish."""
 GROWTH = 4
-"""The factor from one number of rows with a compiled program to the next.
+"""Decode calls are compiled for some numbers of rows. Each is this many times the one before.
 
 Computing an unused row costs little compared with compiling another program.
 """
@@ -708,8 +708,8 @@ class Engine:
 
 
 def _key_of(sequence: TokenSequence, owner: str) -> PrefixKey:
-    """Return the key of the states that a sequence may continue from, and of those that it
-    leaves.
+    """Return the key of the prompt states that a sequence may continue from, under which its own
+    are kept, too.
     """
     if sequence.parent is not None:
         return PrefixKey(owner, sequence.parent, 0, 0, sequence.kept_ranges)

@@ -1,8 +1,8 @@
 """States of rows after the first tokens of a prompt, so that those tokens are not read twice.
 
-Two kinds are kept. One is the end of the beginning of a conversation (system message and tools),
-which other conversations of the same owner share. The other is the place where a prompt was
-interrupted because its client disconnected.
+Two kinds are kept. One is the state after the beginning of a conversation (system message and
+tools), which other conversations of the same owner share. The other is the state at which a prompt
+was interrupted because its client disconnected.
 """
 
 from __future__ import annotations

@@ -56,7 +56,8 @@ class SnapshotFolder:
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700)
         self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        self._refused = False  # whether a write found no room, and `has_room` none since
+        # Whether a write failed for lack of room, and `has_room` has not found any since.
+        self._refused = False
 
     def close(self) -> None:
         """Close the folder."""
