@@ -83,6 +83,21 @@ def test_advice_names_lists_of_layers_in_its_table(capsys, model, text):
     assert f"│ {listed} " in ended.out
 
 
+@pytest.mark.parametrize("given", [("--budget", 400), ("--memory", "2MB")])
+def test_a_text_that_fits_is_said_to_fit_in_what_was_given(
+    capsys, model, tmp_path, monkeypatch, given
+):
+    monkeypatch.setattr(advice, "CANDIDATES", ("window",))
+    path = tmp_path / "short.txt"
+    path.write_text(WORDS)
+    ended = run(capsys, "advise", "--text", path, "--model", model, *given)
+    assert ended.code == 0, ended.err
+    said = " ".join(ended.out.split())
+    assert "of the text fit in the window of " in said
+    assert " and in the given size: their cache takes " in said
+    assert "Use the policy dense: nothing has to be evicted." in said
+
+
 @pytest.mark.slow
 def test_a_trial_in_which_nothing_was_evicted_is_said_to_tell_nothing(
     capsys, model, text, monkeypatch
