@@ -89,9 +89,8 @@ def chat(
     policy: Annotated[
         str | None,
         Option(
-            help="A named policy, a pipe of pools such as 'sink(4) | recent(252)', or a .toml "
-            "file that weir calibrate wrote; see `weir policies`. If you give no budget, the "
-            "policy gets as many slots as the model's window and the memory allow, at most "
+            help=f"{options.POLICY_FORMS}. If you give no budget, the policy gets as many slots as "
+            "the model's window and the memory allow, at most "
             f"{MOST_SLOTS:,}. weir serve and weir size use the policy's default budget instead, "
             "because their memory is for many conversations. [default: weir.toml next to the "
             f"model, or else {options.DEFAULT}]"
@@ -102,9 +101,8 @@ def chat(
         str | None,
         Option(
             "--slots",
-            help="Format of all slots but those of the first and the newest tokens: exact, int8, "
-            "int4, k8v4 or fp8 [default: set by the policy; if no policy is given, exact where "
-            "enough memory is free]",
+            help=f"{options.SLOT_FORMATS} [default: set by the policy; if no policy is given, "
+            "exact where enough memory is free]",
         ),
     ] = None,
     chunk: options.PolicyChunk = None,

@@ -29,13 +29,17 @@ ModelName = Annotated[
 TextPath = Annotated[
     Path, Option("--text", help="The text file: UTF-8, plain or .xz; - for standard input.")
 ]
-PolicyText = Annotated[
-    str,
-    Option(
-        help="A named policy, a pipe of pools such as 'sink(4) | recent(252)', or a .toml file "
-        "that weir calibrate wrote; see `weir policies`."
-    ),
-]
+POLICY_FORMS = (
+    "A named policy, a pipe of pools such as 'sink(4) | recent(252)', or a .toml file that weir "
+    "calibrate wrote; see `weir policies`"
+)
+"""Help about what `--policy` accepts."""
+SLOT_FORMATS = (
+    "Format of all slots but those of the first and the newest tokens: exact, int8, int4, k8v4 or "
+    "fp8"
+)
+"""Help about what `--slots` accepts."""
+PolicyText = Annotated[str, Option(help=f"{POLICY_FORMS}.")]
 Budget = Annotated[
     int | None,
     Option(
@@ -65,8 +69,7 @@ SlotsName = Annotated[
     str | None,
     Option(
         "--slots",
-        help="Format of all slots but those of the first and the newest tokens: exact, int8, "
-        "int4, k8v4 or fp8 [default: set by the policy]",
+        help=f"{SLOT_FORMATS} [default: set by the policy]",
     ),
 ]
 Compile = Annotated[

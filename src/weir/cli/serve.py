@@ -39,8 +39,7 @@ def serve(
     policy: Annotated[
         str | None,
         Option(
-            help="A named policy, a pipe of pools such as 'sink(4) | recent(252)', or a .toml "
-            "file that weir calibrate wrote; see `weir policies` [default: weir.toml next to the "
+            help=f"{options.POLICY_FORMS} [default: weir.toml next to the "
             f"model, or else {options.DEFAULT}]"
         ),
     ] = None,

@@ -35,8 +35,7 @@ def size(
     policy: Annotated[
         str | None,
         Option(
-            help="A named policy, a pipe of pools such as 'sink(4) | recent(252)', or a .toml "
-            "file that weir calibrate wrote; see `weir policies` [default: weir.toml in the "
+            help=f"{options.POLICY_FORMS} [default: weir.toml in the "
             f"model's folder, or else {options.DEFAULT}]"
         ),
     ] = None,
