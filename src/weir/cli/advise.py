@@ -43,7 +43,14 @@ def advise(
             "[default: 13 policies, among them weir, streaming_llm, h2o and snapkv]"
         ),
     ] = None,
-    tokens: Annotated[int | None, Option(min=2, help="Number of tokens to try on.")] = None,
+    tokens: Annotated[
+        int | None,
+        Option(
+            min=2,
+            help="Number of tokens to try on [default: four times the largest number of slots, at "
+            "least 4,096]",
+        ),
+    ] = None,
     chunk: options.Chunk = 64,
     seed: options.Seed = 0,
     as_json: options.AsJson = False,

@@ -43,8 +43,8 @@ def attention_error(
     rates: Annotated[
         str | None,
         Option(
-            help=f"Shares of the other tokens to keep, for policies without a budget "
-            f"[default: {RATES}; required if only some policies have a budget]"
+            help="Shares of the tokens after --exact to keep, for policies that are given without "
+            f"a budget [default: {RATES}; no default if other policies are given with a budget]"
         ),
     ] = None,
     blocks: Annotated[

@@ -31,7 +31,11 @@ if TYPE_CHECKING:
 def calibrate(
     text: options.TextPath,
     out: Annotated[
-        Path | None, Option(help="The .toml file to write the policy to; not used with --gates.")
+        Path | None,
+        Option(
+            help="The .toml file to write the policy to [required, except with --gates, which "
+            "does not use it]"
+        ),
     ] = None,
     model_name: options.ModelName = "nano",
     policy: options.PolicyText = options.DEFAULT,
@@ -51,7 +55,15 @@ def calibrate(
             help="Train and save the gates of the pool 'gated', instead of measuring layers.",
         ),
     ] = False,
-    tokens: Annotated[int | None, Option(min=2, help="Number of tokens to measure on.")] = None,
+    tokens: Annotated[
+        int | None,
+        Option(
+            min=2,
+            help="Number of tokens to measure on [default: eight passages, each eight times as "
+            "long as the average number of slots, but no longer than the model's window; with "
+            "--gates, 16,384]",
+        ),
+    ] = None,
     chunk: options.Chunk = 64,
     seed: options.Seed = 0,
     as_json: options.AsJson = False,

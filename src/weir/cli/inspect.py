@@ -43,7 +43,7 @@ def inspect(
         str | None,
         Option(
             help="Policy of the section kept: a named policy or a pipe of pools [default: sink(4) "
-            "| recent(60) | heavy(64); with only --budget, weir]"
+            "| recent(60) | heavy(64), or weir if you give --budget]"
         ),
     ] = None,
     budget: options.Budget = None,

@@ -74,9 +74,10 @@ def serve(
         int | None,
         Option(
             min=1,
-            help="Number of turns whose state is kept in memory [default: as many as fit, at most "
-            "256]. With --disk, this many of the newest turns are never removed from the "
-            "disk, and while the disk is full, this many turns continue in memory.",
+            help="Without --data, or with --cluster: number of turns whose state is kept in memory "
+            "[default: as many as fit, at most 256]. With --data and --disk: while the disk is "
+            "full, this many turns continue in memory, and as many turns on the disk, those used "
+            "last, are not deleted to make room. Refused with --data alone.",
         ),
     ] = None,
     data: Annotated[
