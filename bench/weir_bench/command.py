@@ -76,11 +76,11 @@ def bench(
     out: Annotated[Path | None, Option(help="Folder for bench.json and bench.md.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time weir and other libraries alternately, and print the ratios next to those that
+    """Time weir and other libraries alternately, and print each ratio next to the one that
     weir aims for.
 
-    With --out, the results so far are written after every row. `weir bench serve` measures a
-    server.
+    With --out, the results so far are written after every measurement. `weir bench serve`
+    measures a server.
     """
     if context.invoked_subcommand is not None:
         for name in filter(partial(was_given, context), context.params):

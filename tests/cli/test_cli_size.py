@@ -84,13 +84,13 @@ def test_for_people_it_is_a_few_lines(capsys, model):
         "model", "policy", "weights", "a stream", "a step", "streams", "pace"
     ]  # fmt: skip
     assert lines[0] == f"model     {model}, 1 layer, float32"
-    assert lines[1].endswith("weir(budget=448), 448 slots a layer, and room for 64 new tokens")
+    assert lines[1].endswith("weir(budget=448), 448 slots per KV head, and room for 64 new tokens")
     assert " fit in 1.0 MB next to the weights" in lines[5]
     assert lines[6].endswith(" together, at 1.0 GB/s")
     plain = run(capsys, "size", model).out.splitlines()
     assert plain == lines[:5]
     large = run(capsys, "size", model, "--policy", "window(4000)", "--chunk", 2000).out
-    assert "window(4000), 4,000 slots a layer, and room for 2,000 new tokens\n" in large
+    assert "window(4000), 4,000 slots per KV head, and room for 2,000 new tokens\n" in large
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_layers_of_unlike_budgets_are_told_as_a_range(capsys):
     slots = facts_of(capsys, "nano", "--policy", "pyramid(snap(64, 8, 7), beta=3)")["slots"]
     assert len(slots) == 4
     assert min(slots) < max(slots)
-    assert f"{min(slots)} to {max(slots)} slots a layer" in ended.out
+    assert f"{min(slots)} to {max(slots)} slots per KV head" in ended.out
 
 
 def test_a_configuration_is_enough_and_no_weight_is_looked_for(capsys, model, config):

@@ -64,6 +64,7 @@ class Cluster:
     servers: list[Behind]
     down: set[int] = field(default_factory=set)
     asked: list[tuple[int, bool]] = field(default_factory=list)
+    error: Exception = field(default_factory=lambda: WeirError("it is down"))
 
     def post(self, path: str, body: Any, key: str = KEYS[0], **headers: str) -> httpx.Response:
         headers = {"authorization": f"Bearer {key}", **headers}
@@ -80,7 +81,7 @@ class Cluster:
     def locate(self, number: int, *, failed: bool) -> tuple[str, int]:
         self.asked.append((number, failed))
         if number in self.down:
-            raise WeirError("it is down")
+            raise self.error
         return self.servers[number].address
 
     @property
@@ -366,6 +367,20 @@ def test_without_any_server_there_is_an_answer(passing):
     answer = passing.post("/v1/messages", {"model": "small"})
     assert answer.status_code == 503
     assert answer.json()["error"]["type"] == "overloaded_error"
+
+
+@pytest.mark.parametrize("error", [WeirError("it is down"), OSError("no such address")])
+def test_a_server_that_died_without_a_request_is_found_again(passing, error):
+    """The checks continue after a server has refused a connection, or could not be started."""
+    body = {"model": "small", "input": "Hello", "max_output_tokens": 2}
+    passing.error = error
+    passing.down.add(0)
+    passing.servers[0].end()
+    passing.asked.clear()
+    _wait_until(lambda: passing.asked.count((0, False)) > 1)
+    passing.servers[0] = passing.servers[1]  # it is started again, at this address
+    passing.down.clear()
+    _wait_until(lambda: {passing.post(RESPONSE, body, key).status_code for key in KEYS} == {200})
 
 
 def test_a_server_that_has_failed_is_replaced(passing):

@@ -44,7 +44,7 @@ COMMANDS = {
     "one page.",
     "attention-error": "Compare attention under a policy with exact attention, layer by layer.",
     "train": "Train a small model on books, with a shape and attention sink of your choice.",
-    "bench": "Time weir and other libraries alternately, and print the ratios next to those that "
+    "bench": "Time weir and other libraries alternately, and print each ratio next to the one that "
     "weir aims for.",
 }
 """Every command, with the first sentence of its help."""

@@ -43,8 +43,8 @@ def attention_error(
     rates: Annotated[
         str | None,
         Option(
-            help="Shares of the tokens after --exact to keep, for policies that are given without "
-            f"a budget [default: {RATES}; no default if other policies are given with a budget]"
+            help="Shares of the tokens after --exact to keep, if the policies are given without "
+            f"a budget. Give all policies a budget, or none [default: {RATES}]"
         ),
     ] = None,
     blocks: Annotated[

@@ -26,7 +26,7 @@ POLICIES: dict[str, dict[str, str]] = {
         "window": "the newest tokens. Most models also need the first token",
         "recompute": "a slow reference: recomputes its window at every step",
     },
-    "The five papers": {
+    "From StreamingLLM, Reservoir, SubGen, BalanceKV and BUZZ": {
         "streaming_llm": "endless reading at the lowest cost",
         "reservoir": "endless reading with a fair sample of everything in between",
         "subgen": "SubGen's Algorithm 1, as published",
@@ -35,13 +35,13 @@ POLICIES: dict[str, dict[str, str]] = {
         "uniform": "the baseline of balancekv: a uniform sample",
         "buzz": "tokens that got much attention, from all of the stream",
     },
-    "The field": {
+    "From other papers": {
         "h2o": "tokens that received the most attention so far",
         "snapkv": "a long prompt and one answer: what the prompt's end looks at",
         "kvzip": "one text, read whole: what the model needs to repeat it",
         "pyramidkv": "like snapkv, with more slots in the lower layers",
         "defensivekv": "tokens that any query needed, not only the average query",
-        "reskv": "an average of the evicted tokens in every answer",
+        "reskv": "the newest tokens, and averages of the evicted ones",
         "attention_matching": "slots reweighted to replace evicted tokens (experimental)",
         "certified": "a bound on the error that eviction causes",
         "tova": "what the last token attends to, with little bookkeeping",

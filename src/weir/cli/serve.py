@@ -74,10 +74,11 @@ def serve(
         int | None,
         Option(
             min=1,
-            help="Without --data, or with --cluster: number of turns whose state is kept in memory "
-            "[default: as many as fit, at most 256]. With --data and --disk: while the disk is "
-            "full, this many turns continue in memory, and as many turns on the disk, those used "
-            "last, are not deleted to make room. Refused with --data alone.",
+            help="Without --data, or with --cluster: number of finished turns whose state is kept "
+            "in memory [default: as many as fit, at most 256]. With --data and --disk: number of "
+            "finished turns that are kept in memory while the disk is full, and also of the turns "
+            "used last that are then not deleted from the disk to make room [default: 0]. Refused "
+            "with --data alone.",
         ),
     ] = None,
     data: Annotated[
@@ -143,7 +144,8 @@ def serve(
         Option(
             min=0,
             help="With --archive: the most tokens of forgotten text to put before a message that "
-            "asks for it; 0 for none, unless a request asks [default: 256]",
+            "asks for such text. A request can set another number (weir.recall). 0 for none "
+            "[default: 256]",
         ),
     ] = None,
     max_prompt: Annotated[

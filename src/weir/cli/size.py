@@ -237,7 +237,7 @@ def _show(facts: dict[str, Any]) -> None:
     step = facts["step_bytes"]
     policy = facts["policy"]
     if not policy.endswith(" slots"):  # the brief form of a long list already gives the slots
-        policy += f", {count} {'slot' if count == '1' else 'slots'} a layer"
+        policy += f", {count} {'slot' if count == '1' else 'slots'} per KV head"
     stream, most = (for_people(facts[key]) for key in ("stream_bytes", "stream_bytes_at_most"))
     if facts["stream_bytes_at_most"] > facts["stream_bytes"]:
         stream += (

@@ -37,8 +37,8 @@ def train(
         str | None,
         Option(
             help="Attention sink: none; zero (softmax-off-by-one); learnable or learnable:N (one "
-            "or N tokens before every sample); or taught (as in nano: one such token, and a loss "
-            "that makes it the sink)."
+            "or N tokens before every sample); or taught (as in nano: one learnable token, and a "
+            "loss that makes it the sink)."
         ),
     ] = None,
     tokens: Annotated[

@@ -169,7 +169,7 @@ class Front:
                     status = await asyncio.wait_for(self._ask(place, "/health"), PATIENCE)
                 except TimeoutError:
                     continue  # it is busy
-                except (OSError, h11.ProtocolError):
+                except (Lost, OSError, h11.ProtocolError):
                     self._places[number] = None
             if status != 200 and not self._is_ending:
                 await self._find(number, failed=status == 503)
@@ -179,10 +179,12 @@ class Front:
             self._places[number] = None
         try:
             found = await asyncio.to_thread(self._locate, number, failed=failed)
-        except WeirError as error:
+        except Exception as error:
             if self._is_ending:
                 return
-            LOG.error("replica %d cannot be reached: %s", number, error)
+            # The next check tries again, whatever has failed.
+            unexpected = None if isinstance(error, WeirError) else error
+            LOG.error("replica %d cannot be reached: %s", number, error, exc_info=unexpected)
             return
         self._places[number] = found
 
