@@ -228,7 +228,7 @@ def test_every_policy_is_listed_once_with_what_it_is_good_for(capsys, columns):
     assert sorted(line.split()[0] for line in rows) == sorted(own)
     groups = [
         "Plain",
-        "From StreamingLLM, Reservoir, SubGen, BalanceKV and BUZZ",
+        "From the papers that weir reproduces",
         "From other papers",
         "weir's own",
         "Around another policy",

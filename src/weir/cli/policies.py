@@ -26,7 +26,7 @@ POLICIES: dict[str, dict[str, str]] = {
         "window": "the newest tokens. Most models also need the first token",
         "recompute": "a slow reference: recomputes its window at every step",
     },
-    "From StreamingLLM, Reservoir, SubGen, BalanceKV and BUZZ": {
+    "From the papers that weir reproduces": {
         "streaming_llm": "endless reading at the lowest cost",
         "reservoir": "endless reading with a fair sample of everything in between",
         "subgen": "SubGen's Algorithm 1, as published",
