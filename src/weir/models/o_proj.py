@@ -1,7 +1,7 @@
 """Output projection of attention (`o_proj`), for pools that score tokens by their values.
 
-Attention that reads a token with the value v adds a multiple of W_o v to the layer's output.
-CriticalKV, CAOTE and DefensiveKV compute their scores from W_o v.
+Its weight is W_o. Attention that reads a token with the value v adds a multiple of W_o v to the
+layer's output. CriticalKV, CAOTE and DefensiveKV compute their scores from W_o v.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ elsewhere.
 class OutputProjection:
     """The output projection of one attention module, for a pool.
 
-    This object does not keep the model alive. The factors are computed once for each device, and
-    cached.
+    This object does not keep the model alive. The factors that a call returns are computed once for
+    each device, and cached.
 
     Args:
         attention: the module.
-        heads: the sizes of its attention.
+        heads: the number and the sizes of its heads.
         kept: the KV heads whose parts of the projection are returned; None for all.
     """
 
@@ -49,7 +49,8 @@ class OutputProjection:
         belongs to a query head.
 
         Their shape is [kv_heads, group, value_dim, value_dim], float32. Returns None if the weights
-        cannot be read because they are quantized or offloaded, or have another name in this family.
+        cannot be read, because the model no longer exists, because another library has quantized
+        them, because they are offloaded, or because the layer has none of the names `_NAMES`.
         """
         if device not in self._known:
             found = self._factors(value_dim)
@@ -99,7 +100,7 @@ def output_weight(attention: nn.Module) -> Tensor | None:
     if isinstance(projection, FewBits):
         found = projection.dequantized()
     elif is_traceable_wrapper_subclass(found) and not hasattr(found, "device_mesh"):
-        return None  # torchao reports the dtype of the dequantized weight
+        return None  # the check below would not notice it: torchao reports a plain dtype
     weight: Tensor = found.to_local() if hasattr(found, "device_mesh") else found
     if weight.is_meta or weight.dtype not in _PLAIN:
         return None

@@ -35,7 +35,8 @@ def sidecar_path(
         folder = folder.parent
     if folder.is_dir():
         path = folder / name
-        return str(path) if os.path.lexists(path) else None  # a dangling link fails later
+        # The path of a dangling link is returned, too, so that opening it fails.
+        return str(path) if os.path.lexists(path) else None
     try:
         found = try_to_load_from_cache(place, name, revision=revision)
     except HFValidationError:  # the path of a folder that no longer exists

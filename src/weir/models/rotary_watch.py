@@ -62,7 +62,9 @@ class RotaryWatch:
         return getattr(decoder, "rotary_emb", None) if self._in_decoder else rotary_of(model)
 
     def check(self, module: nn.Module | None) -> None:
-        """Raise a WeirError if the model's current rotary embedding, `module`, differs."""
+        """Raise a WeirError if the model's current rotary embedding, `module`, differs from the one
+        that the model had when this object was made.
+        """
         if module is None or self._module is None:
             return
         if _hooks(module) != self._hooks:
@@ -131,8 +133,8 @@ def _try(module: Any, rotations: Mapping[str | None, Rotary]) -> None:
         if (tables - ours).abs().max() > 2**-21 * largest * abs(rotary.scaling):
             raise WeirError(
                 f"the rotary embedding of this model, a {type(module).__name__}, computes other "
-                "cosines and sines than those of its frequencies, from which weir computes them. "
-                "Change inv_freq or attention_scaling instead of the forward."
+                "cosines and sines than those of its frequencies, but weir uses those of its "
+                "frequencies. Change inv_freq or attention_scaling instead of the forward."
             )
 
 
@@ -198,6 +200,7 @@ def _version(tensor: Tensor) -> int:
 
 def _equal(one: Tensor, other: Tensor) -> bool:
     if one.device != other.device or one.dtype != other.dtype:
-        # The model was moved to another device. That is refused elsewhere, with a better message.
+        # The model was moved to another device or dtype. That is refused elsewhere, with a better
+        # message.
         one, other = one.cpu(), other.to("cpu", one.dtype)
     return torch.equal(one, other)

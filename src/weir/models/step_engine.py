@@ -21,8 +21,8 @@ Given = dict[str, Any]
 OwnForward = Callable[..., BaseModelOutputWithPast]
 """A decoder's own forward."""
 RunWhole = Callable[[Step, list[int]], Tensor | None]
-"""Runs a step of one token for each row, like `StepEngine.step`, and returns logits [batch,
-vocabulary]. Returns None without any effect if the model has to be called.
+"""Runs a step like `StepEngine.step`, but from the token id of each row (a list) to logits [batch,
+vocabulary], which it returns. Returns None without any effect if the model has to be called.
 """
 
 

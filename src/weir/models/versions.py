@@ -13,7 +13,9 @@ from weir.errors import WeirError
 TORCH = "2.9"
 """The first release of PyTorch that weir works with."""
 TRANSFORMERS = ("5.12", "6")
-"""The first release of transformers that weir supports, and the first that it excludes."""
+"""The first release of transformers that weir supports, and the first that weir's requirements
+exclude. `check_versions` does not refuse the latter, but warns of it.
+"""
 TESTED = "5.24"
 """The newest release of transformers that weir is tested with, without the patch number."""
 

@@ -17,10 +17,11 @@ Supported decoders have the form of Llama's: a norm, attention, a norm and a gat
 layer, each with variations that `form` lists. `docs/limits.md` lists the families. weir does not
 trust the name of a decoder:
 
-1. `form` reads the modules and refuses those that it does not know, by name.
-2. `proof` calls the decoder's own modules with random numbers and compares them with formulas.
-3. `program` makes the table for a cache of some size, and `check` compares each of its operations
-   with PyTorch's.
+1. `form` reads the names and classes of the modules, and refuses modules that it does not know.
+2. `proof` calls the decoder's own modules with random numbers and compares their answers with
+   formulas.
+3. `program` makes the table for the slots of a cache, and `check` compares the result of each of
+   its operations with PyTorch's.
 4. `watch` notices before every step whether a module, a weight or a hook was replaced.
 
 If a decoder is refused, the model runs its own steps, and `StepEngine.why_not` says why.

@@ -6,11 +6,12 @@ A weight is stored in two arrays:
 - `codes`, uint8 [panels, blocks, 64 * bits]. Four consecutive numbers are a *quad*. A block has
   eight quads, the groups 0 to 7. A vector of 64 bytes holds one quad of each output. Codes of 8
   bits are eight such vectors. Codes of fewer bits are cut into *planes* of 4, 2 or 1 bits, lowest
-  bits first, so that a byte of a plane has bits of 2, 4 or 8 groups. `place_of` computes which.
+  bits first, so that a byte of a plane has bits of 2, 4 or 8 groups. `place_of` computes where the
+  bits of each group are.
 - `scales`, uint8 [panels, units, bytes]. A unit is one block, or eight blocks that share a scale as
   in ggml's K types. It has 16 scales in float16, then 16 minima in float16 if there are minima. If
-  blocks share these, they are followed by factors for every block, or for each half of a block: 16
-  signed numbers of 8 bits, then 16 unsigned ones for minima.
+  blocks share scales, factors follow, for every block or for each half of a block: 16 signed
+  numbers of 8 bits for scales, then 16 unsigned ones for minima if there are minima.
 
 A number is `(value - zero) * scale + minimum`. `value` is the code, or its entry in a table. If
 blocks share scales, a number is `(value - zero) * factor * power * scale`, minus the minimum times
@@ -46,7 +47,7 @@ class BlockFormat(NamedTuple):
         shared: eight blocks share a scale, and each has a factor of it.
         halves: each half of a block has a separate factor.
         unit: a power of two by which factors are multiplied; not a unit of `scales`.
-        table: the value of each code, for codes that are not numbers themselves.
+        table: the value of each code; empty if codes are the values themselves.
         number: "half" or "bfloat" for numbers of 16 bits, which need no scale.
     """
 
@@ -66,7 +67,7 @@ class BlockFormat(NamedTuple):
 
     @property
     def per(self) -> int:
-        """How many numbers share a scale."""
+        """How many numbers share a scale, or a factor if blocks share scales."""
         return BLOCK // 2 if self.halves else BLOCK
 
     @property
@@ -86,7 +87,9 @@ class BlockFormat(NamedTuple):
 
     @property
     def heads(self) -> int:
-        """How many numbers in float16 a unit has for each output: 1, or 2 with a minimum."""
+        """How many scales and minima in float16 a unit has for each output: 1 without minima, 2
+        with minima, and 0 for numbers of 16 bits.
+        """
         return 0 if self.number else 2 if self.minima else 1
 
     @property

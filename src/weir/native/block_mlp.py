@@ -1,10 +1,10 @@
 """Runs an MLP whose weights are in blocks as one kernel, for the many rows of a prompt.
 
-If the three products and the gate between them run separately, they write and read the intermediate
-results of the whole prompt four times. The kernel (`native.kernels.mlp_blocks`) instead takes a few
-rows at a time through the whole MLP. A module is recognized by the names of its layers. Whether it
-computes what the names say is tested by calling it (`module_trials`), and the kernel's answers are
-compared with the module's on a few rows.
+If the three products, the activation and the multiplication between them run separately, four
+intermediate results of the whole prompt are written to memory and read again. The kernel
+(`native.kernels.mlp_blocks`) instead takes a few rows at a time through the whole MLP. A module is
+recognized by the names of its layers. Whether it computes what the names say is tested by calling
+it (`module_trials`), and the kernel's answers are compared with the module's on a few rows.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu"}
 PROBES = 8
 """Number of rows on which kernel and module are compared, once for a set of weights."""
 ROUNDED = 2**-5
-"""Largest difference between their answers, relative to the module's answer. They differ because
-the inputs of products are rounded to 8 bits.
+"""Largest difference between the answers of kernel and module, relative to the module's answer. The
+intermediate results differ by float32 or bfloat16 rounding. Then they are rounded to 8 bits for the
+last product, and some of them to different 8-bit steps.
 """
 _LAYERS = ("gate_proj", "up_proj", "down_proj")
 

@@ -28,7 +28,8 @@ class Parts(NamedTuple):
 
     Attributes:
         codes: [lines, inputs], uint8; [lines, 2 * inputs] for numbers of 16 bits.
-        heads: scales, and minima if there are any, of every unit [lines, units, 1 or 2], float16.
+        heads: scales, and minima if there are any, of every unit [lines, units, 1 or 2], float16;
+            [lines, units, 0] for numbers of 16 bits.
         factors: bytes [lines, blocks, factors], for formats that have factors: for each block, or
             each half of it, the factor of the scale, and that of the minimum if there is one.
     """
@@ -71,8 +72,8 @@ def _halves(parts: Tensor) -> Tensor:
 
 
 def _nibbles(packed: Tensor) -> Tensor:
-    """Split bytes into codes of 4 bits [..., 2 * bytes]; the first half of the codes are the low
-    bits.
+    """Split bytes into codes of 4 bits [..., 2 * bytes]: first the low bits of all bytes, then the
+    high bits.
     """
     return torch.cat([packed & 15, packed >> 4], dim=-1)
 
@@ -94,7 +95,11 @@ def _read_numbers(raw: Tensor) -> Parts:
 
 
 def _read_nibbles(heads: int, fifth: bool = False) -> Callable[[Tensor], Parts]:
-    """Make a reader of codes of 4 bits, or of 5 bits, whose fifth bits are stored first."""
+    """Make a reader of blocks of 4-bit codes, or with `fifth` of 5-bit codes.
+
+    A block begins with `heads` numbers in float16. The fifth bits of all codes come next, and then
+    the other four bits.
+    """
 
     def read(raw: Tensor) -> Parts:
         before = 2 * heads + (4 if fifth else 0)
@@ -109,7 +114,11 @@ def _read_nibbles(heads: int, fifth: bool = False) -> Callable[[Tensor], Parts]:
 
 
 def _read_e8m0(raw: Tensor) -> Parts:
-    """Read MXFP4. A scale is a power of two; float16 can represent exponents from -24 to 15."""
+    """Read MXFP4. A scale is a power of two; float16 can represent exponents from -24 to 15.
+
+    Like ggml, weir doubles the values of codes (`_E2M1`), so that they are whole numbers. Therefore
+    a scale is half of the power that the MX format gives for the same byte.
+    """
     parts = raw.unflatten(1, (-1, 1 + BLOCK // 2))
     power = parts[..., :1].int() - 128
     if bool(((power < -24) | (power > 15)).any()):
@@ -183,8 +192,8 @@ def _read_tq2_0(raw: Tensor) -> Parts:
 
 
 def _read_tq1_0(raw: Tensor) -> Parts:
-    """Read TQ1_0, which packs five codes into a byte, and four in the last bytes, by powers of
-    three.
+    """Read TQ1_0, whose codes are 0, 1 or 2. A byte has five codes, and each of the last four bytes
+    has four: they are the first digits of byte / 256 in base 3.
     """
     parts = raw.unflatten(1, (-1, 54))
     powers = torch.tensor([1, 3, 9, 27, 81], dtype=torch.uint8)[:, None]
@@ -218,7 +227,7 @@ def _pairs(packed: Tensor) -> Tensor:
 
 
 def _words(packed: Tensor, bits: int) -> np.ndarray:
-    """Read bytes [..., bytes] as whole numbers, int64."""
+    """Read bytes [..., bytes] as whole numbers of 16 or 32 bits, and return them as int64."""
     kind = {16: np.uint16, 32: np.uint32}[bits]
     return np.ascontiguousarray(packed.numpy()).view(kind).astype(np.int64)
 
@@ -229,8 +238,8 @@ class _Grid(NamedTuple):
     Attributes:
         codes: for each index, the codes of its values, without signs: eight of them as one number
             of 64 bits, or four as one number of 32 bits.
-        signs: for each combination of eight sign bits, the mask of 64 bits that converts codes of
-            positive values to signed ones.
+        signs: for each combination of eight sign bits, the mask of 64 bits whose exclusive or with
+            the codes of eight positive values gives the codes of the signed values.
     """
 
     codes: np.ndarray
@@ -239,7 +248,11 @@ class _Grid(NamedTuple):
 
 @lru_cache
 def _grid(kind: str) -> _Grid:
-    """Make the tables of a type. In an ordered table, the code of -x is the inverted code of x."""
+    """Make the tables of a type.
+
+    The values in `form.table` are in order and symmetric. So, except for IQ1 types, whose codes get
+    no signs, the code of -x is the code of x with all bits inverted.
+    """
     from gguf import quants
 
     form, of = BLOCK_TYPES[kind], getattr(quants, kind)
@@ -248,7 +261,9 @@ def _grid(kind: str) -> _Grid:
     table = torch.zeros(256, dtype=torch.uint8)
     for code, value in enumerate(form.table):
         table[value] = code
-    if kind.startswith("IQ1"):  # -1, 0 and 1, less an eighth; the next higher codes: plus an eighth
+    if kind.startswith("IQ1"):
+        # The codes of -1, 0 and 1, each minus an eighth. Each of these codes plus 1 is the code of
+        # the same value plus an eighth.
         codes = (2 * (values + 1)).to(torch.uint8)
     else:
         codes = table[(values + form.zero).long()]
