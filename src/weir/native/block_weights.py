@@ -5,8 +5,8 @@ blocks of a file.
 
 `weir.native.block_formats` describes the memory layout of each type. On a CPU with AVX2 or VNNI, a
 product of any number of rows multiplies the codes directly (`native.kernels.linear_blocks`), after
-rounding the rows to 8 bits, block by block. On other machines, each product dequantizes the weight.
-This module knows nothing about caches.
+rounding the rows to 8 bits, block by block; for weights of 16 bits, rows are not rounded. On other
+machines, each product dequantizes the weight. This module does not use caches.
 
 Format: the types of the ggml project.
 """
@@ -151,7 +151,9 @@ def _quantize(weight: Tensor, kind: str) -> Parts:
         parts = parts - scales[..., 1:].float()
     elif form.bits == 8:
         scales = (parts.abs().amax(dim=2, keepdim=True) / 127).half()
-    else:  # the largest number gets the code 0, which is further than the code 15 from `zero`, 8
+    else:
+        # The number with the largest absolute value gets the code 0, which is 8 codes away from
+        # `zero`; the code 15 is only 7 away.
         largest = parts.gather(2, parts.abs().argmax(dim=2, keepdim=True))
         scales = (largest / -zero).half()
     step = scales[..., :1].float()

@@ -277,7 +277,10 @@ class _Trial:
         return got.flatten(1)
 
     def _merged(self, heads: int) -> Tensor:
-        """Merge the answers of a head's stretches [rows, heads, group * width]."""
+        """Merge the answers of each head's stretches (`kernels.step`).
+
+        Returns [rows, heads, group * width].
+        """
         layer = self._layer
         batch, group = len(layer.q), layer.partial.shape[1]
         stretches = len(layer.partial) // (batch * heads)

@@ -1,8 +1,8 @@
-"""Selects the CPU engine's kernels, like `weir.kernels.dispatch` for those of slots.
+"""Selects the CPU engine's kernels, as `weir.kernels.dispatch` does for those of slabs and pools.
 
-Each function returns None (`block_function` 0) if it finds no kernel: numba is not installed, the
-processor lacks the instructions, the kernel cannot read the tensors, or `WEIR_KERNELS` chooses
-another.
+Each function returns None (`block_function` returns 0) if it finds no kernel: numba is not
+installed, the processor lacks the instructions, the kernel cannot read the tensors, or
+`WEIR_KERNELS` chooses another library or none.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ def mlp_blocks(x: Tensor) -> GatedKernel | None:
 def block_function(kind: str, device: torch.device) -> int:
     """Compile products with weights of a type of blocks.
 
-    Returns the address by which a `decode_step` table calls them; 0 if this machine has none.
+    Returns the address of their function, by which a `decode_step` table calls it. The address is
+    negated for numbers of 16 bits, and 0 if this machine has no kernel for such products.
     """
     found = _TABLE.find("block_function", device) if device.type == "cpu" else None
     return 0 if found is None else int(found(kind))

@@ -6,8 +6,8 @@ a table (`weir.native.kernels.step`), and a step is one call.
 
 Before the first step, the decoder's form is read (`form`) and proved, module by module (`proof`).
 Before the first step for a cache's sizes, the table's operations are compared with PyTorch's
-(`check`). Afterwards, `watch` notices replaced modules. A module that weir does not understand is
-refused by name, and the model runs its own steps.
+(`check`). Afterwards, `watch` notices replaced modules. If there is a module that weir does not
+understand, the model runs its own steps, and `NativeStep.why_not` names the module.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from weir.native.watch import Watch
 from weir.slab import AttentionParams, Step, StepSlots
 
 PATIENCE = 1.0
-"""Seconds that the first step or report waits for the kernel: enough if numba has it in its
-cache.
+"""Seconds that the first step, or the first call of `why_not`, waits for the kernel. That is enough
+if the kernel is in numba's cache.
 """
 WAITING = (
     "compiling the decode step for this machine, which takes half a minute, once; until then, "

@@ -3,8 +3,8 @@ weights.
 
 A form is read from the names and classes of modules. Names prove nothing, so `proof` compares the
 form with the modules themselves before a step relies on it. Everything that a form does not cover
-is refused by name: a hook, a replaced forward, a wrapped or parametrized module, or a module or
-parameter that has no place in the form.
+is refused with a message that names it: a hook, a replaced forward, a wrapped or parametrized
+module, or a module or parameter that has no place in the form.
 """
 
 from __future__ import annotations
@@ -119,12 +119,11 @@ class Projection(NamedTuple):
 class Norm(NamedTuple):
     """A norm: `x / sqrt(mean(x^2) + epsilon) * (weight + offset) + bias`.
 
-    A centered one subtracts the mean first.
-
     Attributes:
         name: of the module.
         module: the norm.
-        epsilon, offset, centered: see the formula.
+        epsilon, offset: see the formula.
+        centered: whether the mean is subtracted first.
     """
 
     name: str

@@ -34,7 +34,7 @@ from weir.native.block_formats import BLOCK, BLOCK_TYPES, PANEL, QUADS
 from weir.native.kernels.linear_blocks import SUPPORTED as BLOCKS_SUPPORTED
 
 SUPPORTED = BLOCKS_SUPPORTED
-"""Whether the processor can read float16, which products with blocks also need."""
+"""Whether this processor supports products with blocks. If so, it can also convert float16."""
 _NUMBERS = {"": 0, "half": 1, "bfloat": 2}
 
 
@@ -50,7 +50,15 @@ def _half(_typing: Any, bits: Any) -> Any:
 
 @njit(nogil=True)
 def _code(places: np.ndarray, planes: int, block: int, lane: int, group: int, number: int) -> int:
-    """Read one code of the block at an address."""
+    """Read one code of the block at the address `block`.
+
+    Args:
+        places: the bits of each plane, and the place of each group in it (`_form_of`).
+        planes: number of planes.
+        block: address of the codes of one block of a panel.
+        lane: the output, 0 to 15.
+        group, number: the group (a quad of the block), and the code in it, 0 to 3.
+    """
     code, below = 0, 0
     for plane in range(planes):
         at = plane * (1 + 2 * QUADS)
@@ -83,7 +91,7 @@ def _read_rows(
         codes, scales: addresses of the weight's codes and scales (`native.block_formats`).
         form: address of the description of the type (`_form_of`).
         table: address of the value of each code, or 0 where codes are values.
-        unit: a factor of all scales.
+        unit: `BlockFormat.unit`, by which factors are multiplied.
         out: address of float32 [rows, 32 * blocks].
     """
     numbers, lines = longs_at(which, (1, rows))[0], floats_at(out, (rows, BLOCK * blocks))
@@ -135,7 +143,8 @@ _compiled_read = compile_kernel(_read_rows)
 
 
 def _look_up(address: int) -> None:
-    """Call `_read_rows` with arguments in memory: integers, and for the factor its address.
+    """Call `_read_rows` with arguments that are in memory as integers; `unit` is given by its
+    address.
 
     If a row does not exist, all rows become NaN.
     """
@@ -179,7 +188,7 @@ def _form_of(kind: str) -> tuple[np.ndarray, np.ndarray | None, float]:
     """Return the description of a type for `_read_rows`.
 
     It has three parts: sizes, with the bits of each plane and the place of each group in it; the
-    values of codes, or None if codes are values; and the factor of scales.
+    values of codes, or None if codes are values; and `BlockFormat.unit`.
     """
     form = BLOCK_TYPES[kind]
     sizes = [_NUMBERS[form.number], form.heads, form.factors, form.unit_blocks]
@@ -203,7 +212,7 @@ def block_rows(
     Args:
         which: the numbers of the rows, int64 [rows].
         codes, scales: of the weight, contiguous.
-        outputs: of the weight, padded to a multiple of 16 in `codes`.
+        outputs: number of outputs of the weight; `codes` has more if it is not a multiple of 16.
         kind: the type of the blocks.
     """
     form, table, unit = _form_of(kind)
