@@ -4,7 +4,7 @@ A decode step multiplies few rows with every weight, so ideally it takes only th
 weights once, in order. A BLAS is made for many rows, and how close it comes to this with few rows
 differs between machines, so `weir.choose_products` measures. Sums are float32, in another order
 than PyTorch's. Numbers of bfloat16 and 8 bits are converted to float32 while they are read. There
-are three ways:
+are three ways to multiply:
 
 - Line by line: for one row, and for a few rows with a weight in float32 or bfloat16. A line has the
   weights of one output.

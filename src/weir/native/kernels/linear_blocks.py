@@ -1,10 +1,11 @@
 """Products on the CPU with weights in blocks of 32 numbers of few bits, as in GGUF files.
 
-Rows are quantized to 8 bits, block by block, and multiplied as whole numbers that are added up in
-fours: with AVX-512 VNNI, 64 products in one instruction, with AVX2, 32 in a few. llama.cpp does the
-same with these types. Only in this way does a processor multiply several rows faster than in
-float32, and one row at the speed of memory. Sums of whole numbers are exact, so both instruction
-sets give the same result.
+Rows are quantized to 8 bits, block by block, and multiplied with the codes as whole numbers. Every
+four neighboring products are added up: with AVX-512 VNNI, one instruction does this for 64
+products, with AVX2, a few instructions for 32. llama.cpp does the same with these types. Only in
+this way does a processor multiply several rows faster than in float32, and one row at the speed of
+memory. Sums of whole numbers are exact, so both instruction sets give the same sums. Weights of 16
+bits (F16 and BF16) are different: rows are not quantized, and products are float32.
 
 `weir.native.block_formats` describes the memory layout of a weight: *panels* of 16 outputs, so that
 the sums of 16 outputs are one or two vectors. Each type has a function, which is compiled when the
@@ -66,7 +67,9 @@ few rows stay in the cache, and with many the weight is read less often.
 """
 _HALF, SHORT = ir.HalfType(), ir.IntType(16)
 _WORTH_A_THREAD = 2**16
-"""For fewer products of numbers than this, a separate thread costs more than it saves."""
+"""For less work than this, a separate thread costs more than it saves. `threads_of` says how the
+work is counted.
+"""
 _AHEAD = 2**13
 """Distance in bytes at which the product of a single row prefetches into the first cache. Compared
 with prefetching into the second cache at 4 KB, this is faster by a tenth if the weight is read from
@@ -82,7 +85,7 @@ _OTHER_PROCESSOR = os.environ.get("NUMBA_CPU_NAME") or os.environ.get("NUMBA_CPU
 _VNNI = lanes() == PANEL and bool(_FEATURES.get("avx512vnni"))
 _NEEDED = ("avx512vnni",) if _VNNI else ("avx2", "fma", "f16c")
 SUPPORTED = not _OTHER_PROCESSOR and all(_FEATURES.get(name) for name in _NEEDED)
-"""Whether numba compiles for a processor that has VNNI on vectors of 64 bytes, or AVX2."""
+"""Whether numba compiles for this processor, and it has VNNI on vectors of 64 bytes, or AVX2."""
 _LANES = PANEL if _VNNI else PANEL // 2
 """Whole-number sums in a vector."""
 TOGETHER = 8 if _VNNI else 4
@@ -126,19 +129,19 @@ def _instruction(builder: ir.IRBuilder, name: str, result: Any, *given: Any) -> 
 
 
 class _WholeSums:
-    """Whole-number sums of codes times the numbers of some rows, over the numbers that share a
-    scale.
+    """Sums of products, in whole numbers: the values of a weight's codes times the numbers of some
+    rows. A sum is over the numbers that share a scale or factor (`BlockFormat.per`).
 
-    VNNI adds products of unsigned values and signed numbers in fours, in 32 bits. AVX2 adds pairs
-    of them in 16 bits. If values are small enough, sums stay in 16 bits until all products are
-    added. If values are so large that even two products would not fit, they are made signed, and
-    the sign is moved from the value to the other factor.
+    A value is unsigned, and a row's number is signed. VNNI adds products of these in fours, in 32
+    bits. AVX2 adds pairs of products in 16 bits. If values are small enough, sums stay in 16 bits
+    until all products are added. If values are so large that even two products would not fit, 128
+    is subtracted from each value, and the sign of the difference is moved to the row's number.
 
     Args:
         builder: builds the code.
         form: the format of the weight.
-        sums: the sum of each row's numbers, which gives the initial value of a sum if a value other
-            than 0 stands for 0.
+        sums: the sum of each row's numbers. If a value other than 0 stands for 0, this sum times
+            that value is subtracted.
         parts: number of vectors for the sums of a panel.
     """
 
@@ -171,7 +174,13 @@ class _WholeSums:
         return [size, signed]
 
     def add(self, row: int, part: int, values: list[Any], numbers: Any) -> None:
-        """Add the products of values with four numbers, which are the same for each output."""
+        """Add the products of values with four numbers of a row, the same four for each output.
+
+        Args:
+            row, part: which sums.
+            values: from `read`: four values for each output.
+            numbers: the four numbers, as often as a vector has outputs.
+        """
         builder, place = self._builder, self._totals[row * self._parts + part]
         total = builder.load(place)
         if _VNNI:
@@ -187,7 +196,7 @@ class _WholeSums:
         builder.store(builder.add(total, more), place)
 
     def total(self, row: int, part: int) -> Any:
-        """Return one of the sums, in float32."""
+        """Return the sums of a row for one vector of outputs, in float32."""
         builder = self._builder
         total = builder.load(self._totals[row * self._parts + part])
         if self._in_16_bits:
@@ -215,7 +224,11 @@ class _Codes:
         self._builder, self._form, self._start = builder, form, start
 
     def values(self, group: int, part: int, line: Any = None) -> Any:
-        """Return the values of a group; with `line`, those `line` vectors of codes further on."""
+        """Return the values of a group, for one vector of outputs.
+
+        If `line` is given, return the values of the group `group + line` instead. `line` can be
+        computed at run time, and the codes of this group must be `line` vectors further on.
+        """
         builder, found, below, before = self._builder, None, 0, 0
         for plane, bits in enumerate(self._form.planes):
             vector, up = self._form.place_of(plane, group)
@@ -727,7 +740,9 @@ def memory_of(codes: Tensor, scales: Tensor) -> tuple[int, int, int, int]:
 
 
 def threads_of(rows: int, codes: Tensor) -> int:
-    """Return the number of threads for products of some rows with a weight."""
+    """Return the number of threads for products of some rows with a weight. The work is counted as
+    the bytes of the codes, plus one for every eight products of numbers.
+    """
     panels, blocks, own = codes.shape
     return threads_for(panels * blocks * (own + 64 * rows), _WORTH_A_THREAD)
 
@@ -747,14 +762,14 @@ def linear_blocks(x: Tensor, codes: Tensor, scales: Tensor, outputs: int, kind: 
     Args:
         x: [..., inputs], float32 or bfloat16, without gradients; inputs a multiple of 32.
         codes, scales: of the weight (`native.block_formats`).
-        outputs: of the weight, padded to a multiple of 16 in `codes`.
+        outputs: number of outputs of the weight; `codes` has more if it is not a multiple of 16.
         kind: the type of the blocks.
 
     Returns:
         [..., outputs], of the type of `x`.
     """
-    # Every call of PyTorch takes noticeable time, because a step has evicted its code from the
-    # caches.
+    # Every call of PyTorch takes noticeable time, because a step has evicted PyTorch's code from
+    # the caches.
     given = x if x.dtype == torch.float32 and x.is_contiguous() else x.float().contiguous()
     blocks = codes.shape[1]
     rows = given.numel() // (blocks * BLOCK)

@@ -1,7 +1,7 @@
 """A gated MLP with weights in blocks, for many rows, on the CPU.
 
 Some rows go through all three products before the next rows, so intermediate results stay in the
-processor's cache, and a row is rounded once for gate and up. Threads share the rows.
+processor's cache, and a row is rounded to 8 bits once for gate and up. Threads share the rows.
 
 Roofline: the same as for `linear_blocks`.
 """

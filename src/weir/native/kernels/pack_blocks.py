@@ -1,8 +1,8 @@
 """Puts blocks of a GGUF file into panels on the CPU, for the most common types.
 
-A file stores one line (output) after the other; `weir.native.block_formats` describes panels. A
-unit of 16 lines is split into bytes, which stay in the processor's first cache, and these are then
-cut into planes. `weir.native.block_types` is the readable reference.
+A file stores one line (output) after the other; `weir.native.block_formats` describes panels. For
+each of 16 lines, one unit is split into codes of one byte each. These codes stay in the processor's
+first cache, and are then cut into planes. `weir.native.block_types` is the readable reference.
 
 Roofline: the file's bytes, which are read, and about as many written, divided by the memory
 bandwidth.
@@ -291,7 +291,7 @@ def _pack(
         factors: number of factors in a block.
         layout: see `_cut`.
         vectors: number of vectors of 64 bytes in a block's codes.
-        codes, scales: addresses of the outputs.
+        codes, scales: addresses of the codes and scales of the first panel, which are written.
         start, stop: panels.
     """
     halves, taken = np.zeros(heads, np.int16), np.zeros(max(1, factors * blocks), np.uint8)

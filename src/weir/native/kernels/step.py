@@ -1,9 +1,10 @@
 """Runs a whole decode step of a decoder in one call, from a table of operations that threads share.
 
-An *operation* is a norm and the products after it, attention of some heads, a table of angles, or
-the rows of an embedding. Each operation has parts, which threads take until none are left. Then
-they wait for the parts that other threads took. One part of attention reads one *stretch*, a range
-of a head's slots, and the product after it merges the answers of all stretches.
+An *operation* is a norm, some products (with or without a norm before them), attention of some
+heads, a table of angles, or a look-up in an embedding. Each operation has parts, which threads take
+until none are left. Then they wait for the parts that other threads took. One part of attention
+reads one *stretch*, a range of a head's slots, and the product after the attention merges the
+answers of all stretches.
 
 Addresses and sizes are in tables that are made once (`native.program`); a step changes only a few
 numbers. Numbers between operations are float32, whatever the weights are.
@@ -69,9 +70,9 @@ OPERATION = np.dtype(
     [
         (name, np.int64)
         for name in (
-            # All kinds: the kind; the number of parts; for how many operations a thread waits after
-            # its last part of this one, namely for this one and those just before it; the number of
-            # rows.
+            # All kinds: the kind; the number of parts; how many operations a thread waits for when
+            # this one has no parts left (0: none; 1: only this one; 2: also the one before it; and
+            # so on); the number of rows.
             *("kind", "parts", "waits", "rows"),
             # The input of products or a norm: its width, where it comes from (`PLAIN`, `NORM` or
             # `MERGE`), and the address of float32 [rows, inputs].
@@ -85,8 +86,8 @@ OPERATION = np.dtype(
             # gate.
             *("products", "count", "then", "onto", "activation"),
             # Attention and merging: how many stretches each head has; how many KV heads the layer
-            # and this operation have; the address of an array that says which KV heads those of
-            # this operation are; queries of a KV head; numbers in a key and in a value.
+            # and this operation have; the address of the numbers of this operation's KV heads among
+            # those of the layer; query heads of a KV head; numbers in a key and in a value.
             *("stretches", "all_heads", "heads", "numbers", "group", "dim", "width"),
             # Addresses of float32 queries [rows, query_width], keys [rows, key_width] and values
             # [rows, value_width] from the products; these widths.
@@ -545,7 +546,14 @@ class StepTable:
     def add_attention(
         self, held: np.ndarray, heads: int, slots: int, waits: int, **fields: Any
     ) -> int:
-        """Add attention of some heads, given the number of stretches of each."""
+        """Add attention of some heads of a layer, and return the operation's number.
+
+        Args:
+            held: the layer's slots, from `hold`.
+            heads: number of KV heads.
+            slots: number of slots of a head.
+            waits, fields: of the operation; `fields` must have `stretches`.
+        """
         group, dim, width = (int(held[0][name]) for name in ("group", "dim", "width"))
         # In Python, so that numba does not have to compile a sum.
         size = (group + 1) * dim + scratch_size.py_func(group, dim, width, slots)
@@ -560,8 +568,8 @@ class StepTable:
         return hold(*slots)
 
     def stretches(self, heads: int) -> int:
-        """Return in how many stretches to read each of some heads, so that all threads have the
-        same amount of work.
+        """Return in how many stretches to read each of `heads` heads, so that all threads have
+        about the same amount of work.
         """
         units = self.rows * heads
 
