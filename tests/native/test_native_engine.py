@@ -121,7 +121,7 @@ def test_torch_compile_can_be_left_out(taken) -> None:
         read(model, POLICIES[0], ids)
         assert len(taken) == steps
         taken.clear()
-    with pytest.raises(WeirError, match=r"torch_compile=False .* backend has no effect"):
+    with pytest.raises(WeirError, match=r"torch_compile=False .* backend is for torch.compile"):
         compile_steps(model, torch_compile=False, backend="eager")
 
 

@@ -2,7 +2,7 @@
 
 PyTorch passes matrix products to a BLAS. With the few rows of a decode step, a BLAS reaches full
 memory bandwidth on one machine and a fifth of it on another. So weir times both ways on the model's
-own weights, and saves the timings for the next start. This module knows nothing about caches.
+own weights, and saves the timings for the next start. This module does not use caches.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from weir.native import dispatch
 from weir.native.huge_pages import move_to_huge_pages
 
 ROWS = (1, 2, 4, 8, 16, 32)
-"""Numbers of rows that are timed; other numbers use the choice for the next larger one."""
+"""Numbers of rows that are timed. A number between two of them uses the choice for the larger one;
+more than the largest always use PyTorch.
+"""
 CLEAR = 1.05
 """Smallest speedup for which weir's kernel is chosen."""
 BEYOND_CACHES = 2**26

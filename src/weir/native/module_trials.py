@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 _SIZES = (30.0, 3.0, 1.0, 0.1, 1e-3)
-"""Sizes of the numbers that modules are tried on: from those of attention sinks down to those for
-which the epsilon of a norm is large.
+"""Sizes of the numbers that modules are tried on: from the large ones that attention sinks have,
+down to numbers so small that the epsilon of a norm makes a difference.
 """
 _EPS = torch.finfo(torch.float32).eps
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -129,7 +129,8 @@ class StandIn(nn.Module):
 def is_gated_mlp(module: Any) -> bool:
     """Return whether a module computes `down_proj(act_fn(gate_proj(x)) * up_proj(x))`.
 
-    Its own hooks are not called, because they run around its forward, whatever that is.
+    The module's own hooks are not called, because they run around its forward even if a kernel
+    replaces the forward.
     """
     layers = [module.gate_proj, module.up_proj, module.down_proj]
     activation = activation_of(module.act_fn)

@@ -2,7 +2,7 @@
 kernel.
 
 The table has the addresses of weights and slots, so it is valid until a module, a weight or a slab
-is replaced. All that it knows about caches is the `slab.Step` of a call.
+is replaced. The only data of a cache that this file uses is the `slab.Step` of a call.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class LayerOperations:
         spans: for each part, its row in the program's spans.
         q, k, v, o, gate, up, down: products [rows, outputs]; q and k are normalized if all heads
             are normalized together.
-        partial: answers and sums of each stretch of each head, in the layout of
-            `kernels.cpu.decode`.
+        partial: answers and sums of each stretch (see `kernels.step`) of each head, in the layout
+            of `weir.kernels.cpu.decode`.
         gated: the input of `down`.
     """
 
@@ -89,7 +89,7 @@ class StepProgram:
     Attributes:
         largest: the largest absolute key or value of each part of a layer, row and head in the last
             step.
-        kind: a key that is the same for programs that can share a proof.
+        kind: a key that is the same for programs of which only the first must be checked (`check`).
         table: the operations.
         layers: the operations of each layer.
         hidden: [rows, width], float32, which layers read and add to.
@@ -263,7 +263,11 @@ class StepProgram:
     def _add_angles(self, rotaries: Sequence[Rotary | None]) -> list[Fields]:
         """Add tables of angles, one for each rotary embedding.
 
-        Returns the fields for the attention of each part of a layer, given its rotary embedding.
+        Args:
+            rotaries: the rotary embedding of each part of each layer.
+
+        Returns:
+            For each part, the fields of its attention that are about rotation.
         """
         known: dict[int, Fields] = {}
         for rotary in rotaries:
@@ -309,7 +313,8 @@ class StepProgram:
             else:
                 of_heads = _norms_of_heads(form.q_norm, form.k_norm)
         o = form.o.weight()
-        # Parts of a layer differ in length, so all threads share each head.
+        # Parts of a layer differ in their numbers of slots, so each head is divided among all
+        # threads.
         stretches = table.stretches(heads if len(parts) == 1 else 1)
         partial = table.memory(batch * heads * stretches, group, width + 2)
         answered = {"stretches": stretches, "all_heads": heads, "partial": partial}

@@ -13,9 +13,9 @@ either rounding or another computation:
   queries, keys and values, and answers with random numbers. Rows are at several positions, one of
   them far beyond any window.
 
-With stand-ins for weights, this is as cheap as a few norms, however large the model is. The proof
-relies on the classes of the linear layers for what these do with their real weights, and `check`
-compares the products.
+With stand-ins for weights, this is as cheap as a few norms, however large the model is. What linear
+layers do with their real weights is not tried here, except for a few outputs of PyTorch's
+`nn.Linear`. The proof relies on the classes of the layers, and `check` compares the products.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def prove_model(model: Any, decoder: nn.Module, form: ModelForm, width: int) -> 
 
 
 class _Recorder(nn.Module):
-    """A stand-in for a module that records its arguments and returns random numbers."""
+    """A stand-in for a module that records its arguments and returns what `answer` returns."""
 
     def __init__(self, module: nn.Module, answer: Callable[[], Any]) -> None:
         super().__init__()

@@ -157,7 +157,7 @@ def _quantize_by_torchao(model: PreTrainedModel, bits: dict[str, int]) -> None:
 
 
 def shrink(skeleton: PreTrainedModel, weights: str, path: Path | None = None) -> None:
-    """Give a model on the device `meta` tensors of the sizes that loading with `weights=` makes.
+    """Resize the weights of a model on the device `meta` as loading with `weights=` would.
 
     Does not need torchao. Raises a WeirError if no layer can be quantized.
 
@@ -208,7 +208,8 @@ def _bits(model: PreTrainedModel, weights: str) -> dict[str, int]:
         bits[name] = 4 if weights == "int4" and fits and module is not head else 8
     if all(model.get_submodule(name) is head for name in bits):
         raise WeirError(
-            "no layer of this model except its head is linear, so no weight can have fewer bits"
+            "no layer of this model except its head is a linear layer that can be quantized. Leave "
+            "out weights=."
         )
     return bits
 

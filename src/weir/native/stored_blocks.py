@@ -1,7 +1,7 @@
 """Weights that stay in the blocks of their GGUF file: `weir.load(name, weights="gguf")`.
 
 The blocks are read from the file, some rows at a time, and put into the order that kernels need.
-They are neither dequantized nor stored elsewhere. This module knows nothing about caches.
+They are neither dequantized nor stored elsewhere. This module does not use caches.
 """
 
 from __future__ import annotations
@@ -87,7 +87,9 @@ def put_stored_blocks(
 
 
 def shrink_to_stored(skeleton: PreTrainedModel, fillings: Mapping[str, Filling]) -> None:
-    """Give a model on the device `meta` blocks of the sizes that `put_stored_blocks` would read."""
+    """Replace weights of a model on the device `meta` by blocks of the sizes that
+    `put_stored_blocks` would read.
+    """
     for name, modules in stored_in_blocks(skeleton, fillings).items():
         weight = skeleton.get_parameter(name)
         blocks = Blocks(fillings[name].kind, weight.shape[0], weight.shape[1], weight.device)

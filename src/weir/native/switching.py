@@ -55,8 +55,9 @@ def compile_steps(
         model: the causal language model.
         on: False lets the model run its steps itself again; the products that `choose_products` has
             chosen stay.
-        strict: raise a WeirError if steps cannot be compiled, wait for the CPU's kernel, and write
-            nothing to standard error. Use it if the caller tells the user about the wait.
+        strict: raise a WeirError if steps cannot be compiled. Nothing is written to standard error,
+            and on a CPU, the first step waits until the kernel is compiled. Use it if the caller
+            tells the user about the wait.
         torch_compile: with False, `torch.compile` is not used on a GPU, and `strict` does not raise
             on a CPU.
         options: for `torch.compile`, only on a GPU: `mode`, `backend`, `options`.
@@ -75,8 +76,8 @@ def compile_steps(
     spec = describe(model)
     if options and not torch_compile:
         raise WeirError(
-            f"torch_compile=False turns torch.compile off, so {', '.join(options)} has no effect. "
-            "Leave out one of them."
+            f"torch_compile=False turns torch.compile off, but {', '.join(options)} is for "
+            "torch.compile. Leave out torch_compile=False, or leave out the options."
         )
     on_cpu = input_device(model).type == "cpu"
     if options and on_cpu:
