@@ -316,7 +316,9 @@ class BlockEmbedding(_InBlocks, nn.Embedding):  # type: ignore[override]  # read
         kernel = dispatch.block_rows(which, self.codes)
         if kernel is not None:
             rows = kernel(which, self.codes, self.scales, self.num_embeddings, self.kind)
-        if rows is None:  # also if an id is not in the table, which PyTorch then refuses
+        # Without a kernel, or if an id is not in the table. PyTorch refuses such an id, unless it
+        # is negative or one of the outputs that fill up the last panel.
+        if rows is None:
             rows = write_out(self.codes, self.scales, self.kind, self.num_embeddings, which)
         return _scaled(self, rows.to(self.kept_dtype)).view(*input.shape, -1)
 
