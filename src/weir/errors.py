@@ -42,7 +42,7 @@ def in_words(count: int, noun: str) -> str:
 
 
 class WeirError(Exception):
-    """Invalid input to weir; the message says what was given and what to do instead."""
+    """Invalid input to weir, or a failure such as a full disk; the message says what is wrong."""
 
 
 class PolicyError(WeirError):
@@ -76,7 +76,8 @@ class NotFiniteError(WeirError):
         layer: the layer whose keys or values are infinite or NaN; None if nothing is cached and the
             logits are NaN.
         row: the row of the batch; None if there is only one row, or if the row is not known.
-        place: index of the first such token in the call, from 0; None if it is not known.
+        place: index in the call, from 0, of the first token for which a number is infinite or NaN;
+            None if it is not known.
         token: the id of this token; None if it is not known.
     """
 
@@ -126,7 +127,7 @@ def describe_missing(what: str, module: str, *, reason: str = "", extra: str | N
 
     Args:
         what: the feature that needs the package; it begins the sentence.
-        module: the module that could not be imported; its package comes before the first dot.
+        module: the module that could not be imported; the part before the first dot is its package.
         reason: why an installed package cannot be imported.
         extra: the extra of weir that installs the package; by default, the one in `EXTRAS`.
     """
@@ -155,7 +156,7 @@ def format_value(value: Any) -> str:
 
 
 def quote(value: Any) -> str:
-    """Quote a value in an error message, on one line and cut where it is long."""
+    """Quote a value in an error message, on one line, and cut if it is long."""
     text = repr(value) if isinstance(value, str) else format_value(value)
     return shorten(" ".join(text.split()))
 

@@ -93,7 +93,9 @@ class Terminated(SystemExit):
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Raise `Terminated` on SIGTERM in this block, so that open files and processes are closed."""
+    """Raise `Terminated` on SIGTERM or SIGHUP in this block, so that open files and processes are
+    closed.
+    """
 
     def end(number: int, frame: FrameType | None) -> None:
         raise Terminated
@@ -107,7 +109,8 @@ def terminable() -> Iterator[None]:
 
 
 class Interrupt:
-    """Counter of Ctrl-C presses that notes the first few and raises on the next one.
+    """Counter of signals (Ctrl-C, SIGTERM, SIGHUP), each of which counts as a press. The first
+    `noted` presses are only counted, and the next one raises.
 
     Attributes:
         terminated: whether one of the signals was SIGTERM or SIGHUP.
@@ -143,7 +146,9 @@ class Interrupt:
 
     @contextmanager
     def noting(self, presses: float) -> Iterator[None]:
-        """Note this many presses in the block without raising, including presses just before it."""
+        """Raise in this block only after more than this many presses. Presses just before the block
+        count, too.
+        """
         try:
             self._noted = presses  # before the check, so that no press falls between the two
             if self._pressed > presses:
@@ -160,7 +165,7 @@ def interruptible(noted: float = 1, *, sigterm: bool = True) -> Iterator[Interru
 
     Args:
         noted: number of presses that are only noted; the one after them raises.
-        sigterm: count SIGTERM as a press; otherwise it ends the command at once.
+        sigterm: count SIGTERM and SIGHUP as presses; otherwise they end the command at once.
     """
     interrupt = Interrupt(noted)
     numbers = [signal.SIGINT, *(_ending() if sigterm else [])]

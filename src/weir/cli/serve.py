@@ -75,10 +75,10 @@ def serve(
         Option(
             min=1,
             help="Without --data, or with --cluster: number of finished turns whose state is kept "
-            "in memory [default: as many as fit, at most 256]. With --data and --disk: number of "
-            "finished turns that are kept in memory while the disk is full, and also of the turns "
-            "used last that are then not deleted from the disk to make room [default: 0]. Refused "
-            "with --data alone.",
+            "in memory [default: as many as fit, at most 256]. With --data and --disk, for "
+            "the time when the disk is full: number of new turns that are kept in memory, and of "
+            "the most recently used turns that are not deleted from the disk to make room "
+            "[default: 0]. Refused with --data alone.",
         ),
     ] = None,
     data: Annotated[

@@ -236,7 +236,8 @@ def _show(facts: dict[str, Any]) -> None:
     count = f"{slots[0]:,}" if len(set(slots)) == 1 else f"{min(slots):,} to {max(slots):,}"
     step = facts["step_bytes"]
     policy = facts["policy"]
-    if not policy.endswith(" slots"):  # the brief form of a long list already gives the slots
+    # If a policy lists many layers, its brief form already gives the slots.
+    if not policy.endswith(" slots"):
         policy += f", {count} {'slot' if count == '1' else 'slots'} per KV head"
     stream, most = (for_people(facts[key]) for key in ("stream_bytes", "stream_bytes_at_most"))
     if facts["stream_bytes_at_most"] > facts["stream_bytes"]:

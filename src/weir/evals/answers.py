@@ -25,8 +25,9 @@ from weir.stream import Detokenizer, Stream, Tokens, cut_at_stop, render_chat
 class GeneratedAnswer:
     """An answer without special tokens and stop text, and its cost at the end.
 
-    `kv_bytes` are those of the cache, `held` the slots in use per KV head, averaged over the layers
-    (None if nothing is cached), and `seen` the tokens of prompt and answer together.
+    `kv_bytes` is the size of the cache, `held` the number of slots in use per KV head, averaged
+    over the layers (None if nothing is cached), and `seen` the number of tokens of prompt and
+    answer together.
     """
 
     text: str
@@ -143,8 +144,9 @@ def generate_rows(stream: Stream, prompt: Tensor, length: int) -> Tensor:
 def costs(answers: Sequence[GeneratedAnswer]) -> dict[str, Any]:
     """Summarize the cost of answers as figures of a result.
 
-    These are "kv_bytes" of the largest cache, the mean "tokens" of prompt and answer together, and
-    "share", the slots in use at the end over those tokens, on average (None under `recompute`).
+    These are "kv_bytes" of the largest cache, "tokens" (the mean number in a prompt and its answer
+    together), and "share": the slots in use at the end of an answer divided by these tokens,
+    averaged over the answers (None under `recompute`).
     """
     shares = [one.held / one.seen for one in answers if one.held is not None]
     return {

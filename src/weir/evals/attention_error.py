@@ -42,7 +42,8 @@ class ErrorSetup:
 
     Attributes:
         tokens: length of the text.
-        queries: number of last tokens whose queries are evaluated; their keys and values are exact.
+        queries: number of last tokens whose queries are evaluated. With `whole`, their keys and
+            values are exact.
         exact: number of first tokens that stay exact under policies whose budget is computed from a
             rate, if they have the parameters `sinks` and `recent`.
         whole, chunk: fold the text before the queries at once, as in the paper; otherwise stream
@@ -147,8 +148,8 @@ def set_up(
     Args:
         model: the model. By default, as many tokens are used as fit in its window, at most 4,096.
         available: number of tokens of the text.
-        tokens, queries, exact: as in `ErrorSetup`; by default the paper's 256 for both, but at most
-            a quarter (`queries`) and an eighth (`exact`) of the tokens.
+        tokens, queries, exact: as in `ErrorSetup`. By default, `queries` and `exact` are the
+            paper's 256, but at most a quarter (`queries`) and an eighth (`exact`) of the tokens.
         whole, chunk: as in `ErrorSetup`.
 
     Raises:
@@ -282,8 +283,8 @@ def _with_rate(name: str, rate: float, setup: ErrorSetup) -> str:
     budget = setup.exact + max(1, round(rate * setup.middle))
     ends = {"sinks", "recent"}
     if ends <= set(call.parameters) and not ends & call.given.keys():
-        # The sinks are the exact first tokens. One slot for recent tokens is enough, because the
-        # newest tokens are those of the queries, which no pool has received yet.
+        # The sinks are the exact first tokens. One slot for recent tokens is enough. If the text is
+        # folded at once, the newest tokens are those of the queries, which no pool receives.
         return call.with_arguments(budget=budget + 1, sinks=setup.exact, recent=1)
     return call.with_arguments(budget=budget)
 

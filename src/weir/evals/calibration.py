@@ -348,8 +348,8 @@ def calibrate(
 
     Raises:
         WeirError: the text cannot be read or is shorter than a passage, the model is not supported,
-            or the policy has no limit, has only one size, or has as many slots as a passage has
-            tokens.
+            or the policy has no limit, has only one size, or has so many slots that nothing is
+            evicted from a passage.
         PolicyError: the policy cannot be parsed.
     """
     asked = parse_policy(policy)

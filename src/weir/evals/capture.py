@@ -51,20 +51,21 @@ def capture(
 ) -> list[LayerInputs]:
     """Record the inputs of some layers' attention while a model reads a text [length] exactly.
 
-    By default, these are all layers except those that have their own sliding window under any
-    policy. Such a layer, or one that does not exist, is refused.
+    By default, these are all layers without a sliding window. A layer that has one, or that does
+    not exist, is refused.
     """
     windows = dict(enumerate(layer.positions.window for layer in describe(model).layers))
     for layer in layers or ():
         if windows.get(layer) is not None:
             raise WeirError(
-                f"layer {layer} has its own sliding window of {windows[layer]} tokens under any "
-                "policy. Choose other layers."
+                f"layer {layer} has its own sliding window of {windows[layer]} tokens, so it does "
+                "not attend to the whole text. Choose other layers."
             )
     layers = layers or [n for n, window in windows.items() if window is None]
     if not layers:
         raise WeirError(
-            "every layer of this model has its own sliding window, so a policy changes nothing"
+            "every layer of this model has its own sliding window, so none of them attends to the "
+            "whole text"
         )
     return list(capture_each(model, ids, lambda inputs: inputs, layers).values())
 
@@ -79,7 +80,7 @@ def capture_each(
 
     Sliding layers are included; a layer that does not exist is refused. Inputs that `take` does not
     keep are freed before the next layer, so that at most one layer's inputs are in memory in
-    addition to the model.
+    addition to the model and the cache.
     """
     heard: dict[int, Taken] = {}
     wanted: Sequence[int] = ()

@@ -58,8 +58,8 @@ POLICIES = (
     DEFAULT,
 )
 """Plain attention, and policies whose caches all take 650 kB on nano: exact recent tokens without
-and with sinks, tokens that are unlike all others, more recent tokens in 8 and in 4 bits, and the
-`weir.toml` that comes with nano.
+and with sinks, tokens that are unlike all others, a larger number of recent tokens in 8 and in 4
+bits, and the `weir.toml` that comes with nano.
 """
 NAMES = 8
 """How many names with numbers are told."""
@@ -138,7 +138,9 @@ def held_by_part(stream: Stream, parts: int) -> list[float]:
 
 @dataclass(frozen=True)
 class BookStory:
-    """The names that follow the book, and the ids [n] of the text from them to the questions."""
+    """The names that follow the book, and the ids [n] of the text between the names and the
+    questions.
+    """
 
     tokenizer: PreTrainedTokenizerBase
     names: Sequence[NamedNumber]
@@ -148,8 +150,8 @@ class BookStory:
         """Feed the names to a stream, read on, and ask for the numbers.
 
         Returns:
-            {"held" (share of each part of the text), "answers", "right" (whether each answer is
-            right), "knows" (number of right answers)}.
+            {"held" (share of each part of the text that is still held), "answers", "right" (whether
+            each answer is right), "knows" (number of right answers)}.
         """
         stream.feed([token for one in self.names for token in one.said])
         stream.feed(self.between)
@@ -184,9 +186,9 @@ class FactStory:
         """Measure the policy of a stream that has read the book.
 
         Returns:
-            {"held" (share of each part of the book), "knows" (number of right answers at all
-            distances together), "by_distance": [{"distance", "right", "asked", and the 95 %
-            interval of the share of right answers, from "low" to "high"}]}.
+            {"held" (share of each part of the book that is still held), "knows" (number of right
+            answers at all distances together), "by_distance": [{"distance", "right", "asked", and
+            the 95 % interval of the share of right answers, from "low" to "high"}]}.
         """
         held = held_by_part(stream, PARTS)
         subject = Subject(self.name, self.model, self.tokenizer, stream.policy)
@@ -240,7 +242,8 @@ def load_book_and_story(
 ) -> tuple[Tensor, BookStory]:
     """Load the first tokens of the packaged excerpt, and a story that continues them.
 
-    If the excerpt is too short for both, they share it.
+    The story continues with the next `AWAY` tokens; if the excerpt is too short for that, with
+    fewer, but at most half of the excerpt.
     """
     ids = load_book(tokenizer, tokens + AWAY)
     first = max(min(tokens, len(ids) - AWAY), len(ids) // 2)
@@ -309,7 +312,7 @@ class _Stopped(Exception):
 
 def _told_of(on_ask: Callable[[float], bool | None], number: int) -> Progress:
     """Return a function that reports the progress of a policy's questions to `on_ask`, and raises
-    `_Stopped` if `on_ask` returns True. Report now that they begin.
+    `_Stopped` if `on_ask` returns True. This call itself already reports that the questions begin.
     """
 
     def progress(share: float) -> None:
@@ -321,7 +324,8 @@ def _told_of(on_ask: Callable[[float], bool | None], number: int) -> Progress:
 
 
 def best_of_a_size(result: dict[str, Any]) -> str | None:
-    """Say which policies of fixed size read best and know most; None if no policy was asked.
+    """Say which policies of fixed size read best and know most; None if there are none, or if not
+    every policy was asked.
 
     The sentence is made from the figures: it names the best policy, whether it is the default or
     not.

@@ -32,7 +32,8 @@ RIDGE = 1e-2
 
 @dataclass(frozen=True)
 class TrainedGates:
-    """Gates by layer, and how well they predict, after training on `tokens` tokens.
+    """Gates by layer, and how well they predict. `tokens` were read: three quarters for training,
+    and the rest for testing.
 
     `explained` is the share of the variance of log scores that a gate explains in passages it was
     not trained on (R squared, mean of the heads); `copying` is the largest mean score of a layer's
@@ -94,7 +95,8 @@ def repeat_scores(inputs: LayerInputs, half: int) -> Tensor:
     """Return the largest share of attention that each of `half` tokens gets when all are read
     again.
 
-    The maximum is over the queries of the second half and the heads of a group [half, kv_heads].
+    The result is [half, kv_heads]. The maximum is over the queries of the second half, in all query
+    heads that read a KV head.
     """
     heads = inputs.keys.shape[1]
     queries = in_place(inputs, inputs.queries).unflatten(1, (heads, -1))[..., half:, :]
@@ -105,7 +107,7 @@ def repeat_scores(inputs: LayerInputs, half: int) -> Tensor:
 
 
 class _Sums:
-    """Sums over tokens from which a linear map is solved, float64."""
+    """Sums over tokens, in float64, by which a linear map is solved."""
 
     def __init__(self) -> None:
         # These zeros get the shapes of the first sums that are added to them.

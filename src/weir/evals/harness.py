@@ -30,7 +30,7 @@ from weir.stream import MOST_LOGITS, PIECE, Stream, cut_at_stop, render_chat
 Likelihood = tuple[float, bool]
 """Log-likelihood of a continuation, in nats, and whether greedy decoding would give it."""
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-"""Sampling options of policies that `generate` cannot run."""
+"""Sampling options under the policies that transformers' `generate` cannot run."""
 
 
 def pad_rows(rows: Sequence[Sequence[int]], pad: int, left: bool) -> tuple[Tensor, Tensor]:
@@ -49,8 +49,8 @@ def likelihoods(
 ) -> list[Likelihood]:
     """Compute the likelihood of each continuation after its context, both non-empty ids.
 
-    All rows form one batch, on the cache of one new stream. `recompute` and `kvzip` have no cache
-    yet, so they read the rows one by one.
+    All rows form one batch, on the cache of one new stream. Under `recompute` and `kvzip`, a new
+    stream has no cache, so the rows are read one by one.
     """
     stream = make_stream()
     if stream.cache is None and len(contexts) > 1:
@@ -118,7 +118,7 @@ class WeirLM(TemplateLM):
             if `device_map` is given.
         tokenizer: tokenizer of a loaded model.
         batch_size: number of requests at once.
-        max_batch_size: passed on by the harness; only affects automatic batch sizes.
+        max_batch_size: ignored. The harness passes it for automatic batch sizes.
         max_gen_toks: largest number of tokens of an answer, if the task does not set one.
         unknown: any other argument, which is refused.
 

@@ -17,9 +17,7 @@ from weir.pools import CONSTANTS, WORD
 
 Parsed = TypeVar("Parsed")
 QUANTIZED = "quantized"
-"""The policy that takes another policy as an argument, and whose budget is that of the inner
-policy.
-"""
+"""A policy that takes another policy as an argument. Its budget is that of the inner policy."""
 _FILE = re.compile(r"[^,|()\[\]]+\.toml\s*(?=,|$)", re.IGNORECASE)
 """The name of a policy file in a list of policies."""
 _BARE = re.compile(r"""[^\s,()'"=]+""")

@@ -41,7 +41,7 @@ class PerplexityMeter:
         in_steps: call the model once per token, as in decoding; otherwise once for many tokens.
 
     Attributes:
-        tokens, scored: number of tokens read, and of those that were predicted from earlier tokens.
+        tokens, scored: number of tokens read, and how many of them had a prediction.
         nll: sum of negative log-likelihoods, in nats.
         ppl_by_block, bytes_by_block: perplexity of each block of the text (the last may be short),
             and bytes of the cache after it.

@@ -124,7 +124,7 @@ class JsonRecord:
         ]
 
     def wrong(self, name: str, problem: str) -> WeirError:
-        """Make the error for a field that has the right type but an invalid value."""
+        """Make the error for an invalid field; `problem` follows the name in the message."""
         return WeirError(f"{self.place}: the field '{self.path}{name}' {problem}")
 
     def _items(self, name: str, least: int = 0) -> list[tuple[str, Any]]:

@@ -199,7 +199,7 @@ def needs_log_scale(values: Sequence[float], ratio: float) -> bool:
 
 
 SPIKE = 2.0
-"""A value is a spike if it is more than this many times the median of the middle curve."""
+"""A value is a spike if it is more than this many times the middle one of the curves' medians."""
 
 
 def readable_range(curves: Sequence[Sequence[float | None]]) -> tuple[float, float] | None:

@@ -94,7 +94,9 @@ Equal = Literal["slots", "bytes", "kv"]
 values.
 """
 YARDSTICK = "streaming_llm"
-"""If sizes are not given in bytes, all policies get the bytes of this policy at each budget."""
+"""If bytes must be equal and only budgets are given, all policies get the bytes of this policy with
+each budget.
+"""
 NOT_IN_EVERY = {"recompute", "kvzip", "pinned", "pyramid", "quantized"}
 """Named policies that `all` leaves out: those that do not stream, and those that take another
 policy.

@@ -136,8 +136,8 @@ def measure(
 def record_of(number: int, cell: Cell, found: dict[str, Any]) -> CellRecord:
     """Return the record of a cell: everything that determines its figures, and the figures.
 
-    For a policy with a name, "pools" has the pools that ran. If these depend on the model, and the
-    name alone stands for other pools, "stands_for" has the others.
+    For a policy with a name, "pools" has the pools that ran. These can depend on the model. If the
+    name alone stands for other pools, they are in "stands_for".
     """
     facts = cell.as_json()
     if facts.get("pools") != found.get("pools", facts.get("pools")):

@@ -1,9 +1,9 @@
 """Shows which tokens of a text a policy keeps at several moments, by pool, as picture and as HTML.
 
 A token is *held* by a KV head of a layer while its own key and value are in a slot there. In pools
-with weights (`balance`, `subgen`, `uniform`, ...), a slot also represents evicted tokens. These are
-shown as gone, and the label gives the weight of the slot. A mean of several tokens (`residue`) is
-shown at the newest of them.
+with weights (`balance`, `subgen`, `uniform`, ...), a slot also represents evicted tokens. Evicted
+tokens are shown as gone, and the label of the token in the slot gives the slot's weight. A mean of
+several tokens (`residue`) is shown at the newest of them.
 
 The HTML needs no scripts, and color is never the only sign: each pool has a style for the line
 under a token, and the line is thicker the more heads hold the token.

@@ -82,7 +82,7 @@ class StreamSetup:
     """Sizes of the stream that reads a text, with `recent` newest tokens.
 
     `kv_heads` has the number of KV heads of each layer, except for layers that keep their own
-    sliding window under any policy.
+    sliding window whatever the policy is.
     """
 
     kv_heads: dict[int, int]
@@ -118,7 +118,7 @@ def section(asked: Inspection) -> Section:
     setup = set_up(asked, known)
     layers = [n for n in setup.kv_heads if asked.layers is None or n in asked.layers]
     if not layers:
-        raise WeirError("the chosen layers have their own sliding windows under any policy")
+        raise WeirError("the chosen layers keep their own sliding windows, whatever the policy is")
     ids = asked.ids(asked.tokens or setup.start + SCORED)
     if len(ids) < setup.start + LEAST:
         raise WeirError(

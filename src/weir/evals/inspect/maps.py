@@ -205,7 +205,9 @@ FIRST = 4
 
 
 def shares_section(asked: Inspection) -> Section:
-    """Draw the shares of all or the chosen layers, averaged over the chosen heads."""
+    """Draw the share of attention on the first tokens in all or the chosen layers, averaged over
+    the chosen heads.
+    """
     if looks_ahead(asked.model):
         raise WeirError(
             f"{asked.model.config.model_type} sees its whole text at once, so this section does "
@@ -225,8 +227,8 @@ def shares_section(asked: Inspection) -> Section:
     text = (
         f"Share of the attention of token {long:,}, after the softmax, that the first token gets, "
         f"and that the first {FIRST} tokens get, as in StreamingLLM's Figure 12. Means over "
-        f"{several} of {long:,} tokens in the text; bars are one standard deviation over the "
-        f"heads of a layer.{start} If attention were uniform, the first token would get "
+        f"{several} of {long:,} tokens in the text; the error bars are one standard deviation over "
+        f"the heads of a layer.{start} If attention were uniform, the first token would get "
         f"{1 / long:.2%}."
     )
     rows = []

@@ -52,7 +52,7 @@ class Inspection:
         heads: indices of query heads, from 0; None for all, or the section's default.
         policy: a policy as text; None if none was named.
         sequences: maximum number of short sequences to average over.
-        length: tokens in each of them.
+        length: tokens in each of these sequences.
         tokens: maximum number of tokens to read in one go from a long text; None for the section's
             default.
         moments: token counts at which to look at what a policy keeps; None for the default.

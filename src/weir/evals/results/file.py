@@ -60,8 +60,8 @@ def check_cell(line: JsonRecord, cells: int) -> None:
     for name, check in checks.items():
         if line.values.get(name) is not None:
             check(name)
-    # Fields that reports draw: blocks of a text; answers by distance, and also by the form of the
-    # fact and the way to answer; squares of heat maps.
+    # Fields that reports read: perplexities by block and by book; right answers by question, by
+    # distance, and by the form of the fact and the way to answer; squares of heat maps.
     result = line.record("result")
     if "ppl_by_block" in result:
         result.numbers("ppl_by_block")

@@ -225,7 +225,7 @@ def _written(name: str, points: Sequence[tuple[float, float]]) -> str:
 
 
 def plot_along(records: Sequence[CellRecord]) -> DrawnFigure | None:
-    """Plot perplexity by whole block of a text, a line per policy; None without blocks.
+    """Plot perplexity by whole block of a text, a line per policy; None if no text has two blocks.
 
     The records are of one model and setting. Only the first seed is drawn.
     """
@@ -304,7 +304,9 @@ FORMS = {
     "sessions": "two things, told apart",
     "order": "which was told first",
 }
-"""Names of the forms of the task `recalled` in pictures. The other forms have no right answers."""
+"""Names of the forms of the task `recalled` in pictures. The form `never` is left out, because
+questions about facts that were never told have no right answer.
+"""
 WAYS = {"recall": "with recall", "none": "without", "plain": "retrieval, no cache"}
 """Names of the ways in which `recalled` has questions answered, in pictures."""
 
@@ -356,7 +358,7 @@ def plot_recalled(records: Sequence[CellRecord]) -> DrawnFigure | None:
             axes.set_xticks(distances, map(_shorten, distances), fontsize=8)
             axes.minorticks_off()
         panels[0].set_ylabel("right answers")
-        figure.supxlabel("tokens since", fontsize=9)
+        figure.supxlabel("tokens since the fact", fontsize=9)
         figure.legend(loc="outside lower left", frameon=False, fontsize=8, ncols=3)
     return picture
 
@@ -627,7 +629,7 @@ def _pdf(
     failed: Sequence[CellRecord],
     source: str,
 ) -> bytes:
-    """Write the report as PDF, with a page for each part; it does not need TeX."""
+    """Write the report as PDF, with a page for each part. This does not need TeX."""
     import matplotlib as mpl
     from matplotlib.backends.backend_pdf import PdfPages
     from matplotlib.figure import Figure

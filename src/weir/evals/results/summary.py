@@ -32,11 +32,10 @@ class Estimate:
 
     Attributes:
         mean: the mean; for counted answers, the share of all answers that are right.
-        n: how many the interval is based on: answers if they are counted, blocks of the text for
-            one perplexity, and otherwise the averaged figures.
-        seeds: number of seeds; of pairs or models if those are averaged.
-        sd: standard deviation over the seeds or models; None where it is not
-            computed.
+        n: number of values that the interval is based on: answers if they are counted, blocks of
+            the text for one perplexity, and otherwise the averaged figures.
+        seeds: number of seeds, or of pairs or models if those are averaged.
+        sd: standard deviation over the seeds or models; None where it is not computed.
         low, high: the 95 % interval; None for a single figure.
     """
 
@@ -442,8 +441,8 @@ def across_models(records: Sequence[CellRecord]) -> list[FigureTable]:
 def _changes(
     found: Mapping[Place, Mapping[str, float]], setting: str, name: str, ratio: bool
 ) -> dict[str, float]:
-    """Return a policy's change relative to the reference by model, averaged over the sizes of
-    both.
+    """Return a policy's change relative to the reference by model, averaged over the sizes at which
+    both were measured.
     """
     changes: dict[str, list[float]] = defaultdict(list)
     for (model, here, _), row in found.items():
