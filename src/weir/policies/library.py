@@ -432,7 +432,7 @@ def tova(budget: int = 256) -> Policy:
 
 @named("Park et al. 2025, KeyDiff: Key Similarity-Based KV Cache Eviction")
 def keydiff(budget: int = 256) -> Policy:
-    """Keep the tokens whose keys differ most from the average direction, new or old."""
+    """Keep the tokens whose keys point least in the average direction of all keys."""
     return Pipe((KeyDiff(budget),))
 
 

@@ -50,7 +50,7 @@ class Origin:
 
 
 class Policy(ABC):
-    """A rule that holds a cache to its size.
+    """A rule that decides which tokens a cache keeps.
 
     Attributes:
         text: the policy as it was written, or as it can be written.

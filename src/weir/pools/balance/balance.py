@@ -49,8 +49,8 @@ class Balance(SizedPool):
     Attributes:
         n: number of slots.
         block: the most tokens that are halved at once, an even number, at most half of the slots.
-            `none` for the paper's 256 in a prompt that is folded whole, and for a 16th of the slots
-            in a stream (half of them if eager).
+            `none` for the paper's 256 in a prompt that is folded whole, and in a stream for a 16th
+            of the slots (half of the slots if eager), but at most 256.
         halves: which tokens of a block stay. pairs: one of each two neighbors, which represents
             both; exactly half stay, and both sums of attention, its numerator and its denominator,
             are unbiased. authors: the rule of the authors' code, exactly half. paper: the smaller

@@ -248,8 +248,8 @@ class Merging:
     def _draw(self, level: int, position: Tensor, nobody: Tensor) -> Tensor:
         """Draw a uniform number for each place of blocks that has a token [lines, n].
 
-        No two blocks that are halved in the highest level hold the same tokens; the sum of their
-        places distinguishes them.
+        No two blocks that are halved in the highest level hold the same tokens. The sum of their
+        tokens' places in the stream distinguishes them.
         """
         shape = (*self.level.shape[:2], self.groups, position.shape[1])
         index: Tensor | int = 0
