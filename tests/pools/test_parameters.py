@@ -119,7 +119,7 @@ PLACES = {
     "»match(match(heavy(9)))": "has a limit and keeps weights unchanged, … got match",
     "»match(kcenter(9, quiet=3))": "has a limit and keeps weights unchanged, … got kcenter",
     "recent(4) | »match(sink(4))": "sink",
-    "»attention_matching(budget=40)": "a budget of 40 leaves no slots",
+    "»attention_matching(budget=40)": "a budget of 40 leaves too few slots",
 }
 
 

@@ -16,7 +16,7 @@ FARTHEST = 2**53
 
 T = TypeVar("T")
 Whole = Annotated[int, Field(ge=0, le=FARTHEST)]
-"""A whole number from 0 on, such as a count of tokens."""
+"""A whole number from 0 to `FARTHEST`, such as a count of tokens."""
 # Validation stops at the first wrong entry, because one error for each entry could take seconds and
 # gigabytes.
 ListOf = Annotated[list[T], Field(fail_fast=True)]
@@ -64,7 +64,7 @@ def read_facts(model: type[F], found: Any, whole: str = "the content") -> F:
 
     Args:
         model: describes the facts that are expected.
-        found: the facts in the file, from JSON.
+        found: the content of the file, as parsed from JSON or TOML.
         whole: what to call all the facts together in an error.
     """
     try:
@@ -102,9 +102,13 @@ def place_of(loc: Sequence[int | str]) -> str:
 
 
 def describe_value(value: Any) -> str:
-    """Describe any value of JSON in a few words."""
+    """Describe a value from JSON or TOML in a few words."""
     if isinstance(value, list | tuple):
         return f"a list of {len(value)}"
     if isinstance(value, dict):
         return f"an object of {len(value)} fields"
-    return quote(value) if not isinstance(value, int) or abs(value) < 10**30 else "a larger number"
+    return (
+        quote(value)
+        if not isinstance(value, int) or abs(value) < 10**30
+        else "a number of more than 30 digits"
+    )

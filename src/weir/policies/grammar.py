@@ -62,7 +62,8 @@ policy = parse_policy
 def saved_policy(text: str) -> Policy:
     """Read a policy that weir wrote into a session or a policy file. It never names a file.
 
-    Calls that `parse_policy` refuses as ambiguous have one meaning here.
+    A call that `parse_policy` refuses because it could mean a pool or the policy with the same name
+    is the pool here.
     """
     return Parser(text, saved=True).policy()
 
@@ -98,7 +99,7 @@ def parse_call(text: str) -> PolicyCall | None:
     if len(call.arguments) > len(parameters):
         return None
     names = [given.name or parameters[place] for place, given in enumerate(call.arguments)]
-    # An unknown parameter means that the call is the pool with the same name.
+    # With an unknown parameter, the call is the pool with the same name, or it is wrong.
     if not set(names) <= set(parameters):
         return None
     values = (given.value for given in call.arguments)
@@ -110,7 +111,11 @@ def parse_call(text: str) -> PolicyCall | None:
 class CallSyntax:
     """The call `name(arguments)` as it was read.
 
-    It begins at the character `at`, and keeps the text between the parentheses.
+    Attributes:
+        name: the name of the pool or policy that is called.
+        at: the index of the call's first character in the parsed text.
+        arguments: the arguments, in order.
+        inside: the text between the parentheses.
     """
 
     name: str
@@ -220,7 +225,8 @@ class Parser:
         return ByHead(tuple(map(self._make_policy, part.layers)), part.text)
 
     def _check_ambiguous(self, call: CallSyntax) -> None:
-        """Refuse a pool on its own whose author may have meant the policy with the same name.
+        """Refuse a call of a pool, alone in its pipe, if the user may have meant the policy with
+        the same name.
 
         As the pool, `kcenter(256, quiet=2)` would be 256 centers and no newest token. A call that
         names all of its arguments is taken as the pool.

@@ -48,8 +48,8 @@ class Recompute(Policy):
     """Sliding window with re-computation: keys and values of the window are computed again for each
     token.
 
-    For every new token, the model reads the last `budget` tokens from scratch. This is the quality
-    oracle of StreamingLLM (Xiao et al. 2024, Figure 1c), and very slow.
+    For every new token, the model reads the last `budget` tokens from scratch. This is very slow.
+    StreamingLLM (Xiao et al. 2024, Figure 1c) compares its own quality with it.
 
     Attributes:
         budget: tokens of the window.
@@ -314,7 +314,10 @@ def uniform(
     weighted: bool = True,
     per_head: bool = True,
 ) -> Policy:
-    """Keep the first tokens, the newest, and a number or a share of all tokens between them.
+    """Keep the first tokens, the newest, and a random sample of the tokens between them.
+
+    The sample has a fixed number of tokens or, with `rate`, a fixed share of the tokens that it is
+    drawn from.
 
     Without a budget and a rate, the budget is 256. Unless they are given, sinks and recent tokens
     get an eighth of the budget each: 32 and 32 of 256, as in BalanceKV's runs. With a rate, they
@@ -346,7 +349,8 @@ def uniform(
 def kcenter(budget: int = 256) -> Policy:
     """Keep the newest tokens and, of the others, those whose keys are farthest apart.
 
-    Each gets half of the budget. The first token of the stream is always among the centers.
+    Half of the budget is for the newest tokens, and half for the others, the centers. The first
+    token of the stream is always a center.
     """
     return split_budget(budget, 0, centers=(budget // 2, KCenter))
 
@@ -361,8 +365,9 @@ def snapkv(
 ) -> Policy:
     """Keep the newest tokens and, of the others, those that the last queries attend to.
 
-    The paper's protocol is the cache's `prefill="full"`: the prompt gets exact attention and is
-    voted on once. The other parameters are those of the pool.
+    In the paper, the whole prompt is read with exact attention, and then its last queries choose
+    once which tokens stay. For this, create the cache with `prefill="full"`. The other parameters
+    are those of the pool.
     """
     return Pipe((Snap(budget, window, kernel, average, frame),))
 
@@ -404,17 +409,17 @@ def reskv(budget: int = 256, sinks: int = 4, half_life: int | None = 256) -> Pol
 
 @named("Attention Matching, arXiv:2602.16284")
 def attention_matching(budget: int = 256, sinks: int = 4, half_life: int | None = 64) -> Policy:
-    """Keep sinks, the newest tokens, and a weighted quarter that the last queries chose.
+    """Keep sinks, the newest tokens and, with new weights, tokens that the last queries chose.
 
-    Experimental. The weights make up for evicted tokens. Log-weights halve after `half_life` more
-    tokens.
+    Experimental. A quarter of the budget is for the chosen tokens. Their weights make up for
+    evicted tokens. Log-weights halve after `half_life` more tokens.
     """
     middle = budget // 4
     newest = budget - sinks - middle
     if newest < Snap.window:
         raise WeirError(
-            f"a budget of {budget} leaves no slots for the {Snap.window} recent tokens that "
-            f"choose, after {sinks} sinks and {middle} chosen tokens. Use a larger budget."
+            f"a budget of {budget} leaves too few slots for the {Snap.window} recent tokens whose "
+            f"queries choose, after {sinks} sinks and {middle} chosen tokens. Use a larger budget."
         )
     return Pipe((*ends(sinks, newest), Match(Snap(middle), half_life=half_life)))
 
@@ -427,7 +432,7 @@ def tova(budget: int = 256) -> Policy:
 
 @named("Park et al. 2025, KeyDiff: Key Similarity-Based KV Cache Eviction")
 def keydiff(budget: int = 256) -> Policy:
-    """Keep the tokens whose keys differ most from the average direction, new or old."""
+    """Keep the tokens whose keys point least in the average direction of all keys."""
     return Pipe((KeyDiff(budget),))
 
 
@@ -469,8 +474,8 @@ def subgen(
     """Keep the first tokens, the newest, and samples of all tokens between them that represent the
     rest.
 
-    The remaining slots are for the samples of the numerator. The other parameters are those of the
-    pool.
+    Slots that are left by sinks, recent tokens and clusters are for the samples of the numerator.
+    The other parameters are those of the pool.
 
     Args:
         recent: number of newest tokens that are kept; none for two fifths of the budget, including
@@ -509,8 +514,8 @@ def balancekv(
 
     Sinks and recent tokens are an eighth of the budget each unless they are given: 32 and 32 of 256
     as in the authors' code, 256 and 256 of 2,048 as in the paper. Of the other slots, the share
-    `outliers` keeps tokens whose keys point away from the others: the variant for needles. The
-    other parameters are those of the pool.
+    `outliers` keeps tokens whose keys point away from the others: the paper's variant for
+    needle-in-a-haystack tests. The other parameters are those of the pool.
 
     Args:
         sinks: number of first tokens that are kept; none for an eighth of the budget.

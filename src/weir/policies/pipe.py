@@ -4,9 +4,10 @@ Tokens enter the first pool of a pipe. Tokens that overflow a pool enter the nex
 that overflow the last pool are evicted. `grammar` reads policies from text, and `library` has the
 named ones.
 
-Users can write pools, so the properties and results of a pool are checked before they reach the
-slab: its place in the pipe, and the types, shapes and numbers of its slots, but never their
-contents.
+Users can write pools, so the place of a pool in its pipe is checked, and the slots that it returns
+are checked before they reach the slab: their number, and the types and shapes of their tensors. Of
+pools that are not weir's, positions are also checked, to find tokens that were both kept and passed
+on. The numbers in keys and values are never checked.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class Origin:
     Attributes:
         file: the policy file that it was read from.
         model: the fingerprint of the model (`models.fingerprint`).
-        told: the end of error messages about it, which says how a file that the user did not name
-            was chosen.
+        told: the end of error messages about the policy. If the user did not name the file, it says
+            how the file was chosen; otherwise it is empty.
         chunk: tokens between two folds in the measurement; None if the file does not say.
     """
 
@@ -49,7 +50,7 @@ class Origin:
 
 
 class Policy(ABC):
-    """A rule that holds a cache to its size.
+    """A rule that decides which tokens a cache keeps.
 
     Attributes:
         text: the policy as it was written, or as it can be written.
@@ -178,7 +179,9 @@ class Pipe(Policy):
 
     @cached_property
     def unbroken(self) -> tuple[bool, ...]:
-        """For each pool, whether it receives every token, in order."""
+        """For each pool, whether its arrivals are in order and without gaps, because all pools
+        before it pass tokens on in order.
+        """
         return tuple(
             all(earlier.in_order for earlier in self.pools[:place])
             for place in range(len(self.pools))
@@ -194,8 +197,8 @@ class Pipe(Policy):
 
     @cached_property
     def front(self) -> tuple[int, ...]:
-        """The places of all other pools. As the stream goes on, their tokens move closer to the
-        present.
+        """The places of all other pools. As the stream goes on, their tokens are moved up to the
+        newest ones (the rolling frame).
         """
         return tuple(i for i in range(len(self.pools)) if i not in self.run)
 

@@ -111,8 +111,8 @@ def named(paper: str) -> Callable[[Make], Make]:
 
     Raises:
         WeirError: `paper` is not a text, the decorated object is not a function, its name is taken
-            or cannot be written in a policy, or a policy text cannot set a parameter or check its
-            values.
+            or cannot be written in a policy, or it has a parameter that a policy text cannot set,
+            or whose values cannot be checked.
     """
     if not isinstance(paper, str):
         raise WeirError(
@@ -150,7 +150,9 @@ def named(paper: str) -> Callable[[Make], Make]:
 
 
 def _check_parameters(make: Callable[..., Any]) -> None:
-    """Refuse parameters (WeirError) whose values a policy text could not set or check."""
+    """Refuse parameters (WeirError) that a policy text cannot set, or whose values cannot be
+    checked.
+    """
     for parameter in inspect.signature(make).parameters.values():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise WeirError(

@@ -64,8 +64,9 @@ def weir(
         slots: the format of all other slots: one of int4, int8, k8v4 and fp8, or exact for
             unquantized slots. If none is given and the model does not tolerate 4 bits, it is int8.
         heads: "measured" finds out at loading which KV heads look up earlier tokens. All other
-            heads get half of the budget, and the heads that look up tokens share the slots that
-            this frees. "alike" gives all heads the same budget.
+            heads get half of the budget (at least 256 slots, unless the budget is smaller), and the
+            heads that look up tokens share the slots that this frees. "alike" gives all heads the
+            same budget.
     """
     if heads not in get_args(Heads):
         raise WeirError(f"heads of weir must be {' or '.join(get_args(Heads))}, got {quote(heads)}")
@@ -99,9 +100,8 @@ def fit_budgets(
         lookup: how much each KV head of each layer with a policy looks up earlier tokens; empty for
             the same budget in all heads.
         shift: by how many nats 4-bit slots shift attention.
-        most: the most slots that fit in the model's window; None for any number. If no budget was
-            given, no head gets more. A head that looks things up gets more only if the budget is
-            larger, and then it gets the budget.
+        most: the most slots that fit in the model's window; None for any number. No head gets more
+            than this, unless the user gave a larger budget. Then every head gets that budget.
     """
     assert policy.called is not None
     given = dict(policy.called.given)
@@ -145,11 +145,10 @@ def centers(
     quiet: float = 2.0,
     half_life: int | None = 4096,
 ) -> Policy:
-    """Keep exact sinks, and in 8 bits the newest tokens and (a third of the budget) tokens whose
-    keys are far apart.
+    """Keep exact sinks, and in 8 bits the newest tokens and tokens whose keys are far apart.
 
-    For small models that look up single tokens. `quiet` and `half_life` are those of the pool
-    `kcenter`.
+    A third of the budget is for tokens whose keys are far apart. For small models that look up
+    single tokens. `quiet` and `half_life` are those of the pool `kcenter`.
 
     Args:
         newest: how many of the newest tokens stay exact, as sinks do.

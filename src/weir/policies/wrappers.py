@@ -104,8 +104,8 @@ class Pinned(PolicyWrapper):
 
     Attributes:
         policy: the policy that holds everything else.
-        n: slots of each layer that the beginning and the tokens that must be kept share.
-        header: slots of each layer for the header.
+        n: slots of each KV head that the beginning and the tokens that must be kept share.
+        header: slots of each KV head for the header.
         format: the format of the slots for the beginning, by the names of `slab.FORMATS`; "same"
             for that of the policy's quantized slots, or int8 if it has none.
     """
@@ -176,11 +176,11 @@ def pinned(
 
 
 def budgets(mean: int, layers: int, beta: float) -> list[int]:
-    """Compute the slots of each layer, from the bottom up: an arithmetic sequence in whole numbers.
+    """Compute the slots per KV head of each layer, from the bottom up: an arithmetic sequence in
+    whole numbers.
 
     The top layer has mean / beta, and the bottom one 2 * mean - mean / beta. Slots that are left
-    after rounding down go to the lowest layers, one each. All layers together have exactly `layers
-    * mean`.
+    after rounding down go to the lowest layers, one each. The sum is exactly `layers * mean`.
     """
     top = mean / Fraction(beta)
     bottom = 2 * mean - top
@@ -194,9 +194,10 @@ def budgets(mean: int, layers: int, beta: float) -> list[int]:
 def of_layer(pools: tuple[Pool, ...], layer: int, layers: int, beta: float) -> tuple[Pool, ...]:
     """Resize the pools of a pipe with a limit for one layer of a pyramid.
 
-    The first and the newest tokens that pools keep for later pools, and the slots that a pool
-    declares as fixed, are the same in every layer, like the paper's last tokens. The other slots
-    follow `budgets`, divided in the proportions of the pools.
+    Pools of the first or the newest tokens, except at the end of the pipe, have the same size in
+    every layer. So have the slots that a pool declares as fixed (`Pool.fixed`), such as those of
+    the paper's last tokens. All other slots follow `budgets`, divided in the proportions of the
+    pools.
     """
     sizes = [pool.slots() or 0 for pool in pools]
     last = len(pools) - 1
@@ -282,9 +283,10 @@ class Pyramid(Policy):
 def pyramid(pipe: Policy | None = None, beta: float = 20.0) -> Policy:
     """A pipe with more slots in the lower layers and fewer in the upper ones.
 
-    The pipe is the average of a layer. The first and newest tokens that it keeps before other pools
-    are the same in every layer. The top layer has `beta` times fewer of the other slots than the
-    average, and the number rises evenly down to the bottom layer. Without a pipe, it is PyramidKV.
+    The pipe is the average of a layer. Its pools of first or newest tokens have the same size in
+    every layer, unless they are at the end of the pipe. The top layer has `beta` times fewer of the
+    other slots than the average, and the number rises evenly down to the bottom layer. Without a
+    pipe, it is PyramidKV.
 
     Args:
         pipe: the average pipe of a layer; none for PyramidKV's.
@@ -409,10 +411,10 @@ def quantized(
 
 
 def with_pin(policy: Policy, slots: int | None = None, format: str = EXACT) -> Policy:
-    """Pin a policy for serving conversations, with `slots` for the beginning in each layer.
+    """Pin a policy for serving conversations, with `slots` for the beginning in each KV head.
 
-    With 0 slots the policy is returned unchanged. None means a quarter of its average slots in a
-    layer, or 0 if it already keeps beginnings, or everything.
+    With 0 slots the policy is returned unchanged. None means a quarter of its average slots per KV
+    head, or 0 if it already keeps beginnings, or everything.
     """
     if slots is None:
         pipes = policy.pipes

@@ -208,7 +208,9 @@ class Pool(ABC):
 
     @property
     def weighs(self) -> bool:
-        """Whether it may change the weights of kept tokens. At the end of a pipe, all pools may."""
+        """Whether it may change the weights of kept tokens. Pools with `ends_pipe` may do so in any
+        case.
+        """
         return self.two_weights
 
     @property

@@ -1,11 +1,12 @@
-"""Keep tokens that any query has needed: the peak of their attention, times their contribution.
+"""Keep tokens that any query has needed, ranked by their largest attention and their contribution.
 
 DefensiveKV (Feng et al. 2025, "Taming the Fragility of KV Cache Eviction in LLM Inference",
-arXiv:2510.13334), section 4: the largest attention guards against the one query that needs a token.
-It is pooled over neighbors, is at least the mean over all tokens, and is multiplied by the length
-of the value after the output projection (CriticalKV, arXiv:2502.03805). The paper ranks a prompt
-once; in a stream, peaks are carried from fold to fold and fade. Tokens with the widest values are
-kept whatever their score (VaSE, arXiv:2606.03928).
+arXiv:2510.13334), section 4: a token is ranked by the largest attention that a query gave it, its
+*peak*, because a single query may need it. The peak is pooled over neighbors, is at least the mean
+over all tokens, and is multiplied by the length of the value after the output projection
+(CriticalKV, arXiv:2502.03805). The paper ranks a prompt once; in a stream, peaks are carried from
+fold to fold and fade. Tokens with the widest values are kept whatever their score (VaSE,
+arXiv:2606.03928).
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ class Defend(Asking, Tallied):
     """Keep the tokens with the highest peaks of attention, by the lengths of their values.
 
     A token's peak is the largest share of attention that it got from one of the last `window`
-    queries of any fold, and of any query head of the group, as attention reads it. A peak halves
-    with every `half_life` tokens. Each KV head ranks tokens separately, by the largest peak around
-    them, but at least the mean of all, times the length of their value after the output projection
-    (mean over the group). Among equal scores, the older token is kept. Weights are kept with their
-    tokens: a token that represents several gets the attention of all of them.
+    queries of any fold, and of any query head of the group. A peak halves with every `half_life`
+    tokens. Each KV head ranks tokens separately, by the largest peak around them, but at least the
+    mean of all, times the length of their value after the output projection (mean over the group).
+    Among equal scores, the token's peak decides, and then its age: the older one is kept. Weights
+    are kept with their tokens: a token that represents several gets the attention of all of them.
 
     Attributes:
         n: number of tokens to keep.

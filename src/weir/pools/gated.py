@@ -67,7 +67,7 @@ class Gated(Tallied):
         return read.gate(read.unrotated(new), new.values).clamp_max(MOST).exp()
 
     def tally(self, slots: Slots, before: Tensor, fold: Fold) -> Tensor:
-        """Return the numbers unchanged."""
+        """Return the scores unchanged, because a token is scored only when it arrives."""
         return before
 
     def score(self, slots: Slots, fold: Fold) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,7 @@
 
 H2O (Zhang et al. 2023, "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large
 Language Models", arXiv:2306.14048), Algorithm 1: whenever there is one token too many, the one with
-the least attention so far is evicted. After a window of recent tokens, this is the paper's cache.
+the least attention so far is evicted. In a pipe after `recent`, this pool gives the paper's cache.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ class Hive(SizedPool):
     """Keep local maxima of the attention: BUZZ's beehive.
 
     Attention is summed over all queries since a token arrived and over the query heads of its
-    group. Each KV head keeps its tokens separately. Evictions come after fixed numbers of arrivals,
-    however many arrive at a fold, so the hive never holds more than its threshold.
+    group. Each KV head keeps its tokens separately. An eviction comes whenever there is one token
+    more than the threshold, however many tokens arrive at a fold.
 
     Attributes:
         threshold: number of tokens it holds before it evicts (T); at least the stride.

@@ -174,7 +174,8 @@ def farthest_first(keys: Tensor, among: Tensor, k: int, weight: Tensor | None = 
 def renew_centers(
     keys: Tensor, among: Tensor, stays: Tensor, first: Tensor, share: float
 ) -> Tensor:
-    """Replace each center with the newest key that is near it [batch, kv_heads, n], bool.
+    """Replace each center with the newest key that is near it, and return which keys are centers
+    [batch, kv_heads, n], bool.
 
     Keys are in order, the oldest first. `among` says which exist, `stays` which are centers, and
     `first` which of these are not replaced. Near means within a `share` of the largest distance of

@@ -25,7 +25,7 @@ class Kept(SizedPool):
     overflow.
 
     Attributes:
-        n: how many slots both pools have; the same number as that of `beginning`.
+        n: how many slots both pools share; the same number as in `beginning`.
     """
 
     drops = True

@@ -22,7 +22,7 @@ from weir.pools.registry import pool
 from weir.slab import Slots
 
 MOST = 3.0
-"""Limit of log-weights in both directions: the paper's box."""
+"""Limit of log-weights in both directions, as in the paper."""
 LEAST_PULL = 1e-3
 """The smallest `pull`, a multiple of the mean of the diagonal of the least-squares matrix. In sums
 over 8,192 slots, the rounding errors of the matrix are below this multiple.
@@ -34,7 +34,8 @@ over 8,192 slots, the rounding errors of the matrix are below this multiple.
 class Match(PoolWrapper):
     """Keep the tokens that another pool keeps, reweighted for those it evicts. Experimental.
 
-    Weights do not change while there is room, and no token overflows.
+    Weights do not change while there is room. No token is passed on to another pool, because the
+    kept tokens represent the evicted ones.
 
     Attributes:
         pool: the pool that chooses; it must not weigh tokens itself.

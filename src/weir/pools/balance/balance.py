@@ -49,12 +49,12 @@ class Balance(SizedPool):
     Attributes:
         n: number of slots.
         block: the most tokens that are halved at once, an even number, at most half of the slots.
-            `none` for the paper's 256 in a prompt that is folded whole, and for a 16th of the slots
-            in a stream (half of them if eager).
+            `none` for the paper's 256 in a prompt that is folded whole, and in a stream for a 16th
+            of the slots (half of the slots if eager), but at most 256.
         halves: which tokens of a block stay. pairs: one of each two neighbors, which represents
             both; exactly half stay, and both sums of attention, its numerator and its denominator,
-            are unbiased. authors: the rule of the authors'
-            code, exactly half. paper: the smaller side of the walk, at most half.
+            are unbiased. authors: the rule of the authors' code, exactly half. paper: the smaller
+            side of the walk, at most half.
         gamma: how strongly the walk, which gives each token the sign + or -, counteracts its sum s
             so far: + has the probability 1/2 - gamma s. 4 in the authors' code, which is nearly
             greedy; `none` for the paper's constant, nearly a fair coin.
@@ -62,10 +62,11 @@ class Balance(SizedPool):
             code.
         constant: how much the denominator counts in the walk compared with the values; 0.025 in the
             authors' code.
-        sets: shared: a token has one weight in both sums. flat: in the denominator each halving
-            counts double, as in the authors' code, for halves=authors. separate: the paper's
-            Algorithm 1, with one set for the denominator and others for the numerator, by the
-            length of the value; each token then takes two slots, and `constant` is not used.
+        sets: shared: a token has one weight in both sums. flat: each halving doubles the weights of
+            all remaining tokens in the denominator, as in the authors' code; only for
+            halves=authors. separate: the paper's Algorithm 1, with one set for the denominator and
+            others for the numerator, by the length of the value; each token then takes two slots,
+            and `constant` is not used.
         precision: the paper's epsilon, for separate sets. When there is no room, values shorter
             than precision / sqrt(tokens so far) times the longest are erased from the numerator. If
             the lengths of values fill more buckets than there are slots, the shortest values are

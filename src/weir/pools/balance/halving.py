@@ -34,10 +34,12 @@ _PANEL = 128
 _AT_ONCE = 2**24
 """Inner products in memory at a time. Further blocks are processed later."""
 _IN_CACHE = 2**19
-"""The same on a CPU with a kernel: 2 MB, which is still in the cache when the walk reads them."""
+"""The same on a CPU with a kernel: 2 MB, which are still in the CPU's cache when the walk reads
+them.
+"""
 _STEEPEST = 60.0
-"""Limit of the exponent of a gain. With such a gain, practically every step of a walk is certain
-already.
+"""Limit of x in the gain of a walk, gamma e^x. A larger x would change nothing, because at this
+limit practically every step of the walk is certain.
 """
 
 
@@ -84,8 +86,8 @@ class Gram:
             largest, times the root of the constant [blocks, tokens, value_dim + 1], float32.
         rate: the factor of <k_i, k_j>.
         top: the largest <k, k> times the rate [blocks].
-        weight: for the rule of the authors' code, the logarithm of the number by which products are
-            divided because weights are [blocks]; otherwise 0.
+        weight: for the rule of the authors' code, the logarithm of the number by which dividing the
+            weights has divided the products; otherwise 0 [blocks].
     """
 
     keys: Tensor
@@ -278,9 +280,10 @@ class Halving:
     def _one_of_each_pair(self, sets: Sets, scale: float) -> tuple[Tensor, Tensor]:
         """Choose one token of each pair to represent both.
 
-        Returns which tokens stay, and the additions to log-weights [sets, blocks, tokens]. If
-        weights differ, a walk's mirror image would not be equally likely, so a coin decides with
-        probabilities proportional to the weights, which is unbiased, too.
+        Returns which tokens stay, and the additions to log-weights [sets, blocks, tokens]. In the
+        walk, both tokens of a pair are equally likely to stay, which is unbiased only if their
+        weights are equal. If they differ, a coin decides, with probabilities proportional to the
+        weights.
         """
         (a1, a2), (b1, b2), (mine, other) = (
             (t[..., 0::2], t[..., 1::2]) for t in (sets.a, sets.b, sets.held)

@@ -1,10 +1,11 @@
 """Merge-and-reduce over the tokens of a layer: `halving` carries out the plan of `schedule`.
 
-All blocks of a level are halved at once, those of all heads and rows of a batch together. Tokens
-share a block depending on the order in which they came, so a whole prompt gives the same result as
-its tokens one after the other. There is one exception: if fewer than half of a block's tokens stay,
-the places of the missing ones are freed when the next fold begins, so the result depends on where
-folds begin.
+All blocks of a level are halved at once, those of all heads and rows of a batch together. Which
+tokens share a block depends only on the order in which they came, so tokens that come together give
+the same result as tokens that come one after the other. There are two exceptions. For a prompt that
+is folded whole (`prefill="full"`), there is a different plan, `schedule.at_once`. And if fewer than
+half of a block's tokens stay, the places of the missing ones are freed when the next fold begins,
+so the result depends on where folds begin.
 """
 
 from __future__ import annotations
@@ -203,7 +204,8 @@ class Merging:
         """Return the survivors of a level's blocks of the `sizes` [lines, blocks], from the oldest
         on.
 
-        `full` says that half of each stays.
+        `full` says that the queue consists of exactly these blocks, and that half of each block
+        stays.
         """
         lines, blocks = sizes.shape
         if not blocks:
@@ -246,8 +248,8 @@ class Merging:
     def _draw(self, level: int, position: Tensor, nobody: Tensor) -> Tensor:
         """Draw a uniform number for each place of blocks that has a token [lines, n].
 
-        No two blocks that are halved in the highest level hold the same tokens; the sum of their
-        places distinguishes them.
+        No two blocks that are halved in the highest level hold the same tokens. The sum of their
+        tokens' places in the stream distinguishes them.
         """
         shape = (*self.level.shape[:2], self.groups, position.shape[1])
         index: Tensor | int = 0

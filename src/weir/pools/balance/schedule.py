@@ -92,8 +92,8 @@ def make_room(groups: Sequence[Group], slots: int, block: int, eager: bool = Fal
 
 
 def _first(groups: list[Group], enough: tuple[int, ...]) -> tuple[Group, int] | None:
-    """Return the lowest level with enough tokens, and the first such group. None if there is
-    none.
+    """Find the lowest level that has enough tokens in any group. Returns the first group in which
+    it has enough, and the level; None if there is none.
     """
     for level, at_least in enumerate(enough):
         for group in groups:
@@ -108,8 +108,8 @@ def schedule(
 ) -> tuple[tuple[int, ...], ...]:
     """Return the halvings (`Group.halved`) that arrivals cause, as if each made room for itself.
 
-    `held` are the tokens of each level before, level 0 first. Other arguments are as in
-    `make_room`.
+    `held` are the numbers of tokens in each level before the arrivals, level 0 first. Other
+    arguments are as in `make_room`.
     """
     group = Group([*held, *[0] * (LEVELS - len(held))])
     while arrivals:
@@ -151,15 +151,15 @@ def at_once(slots: int, block: int, tokens: int) -> tuple[tuple[int, ...], ...]:
 class Head:
     """The levels of one head with separate sets: BalanceKV's Algorithm 1, as published.
 
-    Every token enters two merge-and-reduces, so it takes two slots. One is for the denominator,
-    where all values count as 1. The other is for the numerator. It is shared by the tokens of a
-    bucket: those whose values have lengths from 2^(i-1) to 2^i.
+    Every token enters two merge-and-reduces, so it takes two slots. One merge-and-reduce is for the
+    denominator, where all values count as 1. The other is for the numerator. There is one of the
+    second kind for each bucket, the tokens whose values have lengths from 2^(i-1) to 2^i.
 
     Attributes:
         slots, block, eager: as in `make_room`.
         groups: the levels of the denominator, and then those of each bucket of the numerator.
-        open: the group of each bucket that is in use.
-        tokens: the group of each token so far; -1 for one that was erased.
+        open: for each bucket in use, the number of its group in `groups`.
+        tokens: the number of each token's group; -1 for a token that was erased.
     """
 
     slots: int
@@ -208,8 +208,8 @@ class Head:
         return [*self.groups, *(Group() for _ in range(groups - len(self.groups)))]
 
     def buckets(self, groups: int) -> list[int]:
-        """Return the bucket of each group, padded to this number; `NO_BUCKET` for the denominator
-        and none.
+        """Return the bucket of each group, padded to this number of groups; `NO_BUCKET` for the
+        denominator and for groups without a bucket.
         """
         numbers = {group: number for number, group in self.open.items()}
         return [numbers.get(group, NO_BUCKET) for group in range(groups)]
