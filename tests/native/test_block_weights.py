@@ -356,3 +356,20 @@ def test_it_is_said_where_products_are_slow(fresh_llama, monkeypatch):
     model = fresh_llama(**LLAMA)
     with pytest.warns(UserWarning, match="dequantized for every product"):
         quantize_weights(model, "q8_0")
+
+
+@pytest.mark.parametrize("kernels_used", ["reference", "native"])
+@pytest.mark.parametrize("wrong", [-1, 50, 55, 64])
+def test_an_id_that_the_table_does_not_have_is_refused(monkeypatch, kernels_used, wrong):
+    """Also a negative id, and one of the outputs that fill up the last panel."""
+    if kernels_used == "reference":
+        monkeypatch.setenv("WEIR_KERNELS", "reference")
+        warnings.simplefilter("ignore")
+    model = make("llama", **LLAMA, vocab_size=50, tie_word_embeddings=True)
+    quantize_weights(model, "q8_0")
+    embedding = model.get_input_embeddings()
+    assert isinstance(embedding, BlockEmbedding)
+    ids = torch.tensor([[3, 49]])
+    assert torch.equal(embedding(ids), embedding.weight[ids])
+    with pytest.raises(IndexError, match="out of range"):
+        embedding(torch.tensor([[3, wrong]]))

@@ -316,9 +316,11 @@ class BlockEmbedding(_InBlocks, nn.Embedding):  # type: ignore[override]  # read
         kernel = dispatch.block_rows(which, self.codes)
         if kernel is not None:
             rows = kernel(which, self.codes, self.scales, self.num_embeddings, self.kind)
-        # Without a kernel, or if an id is not in the table. PyTorch refuses such an id, unless it
-        # is negative or one of the outputs that fill up the last panel.
-        if rows is None:
+        if rows is None:  # without a kernel, or if an id is not in the table
+            # `write_out` would accept negative ids, and those of the outputs that fill up the last
+            # panel. This look-up, in a table that takes no memory, refuses them as PyTorch does.
+            table = self.scales.new_zeros(1, 1).expand(self.num_embeddings, 1)
+            nn.functional.embedding(which, table)
             rows = write_out(self.codes, self.scales, self.kind, self.num_embeddings, which)
         return _scaled(self, rows.to(self.kept_dtype)).view(*input.shape, -1)
 
