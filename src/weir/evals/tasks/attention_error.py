@@ -54,8 +54,8 @@ class AttentionError(Task):
 
         Returns:
             "error", the mean over the layers; "by_layer", with each layer's "error" and share of
-            tokens "kept"; "kept", "tokens", "queries". No stream is read, so there are no
-            "kv_bytes".
+            tokens "kept"; "kept", "tokens", "queries"; "kv_bytes", which is None because no stream
+            is read.
         """
         ids = read_stream(subject.tokenizer, self.text, self.tokens or MOST_TOKENS).ids
         setup = set_up(subject.model, len(ids), self.tokens, self.queries, self.exact)
