@@ -135,7 +135,11 @@ class DocumentQA(Task):
             documents = documents[: self.documents - 1]
         place = places[0] if places else min(gold[0], len(documents))
         if place > len(documents):
-            raise record.wrong("ctxs", f"has {len(documents) + 1} documents and no place {place}")
+            raise record.wrong(
+                "ctxs",
+                f"has {in_words(len(documents) + 1, 'document')}, so gold must be at most "
+                f"{len(documents)}, got {place}",
+            )
         documents.insert(place, answer)
         return DocumentQuestion(
             record.text("question"),

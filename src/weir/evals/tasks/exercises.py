@@ -148,8 +148,8 @@ def draw_facts(
     words, rng = material.words, material.rng
     if count > len(words.names):
         raise WeirError(
-            f"{count} names are needed, but there are only {len(words.names)}. Use smaller "
-            "distances."
+            f"{count} names are needed, but there are only {len(words.names)}. Use fewer "
+            "distances, with a smaller farthest."
         )
     found = []
     for name in rng.choice(words.names, size=count, replace=False):

@@ -144,7 +144,7 @@ def _pick(
             reach[at] = -1.0
 
 
-# --- many picks, of all distances
+# --- many picks, with all distances computed in advance
 
 
 @llvm_function
