@@ -16,8 +16,8 @@ from weir.evals.records import import_optional
 def wilson(right: int, asked: int) -> tuple[float, float]:
     """Compute Wilson's 95 % interval of a share.
 
-    Unlike the interval of the normal distribution, it stays within 0 and 1, and is not empty if all
-    or no answers are right (Wilson 1927).
+    Unlike the interval of the normal distribution, it stays within 0 and 1, and does not shrink to
+    a point if all or no answers are right (Wilson 1927).
     """
     if asked == 0:
         return 0.0, 1.0
@@ -55,9 +55,12 @@ def paired_shares(first: Sequence[bool], second: Sequence[bool]) -> tuple[float,
     """Compute the difference of two shares of right answers to the same questions, and its 95 %
     interval.
 
+    `first` and `second` say for each question whether one of two models, or policies, was right.
+
     Newcombe 1998, "Improved confidence intervals for the difference between binomial proportions
-    based on paired data", method 10: Wilson's intervals of both shares, and how often the two are
-    right or wrong together. The interval is not empty if both answer all questions alike.
+    based on paired data", method 10: it uses Wilson's intervals of both shares, and how often both
+    answers to a question are right or both are wrong. The interval does not shrink to a point, even
+    if the two always agree.
     """
     n = len(first)
     both = sum(one and other for one, other in zip(first, second, strict=True))
@@ -67,7 +70,7 @@ def paired_shares(first: Sequence[bool], second: Sequence[bool]) -> tuple[float,
     (low, high), (low_there, high_there) = wilson(both + one, n), wilson(both + other, n)
     sides = (both + one) * (other + neither) * (both + other) * (one + neither)
     product = float(both * neither - one * other)
-    # Newcombe's correction for continuity: a small positive agreement counts as none.
+    # Newcombe's correction for continuity reduces a positive agreement, and a small one to none.
     product = max(product - n / 2, 0.0) if product > 0 else product
     agreement = product / math.sqrt(sides) if sides else 0.0
 
@@ -81,7 +84,8 @@ def paired_shares(first: Sequence[bool], second: Sequence[bool]) -> tuple[float,
 def mean_interval(values: Sequence[float]) -> tuple[float, float | None]:
     """Compute the mean of some figures, and the half-width of its 95 % interval.
 
-    It is Student's interval, for few independent measurements; None for a single figure.
+    The interval is Student's, for few independent measurements. The half-width is None for a single
+    figure.
     """
     if len(values) < 2:
         return fmean(values), None
@@ -90,7 +94,9 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float | None]:
 
 
 def student(freedom: int, confidence: float = 0.95) -> float:
-    """Return half the width of the interval of a mean, in standard errors, by Student's t."""
+    """Return half the width of the interval of a mean, in standard errors, by Student's t with
+    `freedom` degrees of freedom.
+    """
     low, high = 0.0, 1.0
     while _within(high, freedom) < confidence:
         high *= 2
@@ -102,7 +108,7 @@ def student(freedom: int, confidence: float = 0.95) -> float:
 
 def _within(t: float, freedom: int) -> float:
     """Return the probability of Student's t between -t and t (Abramowitz and Stegun, 26.7.3 and
-    4).
+    26.7.4).
     """
     angle = math.atan(t / math.sqrt(freedom))
     odd = freedom % 2

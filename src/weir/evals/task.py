@@ -1,11 +1,14 @@
 """Base class of tasks, which measure a model under a policy, and the registry of tasks.
 
 A task is a dataclass of its parameters, written like a pool: `ppl(tokens=20000)`. `notation` reads
-lists of tasks, `grid` runs them. Some parameters mean the same in all tasks that have them, except
-`file` in `babi`: `file` has JSON lines, plain, `.gz` or `.xz`, or is a data set of the Hub,
-`hub:...`; in a task with a `file`, `samples` is how many of its records are used, from the first on
-(if no number is the default, all); `chat` puts prompts into the model's chat template; `text` is a
-file of books, UTF-8, plain or `.xz`, that replaces the packaged one.
+lists of tasks, `grid` runs them. The descriptions of tasks often leave out these parameters:
+
+- `file`: a file of JSON lines, plain, `.gz` or `.xz`; or a data set of the Hub, `hub:...`. Only the
+  file of `babi` has another format.
+- `samples`: in a task with a `file`, how many records are used, from the first on. If the default
+  is None, all records are used.
+- `chat`: whether prompts are put into the model's chat template.
+- `text`: a file of books, UTF-8, plain or `.xz`, that replaces the packaged one.
 """
 
 from __future__ import annotations
@@ -122,7 +125,8 @@ class Task(ABC):
     metrics: ClassVar[Mapping[str, Better]]
 
     def settings(self) -> Sequence[Task]:
-        """Return the tasks to run and record one by one; a sweep stands for several.
+        """Return the tasks to run and record one by one: this task, or one task for each value of
+        a parameter that has several.
 
         Raises:
             WeirError: the parameters contradict each other.

@@ -1,7 +1,7 @@
 """Optional kernels that are faster than their readable references, and the choice among them.
 
-The docstring of a kernel's file names its *roofline*: the work that no implementation can avoid,
-which limits how fast the kernel can be.
+The docstrings of most kernels' files name the *roofline*: the work that no implementation can
+avoid, which limits how fast the kernel can be.
 """
 
 from weir.kernels.dispatch import (

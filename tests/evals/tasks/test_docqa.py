@@ -107,7 +107,7 @@ def test_what_is_not_in_the_format_is_named(tmp_path: Path) -> None:
         with pytest.raises(WeirError, match=said):
             DocumentQA(file=str(path)).run(stranger(), quiet)
     for options, said in [
-        ({"gold": 4}, "has 4 documents and no place 4"),
+        ({"gold": 4}, "has 4 documents, so gold must be at most 3, got 4"),
         ({"documents": 5}, "has 4 documents, but the task asks for documents=5"),
     ]:
         with pytest.raises(WeirError, match=f"line 1: the field 'ctxs' {said}"):

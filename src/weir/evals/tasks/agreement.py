@@ -25,9 +25,9 @@ from weir.stream import Stream, read_stream
 class Agreement(Task):
     """Measures how many of the tokens that KVzip keeps are also held by the policy.
 
-    KVzip gets as many slots as the policy has. Each passage is read from its beginning, on a new
-    stream. All layers and KV heads count equally, except layers with their own window, which do not
-    count.
+    In every layer, KVzip keeps as many tokens of a passage as the policy has slots in its largest
+    layer. Each passage is read from its beginning, on a new stream. All layers and KV heads count
+    equally, except layers with their own window, which do not count.
 
     Attributes:
         tokens: tokens of a passage.

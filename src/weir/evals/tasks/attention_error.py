@@ -30,7 +30,8 @@ class AttentionError(Task):
         rate: for policies that are written without a budget, the share that they keep of the tokens
             between the first `exact` and the last `queries`; with `none`, each policy has its own
             budget.
-        tokens: tokens of the text; with `none`, the model's window, at most 4,096.
+        tokens: tokens of the text that are used; with `none`, as many as fit into the model's
+            window, at most 4,096.
         queries: number of last tokens whose queries are evaluated; with `none`, 256, or a quarter
             of the tokens if that is less.
         exact: number of first tokens that stay exact if there is a rate; with `none`, 256, or an
@@ -54,8 +55,8 @@ class AttentionError(Task):
 
         Returns:
             "error", the mean over the layers; "by_layer", with each layer's "error" and share of
-            tokens "kept"; "kept", "tokens", "queries". No stream is read, so there are no
-            "kv_bytes".
+            tokens "kept"; "kept", "tokens", "queries"; "kv_bytes", which is None because no stream
+            is read.
         """
         ids = read_stream(subject.tokenizer, self.text, self.tokens or MOST_TOKENS).ids
         setup = set_up(subject.model, len(ids), self.tokens, self.queries, self.exact)

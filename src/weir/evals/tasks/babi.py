@@ -35,7 +35,7 @@ BEGINNINGS = (
 
 @dataclass(frozen=True)
 class Story:
-    """A question with the sentences before it."""
+    """A question, the sentences before it, and its answer."""
 
     sentences: tuple[str, ...]
     question: str
@@ -130,7 +130,7 @@ class Babi(Task):
 
 
 def answer_beginning(question: str) -> str:
-    """Return the beginning of a question's answer, up to its last word."""
+    """Return how a sentence that answers a question begins; the answer is its last word."""
     for asked, begun in BEGINNINGS:
         if match := re.fullmatch(asked, question):
             words = begun.format(*(group or "" for group in match.groups()))

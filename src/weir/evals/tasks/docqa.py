@@ -1,7 +1,7 @@
 """`docqa`: asks questions about k documents, one of which has the answer, at a chosen place.
 
 BUZZ (Zhao et al. 2024), section 4.2.2 and Figure 6, on the data of Liu et al. 2023, Lost in the
-Middle: exact match with ten documents, by the place of the one with the answer, 0, 4 or 9.
+Middle: exact match with ten documents. The document with the answer is at place 0, 4 or 9.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ class DocumentQuestion:
 @task("docqa")
 @dataclass(frozen=True)
 class DocumentQA(Task):
-    """Measures exact match of answers about several documents, by the place of the one with the
-    answer.
+    """Measures exact match of answers about several documents, by the place of the document with
+    the answer.
 
     Attributes:
         file: an official file, `nq-open-10_total_documents_gold_at_0.jsonl.gz`, packed or not; or
             a data set of the Hub, `hub:ID:SPLIT`.
         gold: put the document with the answer at this place, counted from 0. Several places,
             separated by spaces (`"0 4 9"`), are run one by one. With `none`, it stays where it is
-            in the file.
+            in the file, or comes last if its place is not below `documents`.
         documents: number of documents per question, including the one with the answer; with
             `none`, all.
     """
@@ -70,7 +70,10 @@ class DocumentQA(Task):
     def __post_init__(self) -> None:
         for place in self.places():
             if place < 0 or (self.documents is not None and place >= self.documents):
-                raise WeirError(f"docqa has no document {place}")
+                raise WeirError(
+                    f"gold must be less than documents={self.documents}, because places are "
+                    f"counted from 0, got {place}"
+                )
 
     def places(self) -> list[int]:
         """The places of `gold`; empty if documents stay in the file's order."""
@@ -132,7 +135,11 @@ class DocumentQA(Task):
             documents = documents[: self.documents - 1]
         place = places[0] if places else min(gold[0], len(documents))
         if place > len(documents):
-            raise record.wrong("ctxs", f"has {len(documents) + 1} documents and no place {place}")
+            raise record.wrong(
+                "ctxs",
+                f"has {in_words(len(documents) + 1, 'document')}, so gold must be at most "
+                f"{len(documents)}, got {place}",
+            )
         documents.insert(place, answer)
         return DocumentQuestion(
             record.text("question"),

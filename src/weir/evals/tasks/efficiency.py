@@ -1,5 +1,5 @@
-"""`efficiency`: compares seconds of prefill and decoding, and bytes, with exact attention and
-recompute.
+"""`efficiency`: compares a policy's seconds of prefill and decoding, and its bytes, with those of
+exact attention and of `recompute`.
 
 StreamingLLM (Xiao et al. 2024), Figure 10: latency per token by cache size against a sliding window
 with re-computation; BalanceKV (Kochetkova et al. 2025), Table 2: a prompt and an answer against
@@ -33,7 +33,7 @@ EXACT, RECOMPUTE = "exact", "recompute"
 class Efficiency(Task):
     """Measures the seconds for a prompt and for each token after it, and the bytes of the cache.
 
-    Figures that are times differ from run to run, as do those of `recalled`.
+    Times differ from run to run, here and in the task `recalled`.
 
     Attributes:
         prompt: number of tokens of the prompt, which are random, because only their number matters.

@@ -54,7 +54,9 @@ class StreamLayout(NamedTuple):
 
 
 def distances_to(farthest: int, nearest: int = NEAREST) -> list[int]:
-    """Return the distances 16, 32, 64 ... that end with `farthest`."""
+    """Return the distances from `nearest` to `farthest`, each twice the one before; only the last
+    step can be smaller.
+    """
     found = [nearest]
     while 2 * found[-1] <= farthest:
         found.append(2 * found[-1])
@@ -72,11 +74,10 @@ def draw_layout(
 ) -> StreamLayout:
     """Draw positions so that each answer comes at its distance, and nothing overlaps.
 
-    `distances` are the numbers of tokens from the newest statement of a fact to its answer, the
-    largest last. Each fact has a newest statement, and `before` is the least number of tokens in
-    front of the first of these; the first `front` of these tokens have no statements. Each fact is
-    stated `times` times, with `statement` tokens each, and the earlier statements can be anywhere
-    before the newest.
+    Each fact is stated `times` times, with `statement` tokens each, and its earlier statements can
+    be anywhere before its newest. `distances` are the numbers of tokens from the newest statement
+    of a fact to its answer, the largest last. In front of the newest statement of every fact are at
+    least `before` tokens of the stream. The first `front` tokens of the stream have no statements.
     """
     if distances[0] < statement:
         raise WeirError(
@@ -147,8 +148,8 @@ def draw_facts(
     words, rng = material.words, material.rng
     if count > len(words.names):
         raise WeirError(
-            f"{count} names are needed, but there are only {len(words.names)}. Use smaller "
-            "distances."
+            f"{count} names are needed, but there are only {len(words.names)}. Use fewer "
+            "distances, with a smaller farthest."
         )
     found = []
     for name in rng.choice(words.names, size=count, replace=False):
@@ -160,8 +161,8 @@ def draw_facts(
 
 
 def fill_in(material: Material, facts: StreamFacts, layout: StreamLayout) -> np.ndarray:
-    """Return a passage of the book [length] with facts in it; each is stated again where it is
-    asked for.
+    """Return a passage of the book [length] with facts in it; the newest statement of each is
+    repeated where it is asked for.
     """
     length, front = layout.length, material.words.front
     if len(material.book) <= length:
@@ -212,13 +213,13 @@ class ExerciseTask(Task):
     def __post_init__(self) -> None:
         if self.farthest < self.nearest:
             raise WeirError(
-                f"the nearest distance of {self.name} must be at most the farthest, "
-                f"{self.farthest}, got {self.nearest}"
+                f"farthest of {self.name} must be at least its nearest distance, {self.nearest}, "
+                f"got {self.farthest}"
             )
 
     @property
     def nearest(self) -> int:
-        """The first of the distances 16, 32, 64 ... that is long enough for a whole statement."""
+        """The first of the distances 16, 32, 64 ... that is long enough for two statements."""
         return max(NEAREST, 1 << (2 * self.length + 7).bit_length())
 
     def draw(
@@ -351,7 +352,9 @@ class Repeated(_RepeatedFacts):
 @task("changed")
 @dataclass(frozen=True)
 class Changed(_RepeatedFacts):
-    """Asks for numbers that change, 16, 32, 64 ... tokens after the newest statement, which counts.
+    """Asks for numbers that change; the number in the newest statement is right.
+
+    Questions come 16, 32, 64 ... tokens after the newest statement.
 
     A cache that favors old or average entries gives the old answer. No two numbers of a name begin
     with the same digit, so `stale` answers can be told from guesses: with `times=3`, a guess is
@@ -389,7 +392,7 @@ class Instruction(ExerciseTask):
     Questions come after 32, 64, 128 ... tokens.
 
     The first tokens of a stream are attention sinks, often hold instructions, and are the first
-    that a window loses. Distances are counted from the end of the instructions.
+    that a window loses. Distances are counted from the end of all statements.
     """
 
     samples: Count = 32

@@ -27,7 +27,7 @@ PLAIN = ("trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p")
 CLASSES = ("trec", "lsht")
 """Data sets whose answer is one of several classes; the others have null in `all_classes`."""
 LENGTHS = (("0-4k", 0, 4000), ("4-8k", 4000, 8000), ("8k+", 8000, float("inf")))
-"""Groups of LongBench-E, by the words of a record."""
+"""Groups of LongBench-E, by the number of words in a record."""
 
 
 @task("longbench")

@@ -1,7 +1,7 @@
 """`loop`: tests whether endless greedy text ends in a loop.
 
-Small models also repeat themselves under exact attention, so compare with the figure of `dense`
-within its window.
+Small models also repeat themselves under exact attention, so compare with the figure of `dense` for
+texts that fit into the model's window.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class Loop(Task):
         Returns:
             "looped", the share of stretches of 250 tokens in which less than a quarter of the runs
             of four tokens are different; "distinct", the share of different runs, averaged over all
-            stretches, and "distinct_by_block", for each stretch; "begins", the token of each text
-            at which its first such stretch begins, none without one; "tokens" of a text and
-            "kv_bytes" of one.
+            stretches of all texts, and "distinct_by_block", the average over the texts for each
+            stretch; "begins", for each text the token at which its first looped stretch begins,
+            None if no stretch is looped; "tokens" of a text and "kv_bytes" of one.
         """
         rng = np.random.default_rng(subject.seed)
         front = front_of(subject.tokenizer)

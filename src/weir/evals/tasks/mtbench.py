@@ -29,7 +29,7 @@ GRAM = 3
 
 
 def share_distinct(tokens: Sequence[int], gram: int = GRAM) -> float:
-    """Return the share of different n-grams among all in a list; 1 if there are none."""
+    """Return the share of different n-grams among all n-grams of a list; 1 if it has none."""
     grams = list(zip(*(tokens[i:] for i in range(gram)), strict=False))
     return len(set(grams)) / len(grams) if grams else 1.0
 
@@ -41,7 +41,7 @@ class MTBench(Task):
 
     Attributes:
         file: `mt_bench.jsonl`, with one record for each dialogue, which has its `turns`.
-        most: tokens of an answer.
+        most: largest number of tokens of an answer.
         alone: use a new stream for each dialogue, as a baseline.
         recall: largest number of tokens that are recalled into a turn; 0 keeps no archive.
     """
@@ -58,14 +58,15 @@ class MTBench(Task):
         """Hold all dialogues.
 
         Returns:
-            Of the answers in the first and the last quarter of the stream "nll_first" and
-            "nll_last" (mean, nats a token), "distinct_first" and "distinct_last" (share of
-            different runs of 3 tokens), "repeated_first" and "repeated_last" (share of answers that
-            are an earlier one, word for word), with "nll_first_reach" and so on (half the width
-            of the mean's 95 % interval, Student's; none for one answer); "nll" and "distinct" of
-            each answer, none of an empty one; "answers"; "recalls", the number of dialogues in
-            which something was recalled for the first turn, for the second turn and so on, and
-            "recalled" with its texts; "tokens" of the stream, "kv_bytes".
+            Means over the first and the last quarter of the answers: "nll_first" and "nll_last"
+            (nats per token), "distinct_first" and "distinct_last" (share of different runs of 3
+            tokens), "repeated_first" and "repeated_last" (share of answers that equal an earlier
+            answer, word for word). Each comes with half the width of its 95 % interval (Student's),
+            as in "nll_first_reach"; None for one answer. Also "nll" and "distinct" of each answer,
+            None for an empty one; "asked", the number of answers; "answers"; "recalls", the number
+            of dialogues in which something was recalled for the first turn, for the second turn and
+            so on; "recalled", the recalled texts for each answer; "tokens" of all streams, and
+            "kv_bytes".
         """
         require_template(subject.tokenizer)
         records = read_records(self.file, self.samples)

@@ -85,7 +85,9 @@ LEAK = "Please tell me a short story about the sea."
 LEAK_TOKENS = 32
 """Largest number of tokens of the answer to `LEAK`."""
 COPIED = 6
-"""An answer that shares so many consecutive tokens with the system turn counts as a leak."""
+"""An answer that has this many consecutive tokens in common with the beginning of the stream, which
+is mostly the system turn, counts as a leak.
+"""
 
 
 NUMBERS = {"code": (10_000, 100_000), "number": (100, 1000), "year": (1700, 1900)}
@@ -132,7 +134,7 @@ def draw_facts(count: int, times: int, rng: np.random.Generator) -> list[Natural
 
 
 def draw_rule(count: int, rng: np.random.Generator) -> tuple[str, list[NaturalFact]]:
-    """Draw a system turn that says who the model is, and what can be asked about it."""
+    """Draw a system turn that says who the model is, and return it with its facts."""
     sentences = ["You are the receptionist of a hotel and answer the questions of guests."]
     facts: list[NaturalFact] = []
     for kind in rng.permutation(len(RULES))[:count]:
@@ -375,7 +377,7 @@ def _sentence(facts: list[NaturalFact], last: bool) -> str:
 def likeliest_answers(
     stream: Any, prompts: list[np.ndarray], answers: list[np.ndarray]
 ) -> list[Any]:
-    """Return the likeliest tokens in the places of answers, given the right ones before each.
+    """Return the likeliest token at each place of the answers, given the right tokens before it.
 
     All tokens of an answer are right if, and only if, greedy decoding gives the answer.
     """
@@ -392,6 +394,6 @@ def likeliest_answers(
 
 
 def _shares_a_run(some: np.ndarray, other: np.ndarray, length: int) -> bool:
-    """Whether two lists of ids share a run of so many ids."""
+    """Whether two lists of ids have a run of `length` ids in common."""
     runs = {tuple(other[i : i + length]) for i in range(len(other) - length + 1)}
     return any(tuple(some[i : i + length]) in runs for i in range(len(some) - length + 1))

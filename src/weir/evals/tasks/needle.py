@@ -38,7 +38,8 @@ class Needle(Task):
     """Hides needles in hay of several lengths up to `longest`, each at depths from 0 to 1.
 
     Attributes:
-        longest: number of tokens of the longest prompt; the others are shorter by equal steps.
+        longest: number of tokens of the longest hay; the others are shorter by equal steps. With
+            `format=exercises`, this includes the needle and the question.
         lengths: how many lengths; 1 means only the longest.
         depths: how many depths, from the beginning to the end; 2 or more.
         samples: number of prompts of each length and depth, in different hay.
@@ -73,8 +74,8 @@ class Needle(Task):
 
         Returns:
             "accuracy", the mean of all "cells"; each cell has a "length", a "depth", its "accuracy"
-            (the share of needles found, or with `format=text` the share of the answer's words) and
-            how many needles were "asked" for; "kv_bytes", "format".
+            (the share of needles found, or with `format=text` the share of the right answer's words
+            that were found) and how many needles were "asked" for; "kv_bytes", "format".
         """
         form = self.format or ("exercises" if practiced(subject.model.config) else "text")
         seek = self._exercises if form == "exercises" else self._words
@@ -117,7 +118,7 @@ class Needle(Task):
         stream = subject.stream(length, DIGITS)
         first = stream.feed(torch.from_numpy(np.stack(rows)))[:, None]
         # Greedy decoding gives all digits if, and only if, each is the likeliest after the right
-        # ones.
+        # digits before it.
         rest = stream.feed(wanted[:, :-1], all_logits=True)
         predicted = torch.cat([first, rest], dim=1).argmax(-1).cpu()
         return (predicted == wanted).all(1).float().tolist(), stream.nbytes // self.samples
@@ -144,7 +145,7 @@ class Needle(Task):
 def exercise(
     words: Words, hay: np.ndarray, length: int, depth: float, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Make a prompt [length] that ends with a question, and its number [digits]."""
+    """Make a prompt [length] that ends with a question, and the number it asks for [digits]."""
     name = int(rng.choice(words.names))
     number = rng.choice(words.digits, size=DIGITS)
     statement, question = words.statement(name, number), words.question(name)
@@ -159,7 +160,9 @@ def exercise(
 def hide_needle(
     tokenizer: PreTrainedTokenizerBase, hay: Sequence[int], needle: str, depth: float
 ) -> str:
-    """Return the hay as text, with the needle after the last sentence that ends above its depth."""
+    """Return the hay as text, with the needle after the last sentence that ends at `depth` or
+    before it.
+    """
     texts = [str(tokenizer.decode([token])) for token in hay]
     place = round(depth * len(hay))
     while 0 < place < len(hay) and not texts[place - 1].rstrip().endswith((".", "!", "?")):

@@ -40,8 +40,9 @@ class Perplexity(Task):
 
         Returns:
             "ppl", "tokens", "nll" (mean, nats), "block", "ppl_by_block", "last_block" (tokens of
-            the last block, which may be fewer), "by_book" (of each book its "tokens" and "ppl"; the
-            first token of the stream is predicted by nothing and counts nowhere), "kv_bytes".
+            the last block, which may be fewer), "by_book" (the "tokens" and "ppl" of each book),
+            "kv_bytes". The first token of the stream is not predicted, so it counts in "tokens",
+            but in no loss.
         """
         books = read_stream(subject.tokenizer, self.text, self.tokens, self.start)
         meter = PerplexityMeter(subject.stream(), self.block)

@@ -37,9 +37,9 @@ Way = Literal["recall", "none", "plain"]
 FORMS = ("once", "changed", "several", "paraphrased", "never", "sessions", "order")
 """The forms of facts: told once; told again with another answer; three in one sentence; asked for
 in other words, which share only the name; never told; two things about a person, told in different
-turns and asked for in one; which of two things was told first. Questions of LongMemEval have these
-forms: `once` is its single-session-user, `changed` knowledge-update, `never` abstention, `sessions`
-multi-session, and `order` temporal reasoning.
+turns and asked for in one; which of two things was told first. Five forms are also kinds of
+questions in LongMemEval: `once` is its single-session-user, `changed` knowledge-update, `never`
+abstention, `sessions` multi-session, and `order` temporal reasoning.
 """
 USUAL = FORMS[:5]
 WAYS = ("recall", "none", "plain")
@@ -143,13 +143,13 @@ class Recalled(Task):
         samples: number of facts of each form.
         per_stream: number of facts of each form on one stream; use fewer than `samples` for a
             policy that keeps everything.
-        forms: the forms that are asked for, separated by spaces. The facts of the first five are
-            told even if they are not asked for.
+        forms: the forms that are asked for, separated by spaces. The facts of `once`, `changed`,
+            `several` and `paraphrased` are told even if they are not asked for.
         ways: how questions are answered, separated by spaces: `recall`, `none`, `plain`.
         most: largest number of tokens of recalled text in a turn.
         every: number of tokens of the book between two statements.
-        newest: number of tokens of the newest turns that the way `plain` computes again; 0 for no
-            turns.
+        newest: about how many tokens of the newest turns the way `plain` computes again, with at
+            least the last turn and at most the last eight (each with its answer); 0 for no turns.
         turns: MT-Bench's `mt_bench.jsonl`, whose first turns do not ask about anything earlier; the
             second half of them is used.
         state: a folder in which a long run saves its state; None saves nothing.
@@ -243,8 +243,9 @@ class Recalled(Task):
 def draw_recalled(
     count: int, rng: np.random.Generator, forms: Collection[str] = USUAL
 ) -> tuple[list[RecalledFact], list[RecalledFact]]:
-    """Draw facts to be told, in order, and those that are only asked for.
+    """Draw facts to be told, and facts that add no statement to these.
 
+    The second list has the forms `paraphrased`, whose statements are those of `once`, and `never`.
     `sessions` and `order` are drawn only if they are in `forms`, after all others.
     """
     names = [f"{first} {last}" for last in SURNAMES for first in NAMES]

@@ -46,7 +46,8 @@ class RulerCase:
             raise record.wrong("input", "must end in a separate line with the question")
         begins = [record.text(n) for n in ("answer_prefix", "gen_prefix") if n in record]
         begun = next((words for words in begins if words.strip()), "")
-        # Leading whitespace belongs to the question, not to the answer that the model begins.
+        # One space separates the question from the answer's beginning. What follows the beginning
+        # is generated, including the space.
         begun = f" {begun.strip()}" if begun.strip() else ""
         outputs = tuple(record.several_words("outputs", least=1))
         return cls(text + line, question, begun, outputs)

@@ -1,5 +1,5 @@
-"""`ruler_recalled`: RULER's files, read as a stream, with an archive in which each question is
-searched for.
+"""`ruler_recalled`: RULER's files, read as a stream, with an archive that is searched with the
+words of each question.
 """
 
 from __future__ import annotations

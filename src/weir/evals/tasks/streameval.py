@@ -25,7 +25,7 @@ DISTANCES = (20, 40, 60, 80, 100, 150, 200, 400, 600, 800, 1000)
 """The distances of Table 7, in lines."""
 
 Query = tuple[int, int]
-"""A query: after how many lines it comes, and how many lines back it asks."""
+"""A query: after how many lines it comes, and how many lines back the line is that it asks for."""
 
 
 @task("streameval")
@@ -59,8 +59,8 @@ class StreamEval(Task):
 
         Returns:
             "accuracy" with "right", "asked", "low" and "high" (the ends of its 95 % interval), and
-            the same "by_distance" (in lines, with the average number of "tokens"); "tokens" of one
-            stream, "kv_bytes" of one, "format".
+            the same "by_distance" (in lines, with the average number of "tokens" in as many lines);
+            "tokens" of one stream, "kv_bytes" of one, "format".
         """
         rng = np.random.default_rng(subject.seed)
         form = self.format or ("exercises" if practiced(subject.model.config) else "text")

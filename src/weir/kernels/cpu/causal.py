@@ -76,8 +76,8 @@ def _answer(
     out_step: Any,
     lanes: Any,
 ) -> None:
-    """Compute `out[lane, i] = share[lane] * combine(x, numbers, count, step)[i, lane]`, by
-    address.
+    """Compute `out[lane, i] = share[lane] * combine(x, numbers, count, step)[i, lane]`; arrays are
+    given by their addresses.
     """
 
     def emit(width: int) -> None:
@@ -107,7 +107,7 @@ def weigh(
     Args:
         builder: builds the code.
         logits: address of float32 [count, lanes], which are overwritten.
-        mask: address of float32 [count], a number for each slot.
+        mask: address of float32 [count]: for each slot, the number that is added to its logits.
         above, below: addresses of float32 [count], the factors of an exponential in the numerator
             and in the denominator.
         count: number of slots.
@@ -250,8 +250,9 @@ def _attend(
     begun: int,
     done: int,
 ) -> None:
-    """Write answers [batch, heads, group, length, value_dim] into `out`, and if `received` [batch,
-    heads, length / lanes, slots] is not empty, the attention that slots received; see `causal`.
+    """Write answers [batch, heads, group, length, value_dim] into `out`. If `received` [batch,
+    heads, length / lanes, slots] is not empty, also write the attention that slots received into
+    it; see `causal_and_received`.
 
     This computes the blocks from `begun` up to `done`, of `lanes` queries each, counted over all
     heads of all rows.
@@ -383,8 +384,8 @@ def causal_and_received(
     a part of consecutive queries and all heads of the group [batch, kv_heads, parts, slots],
     float32.
 
-    Each part has 16 queries or each has 8, depending on the processor. Returns None if the queries
-    cannot be divided in this way.
+    Whether a part has 8 or 16 queries depends on the processor. Returns None if the number of
+    queries is not divisible by this.
 
     Raises:
         WeirError: as for `causal`.

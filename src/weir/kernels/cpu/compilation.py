@@ -27,8 +27,8 @@ from numba.extending import intrinsic
 from weir.errors import WeirError
 
 ANY_ORDER = ("reassoc", "contract", "nsz")
-"""LLVM's names for adding in any order, and for rounding only once after a product and a sum.
-Infinities and NaN keep their meaning.
+"""LLVM's names for adding in any order, for rounding only once after a product and a sum, and for
+ignoring the sign of zeros. Infinities and NaN keep their meaning.
 """
 Strides = tuple[int, ...]
 """Strides of a buffer, counted in numbers: of rows, heads, slots and so on."""
@@ -45,8 +45,8 @@ def compile_kernel(
         fastmath: LLVM's names for the allowed transformations of sums and products.
     """
     kernel = numba.njit(function, nogil=True, fastmath=set(fastmath))
-    # This fails if there is no place for a cache, neither next to this file nor in the user's
-    # folder, or if the caches of this numba work differently.
+    # This fails if there is no place for a cache, neither next to the function's file nor in the
+    # user's folder, or if the caches of this numba work differently.
     with suppress(RuntimeError, AttributeError):
         kernel._cache = _CodeCache(function)
     return kernel
@@ -108,8 +108,9 @@ class _CodeCache(FunctionCache):  # type: ignore[misc, unused-ignore]
         self._cache_file = _CodeFiles(base, _digest((numba.__version__, stamp)))
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
-        # numba's key includes the variables of a closure, and functions that emit code look
-        # different in every process.
+        # numba's key includes the variables of a closure. If these are functions that emit code,
+        # they look different in every process, so the key of a function with a name has the name
+        # instead.
         if self._named:
             return sig, codegen.magic_tuple(), self._named
         return super()._index_key(sig, codegen)
@@ -198,7 +199,7 @@ def with_unit_stride(t: torch.Tensor, *, writable: bool = False) -> torch.Tensor
 
 
 def address_of(t: torch.Tensor) -> tuple[int, Strides]:
-    """Return the address of a tensor of `with_unit_stride`, and its strides.
+    """Return the address of a tensor from `with_unit_stride`, and all its strides except the last.
 
     Passing an array to numba takes several times as long as passing numbers. For numba, an array of
     several dimensions with gaps between its lines may also have gaps within lines, so loops over
@@ -208,7 +209,9 @@ def address_of(t: torch.Tensor) -> tuple[int, Strides]:
 
 
 def _arrays_of(number: Any) -> Callable[..., Any]:
-    """Make a function for numba code that returns an array of such numbers at an address."""
+    """Make a function for numba code that returns an array at an address, given the numba type of
+    its numbers.
+    """
 
     @intrinsic
     def pointer(_typing: Any, address: Any) -> Any:

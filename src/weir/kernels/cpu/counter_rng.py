@@ -47,7 +47,8 @@ def draw_uniform(begun: list[int], first: int, position: Tensor, count: int) -> 
     """Draw uniform numbers in [0, 1) [batch, kv_heads, n, count], float64.
 
     Args:
-        begun: each row's state after seed, layer, pool and purpose were mixed in [batch].
+        begun: the state of each row [batch], into which seed, layer, pool and purpose have already
+            been mixed.
         first: the number of the first head.
         position: places in the stream [batch, kv_heads, n], int64.
         count: how many numbers to draw for each token, with indices from 0 on.

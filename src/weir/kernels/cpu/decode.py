@@ -2,8 +2,9 @@
 
 PyTorch's fused attention is made for many queries. With one query, it takes several times as long
 as reading keys and values. Here, each key and value is read once for three query heads that share
-it, and sums stay in registers (`slot_products`). Numbers of few bits are widened in registers, and
-quantization steps are applied to logits and shares: <q, c> * step and p * step. Sums are float32.
+it, and sums stay in registers (`slot_products`). Numbers of few bits are widened in registers.
+Quantization steps are applied to a slot's logit, <q, c> * step, and to its share p of the
+attention, p * step, where q is a query and c are the stored numbers of a key. Sums are float32.
 
 Slots of 4 bits hold vectors rotated by a Hadamard matrix (`weir.slab.quantization`). They are not
 rotated back: instead of the keys, the query is rotated, and instead of the values, the part of the
@@ -90,8 +91,10 @@ def hold(
 
     Args:
         keys, values: exact slots [batch, kv_heads, slots, dim], float32 or bfloat16.
-        coded: quantized keys and values as in `decode_int4`; None for none.
-        blocks: how many neighbors are rotated together in those of 4 bits; zeros for 8 bits.
+        coded: quantized keys and values, of 4 bits as in `decode_int4`, or whole numbers of 8 bits;
+            None if there are none.
+        blocks: for 4 bits, how many neighboring numbers of a key and of a value are rotated
+            together; zeros for 8 bits.
         group: query heads of a KV head.
         scale: factor of logits.
         mask: log-weights of all slots [batch, kv_heads, slots]; None if all are 0.
@@ -150,13 +153,14 @@ def _attend(
     Args:
         held: address of a `HELD`.
         unit: which head of which row.
-        begin, end: slots; quantized ones come first.
+        begin, end: the first slot that is read, and the one after the last, counted from the first
+            quantized slot on; exact slots follow the quantized ones.
         sunk: 1 if sink logits count in this stretch; they must count in only one.
         queries_at: address of float32 [group, dim].
         scratch: address of memory of `scratch_size`.
         out_at: address of float32 [group, width], which are written.
-        sums_at: address of the output, float32 [group, 2]: the largest logit, and the sum of
-            weights relative to it.
+        sums_at: address of another output, float32 [group, 2]: the largest logit, and the sum of
+            the weights, which are relative to it.
         ahead, ahead_stop: addresses of memory that is read next, 0 for none. It is prefetched into
             the processor's cache, `AHEAD` bytes per slot and product.
     """
@@ -340,7 +344,7 @@ def _attend_parts(address: int) -> None:
 
 _attend_together = TeamKernel(_attend_parts)
 _WORTH_A_THREAD = 2**14
-"""For fewer numbers of keys than this, a separate thread costs more than it saves."""
+"""If the keys have fewer numbers than this in total, a separate thread costs more than it saves."""
 
 
 def decode_exact(
@@ -356,8 +360,8 @@ def decode_exact(
     Args:
         queries: [batch, kv_heads, group, 1, key_dim].
         keys, values: [batch, kv_heads, slots, dim], float32 or bfloat16.
-        mask: log-weights of slots, the same in both sums, -inf where a query must not look [batch,
-            kv_heads, slots], float32; None if all are 0.
+        mask: log-weights of slots, the same in numerator and denominator, -inf where a query must
+            not look [batch, kv_heads, slots], float32; None if all are 0.
         scale: factor of the logits.
         slots: the first slot that is read, and the one after the last.
     """
@@ -407,7 +411,8 @@ def decode_stored(
         queries, keys, values, mask, scale: as in `decode_exact`.
         coded: keys and values of the quantized slots, whole numbers of 8 bits, or of 4 as in
             `decode_int4`; None for none.
-        slots: the first quantized slot that is read, and the range of exact ones.
+        slots: the first quantized slot that is read, the first exact one, and the one after the
+            last exact one. Exact slots are counted separately.
         blocks: for 4 bits, how many neighbors are rotated together; zeros for 8 bits.
     """
     batch, heads, group, _, dim = queries.shape

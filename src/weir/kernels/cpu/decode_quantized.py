@@ -3,11 +3,12 @@
 The peak of a vector is its largest absolute number. Vectors of whole numbers of 8 bits with one
 peak are passed to `decode`, unless they are short. All others (floating point in bytes, two numbers
 in a byte, several peaks, or short vectors) are widened here to float32, slot by slot. The
-quantization step, a peak divided by the number of steps in it, is applied to a slot's logit and
-weight: <q, c> * step and p * step. If each group of a value's numbers has a separate peak, the
-steps are applied to these numbers instead. So keys and values are read once, and are not copied.
-Sums are float32. One pass computes the logits of all slots, one their exponentials, and one the
-weighted values.
+quantization step, a peak divided by the number of steps in it, is applied to a slot's logit,
+<q, c> * step, and to its share p of the attention, p * step, where q is a query and c are the
+stored numbers of a key. If each group of a value's numbers has a separate peak, the steps are
+applied to these numbers instead. So keys and values are read once, and are not copied. Sums are
+float32. One pass computes the logits of all slots, one their exponentials, and one the weighted
+values.
 """
 
 from __future__ import annotations

@@ -8,8 +8,9 @@ take too much memory, and with few picks most would be wasted. In these cases, k
 so that one dimension of all keys is adjacent in memory, and each pick goes through them once.
 
 Sums run over the dimensions of a key in another order than PyTorch's, so a distance may differ by
-roundings. Roofline: a difference, a product and a sum for each number of each pair, at the speed of
-the processor; or at most k times the keys of a head, read from the processor's cache.
+roundings. Roofline if all distances are computed: a difference, a product and a sum for each number
+of each pair, at the speed of the processor. Otherwise: the keys of a head are read from the
+processor's cache at most k times.
 """
 
 from __future__ import annotations
@@ -50,13 +51,13 @@ _WORTH_A_THREAD = 2**26
 _BETWEEN = 64
 """Number of picks after which the remaining keys are packed again."""
 _TOGETHER = 8
-"""Number of dimensions whose differences are summed before `square` is written."""
+"""Number of dimensions whose squared differences are summed before `square` is written."""
 _AT_ONCE = 2**20
 """Largest number of distances in memory, for a head in each thread: 4 MB."""
 _SHARE = 5
-"""All distances are computed if at least one key in this many is picked. A distance in a
-tile takes about a quarter of the time, but distances to keys that are picked early are also
-computed.
+"""All distances are computed if at least one key in this many is picked. A distance in a tile takes
+about a quarter of the time of another, but many distances between two keys are computed in vain,
+because one of the two is picked early or neither is picked.
 """
 
 
@@ -65,7 +66,7 @@ _NEAR_ENOUGH = np.float32(1 - ALIKE)
 
 @njit(nogil=True)
 def _first_as_far(reach: np.ndarray, at: int) -> int:
-    """Return the first key that is as far as the farthest, `at`, or nearer only by rounding.
+    """Return the first key that is as far as the farthest key, `at`, or nearer only by rounding.
 
     `reach` has the weighted distance of each key from the nearest picked one; -1 for picked keys
     and for keys that are not candidates.
@@ -143,7 +144,7 @@ def _pick(
             reach[at] = -1.0
 
 
-# --- many picks, of all distances
+# --- many picks, with all distances computed in advance
 
 
 @llvm_function

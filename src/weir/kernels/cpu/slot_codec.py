@@ -196,7 +196,7 @@ def read_head(
     count: int,
     dim: int,
 ) -> None:
-    """Dequantize vectors of one head to float32.
+    """Dequantize vectors of one head, stored in 8 bits, to float32.
 
     Args:
         codes_at, steps, peaks_at, peak_steps: the results of `address_of` for numbers and peaks.

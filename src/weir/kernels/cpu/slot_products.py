@@ -57,7 +57,9 @@ _MEMBERS = 3
 _AT_ONCE = 4
 """Number of slots whose values are added in one pass of the loop."""
 AHEAD = 128
-"""Bytes of memory that is read later, prefetched for each slot: as many as arrive meanwhile."""
+"""Bytes to prefetch for each slot, from memory that is read later: as many as arrive while the slot
+is processed.
+"""
 _KINDS = {4: BYTE, 8: BYTE, 16: ir.IntType(16), 32: ir.FloatType()}
 """LLVM's types of stored numbers, by their bits; two of 4 bits share a byte."""
 
@@ -268,8 +270,10 @@ def _load(builder: ir.IRBuilder, numbers: Any, place: Any, width: int, kind: int
 
 
 def _add_up(builder: ir.IRBuilder, parts: list[Any]) -> Any:
-    """Return a vector with the sums of four vectors each. Numbers in the same quarter are added in
-    pairs first, which processors can do without moving numbers to another quarter.
+    """Return a vector of four numbers: for each of four vectors, the sum of its numbers.
+
+    Vectors consist of groups of four numbers. Numbers of the same group are added first, which
+    processors can do without moving numbers to another group.
     """
     width = parts[0].type.count
 

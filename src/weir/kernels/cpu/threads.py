@@ -108,12 +108,12 @@ def add_to(_typing: Any, address: Any, number: Any) -> Any:
 
 _YIELDS = hasattr(os, "sched_yield")
 SPINS = 2**14
-"""How often a thread checks for the others before it yields the processor: about 20 µs."""
+"""How often `wait_until` reads the number before it begins to yield the processor: about 20 µs."""
 
 
 @intrinsic
 def wait_until(_typing: Any, address: Any, number: Any) -> Any:
-    """Wait until the number at an address is at least `number`."""
+    """Wait in a loop until the number at an address is at least `number`."""
 
     def write(_context: Any, builder: ir.IRBuilder, _signature: Any, given: Any) -> Any:
         place = builder.inttoptr(given[0], LONG.as_pointer())

@@ -1,7 +1,7 @@
 """Building blocks of kernels that are written in LLVM's language, through llvmlite.
 
-LLVM vectorizes loops at its discretion, and usually not such that sums stay in registers. For parts
-of a kernel where this matters, this module emits explicit code for vectors of 8 or 16 numbers
+LLVM decides how it vectorizes a loop, and its code usually does not keep sums in registers. For
+parts of a kernel where this matters, this module emits explicit code for vectors of 8 or 16 numbers
 (`lanes`), which numba calls like any function.
 
 Some kernels interleave vectors in *panels* of as many vectors as the processor's registers have
@@ -45,7 +45,7 @@ def llvm_function(emit: Callable[..., None], apart: bool = False) -> Any:
 
     Args:
         emit: called as `emit(builder, *arguments)`. Integers, including addresses, have 64 bits,
-            and a float32 stays one. For an array, it gets the address of the first number.
+            and a float32 stays a float32. For an array, `emit` gets a pointer to the first number.
         apart: whether to emit the code once for all callers, which is better for long code.
     """
 
@@ -76,6 +76,7 @@ def llvm_function(emit: Callable[..., None], apart: bool = False) -> Any:
             return context.get_dummy_value()
 
         # In numba, an address plus a signed number is a float64, which holds any address exactly.
+        # So arguments that are float64 are converted to addresses.
         numbers = (types.Integer, types.Boolean)
         long = [
             types.uintp if isinstance(kind, numbers) or kind == types.float64 else kind
@@ -184,8 +185,8 @@ def add_product(builder: ir.IRBuilder, total: Any, one: Any, other: Any) -> None
 
 
 def prefetch(builder: ir.IRBuilder, place: Any, level: int = 2) -> None:
-    """Prefetch the cache line at an address, which does not have to exist, into the first or second
-    cache.
+    """Prefetch the cache line at an address into the processor's cache of level 1 or 2. There does
+    not have to be memory at the address.
     """
     anything = BYTE.as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [anything, INT, INT, INT])
