@@ -232,7 +232,7 @@ def is_compiling() -> bool:
 
 
 paths = _TABLE.paths
-"""Return the library that runs each kernel of slots on a device, or `reference`."""
+"""Return the library that runs each of these kernels on a device, or `reference`."""
 
 
 @lru_cache
@@ -263,8 +263,8 @@ def _for_segment(
 
 
 def _for_floats(name: str, t: torch.Tensor, *dtypes: torch.dtype) -> Callable[..., Any] | None:
-    """Return a kernel for some dtypes (by default float32) on the CPU; None for gradients and while
-    PyTorch compiles or traces.
+    """Return a kernel for some dtypes (by default float32) on the CPU. None if the tensor needs
+    gradients, and while PyTorch compiles or traces.
     """
     if t.device.type != "cpu" or t.dtype not in (dtypes or (torch.float32,)) or t.requires_grad:
         return None

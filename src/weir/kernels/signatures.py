@@ -16,14 +16,15 @@ from torch import Tensor
 class WindowChunk(NamedTuple):
     """Queries of a piece of a prompt with no fold between them, and the tokens that they see.
 
-    Tokens are counted among those that are passed to the kernel, in the order of the stream.
+    The index of a token is its place among the tokens that are passed to the kernel, which are in
+    the order of the stream and do not include the front.
 
     Attributes:
         first: index of the first of these queries in the piece.
         queries: how many queries there are.
-        front: slots of the front that are in use.
-        start: index of the first token that is seen.
-        boundary: index of the first token that is seen unquantized.
+        front: how many slots of the front are in use.
+        start: index of the first token after the front that the queries see.
+        boundary: index of the first token that they see unquantized.
         own: index of the first query's own token.
     """
 
@@ -36,7 +37,9 @@ class WindowChunk(NamedTuple):
 
 
 QuantizedVectors = tuple[Tensor, Tensor, int]
-"""Quantized vectors: numbers as they are stored, their peaks, and the number of steps in a peak."""
+"""Quantized vectors: numbers as they are stored, their peaks, and the number of steps from 0 to a
+peak.
+"""
 Coded = tuple[QuantizedVectors, QuantizedVectors]
 """Quantized keys and values."""
 Pair = tuple[Tensor, Tensor]

@@ -16,7 +16,7 @@ DEEPEST = 2000
 weights.
 """
 MOST_HEADS = 1 << 16
-"""The most attention heads of a layer, or experts."""
+"""The most attention heads, or experts, that a layer may have."""
 LARGEST = 1 << 24
 """The largest vocabulary, hidden size or head size that a configuration may declare."""
 MOST_PER_BYTE = 8
@@ -46,7 +46,7 @@ _MOST = {
         LARGEST,
     ),
 }
-"""The largest allowed number of each name, in any part of a configuration."""
+"""The largest allowed number under each name, in any part of a configuration."""
 _NEEDED = (
     *("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads"),
     *("vocab_size", "head_dim", "max_position_embeddings"),
@@ -75,7 +75,8 @@ def check_declared(name: str, declared: Any, level: int = 0) -> None:
 
 
 def check_decoder(name: str, config: Any) -> None:
-    """Refuse a decoder without layers, heads or tokens.
+    """Refuse a decoder without layers, heads or tokens, or with a sliding window that is not
+    a whole number.
 
     Args:
         config: a configuration of transformers.

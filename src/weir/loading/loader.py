@@ -488,7 +488,7 @@ def skeleton(
 def load_processor(
     name: str | os.PathLike[str], *, revision: str | None = None, trust_remote_code: bool = False
 ) -> ProcessorMixin:
-    """Load the processor of a model that sees images, which makes token ids and pixels.
+    """Load the processor that makes token ids and pixels for a model that sees images.
 
     Args:
         name: a folder, or a Hub id.

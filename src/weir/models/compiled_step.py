@@ -1,12 +1,12 @@
 """Decode steps under `torch.compile`, the engine for GPUs.
 
-The decoder's forward is compiled as PyTorch documents it, with a stand-in for the cache. Its slots
-are buffers that keep their shape and their memory, so one program serves an endless stream.
+`torch.compile` compiles the decoder's forward, with a stand-in for the cache. The cache's slots are
+buffers that keep their shape and their memory, so one program serves an endless stream.
 PyTorch's guards notice when a part of the model is replaced. PyTorch compiles a program for each
 size of batch and cache, up to its own limit; other sizes run uncompiled.
 
 The positions of the stream and the mask function must run in Python. They are marked with
-`torch.compiler.disable` where they are defined (`hooks`).
+`torch.compiler.disable` where they are defined (`hooks.py`).
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ COMPLAINTS = (
     ("do not match", "feature"),
     ("<image> tokens not divisible",),  # SmolVLM, and older versions of transformers
 )
-"""How errors of models about images that do not match their tokens are recognized: such an error
-contains all texts of one line.
+"""Texts by which an error of a model about images that do not match their tokens is recognized: it
+contains all texts of one of these tuples.
 """
 
 

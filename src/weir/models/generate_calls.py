@@ -1,6 +1,6 @@
 """Intercepts calls of `model.generate` with a weir cache.
 
-While a model has hooks, three of its methods look for a weir cache among the arguments of a call:
+While a model has hooks, three of its methods do more in a call with a weir cache:
 
 - `generate` takes the cache as `cache` or as `past_key_values`, with any release of transformers;
 - `PREPARE` overrides the cache options of generation configurations: `cache_implementation`, which

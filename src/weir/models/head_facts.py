@@ -32,18 +32,18 @@ from weir.models.observing import AttentionInputs, bias_of, observe_attention
 from weir.slab import FORMATS, as_read, attention_softmax, compute_logits
 
 REPEATED = 128
-"""Random tokens that are read twice."""
+"""Number of random tokens that are read twice."""
 FILE = "head_facts.json"
 """File with the facts of some models, in weir's assets. A file of the same name in `cache_folder`
 has those of others.
 """
 _SHIPPED = Path(str(files("weir"))) / "assets" / FILE
 _FIRST = 8
-"""Tokens at the beginning that are not counted, because many heads attend to them whatever they
-are.
+"""Number of tokens at the beginning that are not scored, because many heads attend to them whatever
+they are.
 """
 EXACT = 4
-"""Tokens at the beginning that a policy keeps exact, as sinks."""
+"""Number of tokens at the beginning that a policy keeps exact, as sinks."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class HeadFacts:
         lookup: for each KV head of each layer, how much it looks up earlier tokens, from 0 to 1.
         shift: how much attention changes if keys are stored in 4 bits, in the head where it changes
             most: the Kullback-Leibler divergence of the shares of attention in nats, averaged over
-            the queries.
+            the queries; infinity if keys or values of this size cannot be stored in 4 bits.
     """
 
     lookup: tuple[tuple[float, ...], ...]

@@ -2,11 +2,12 @@
 
 During a call with a weir cache, and in no other:
 
-- the attention implementation of the model's configuration is `weir`; families with their own
-  attention code keep it, and patched attention modules call weir (`legacy_attention`);
+- the model's configuration selects weir's attention implementation; in families with their own
+  attention code, the configuration is left as it is, and patched attention modules call weir
+  (`legacy_attention`);
 - the model's rotary embedding returns cosines and sines of weir's own positions;
-- the decoder gets no attention mask and small positions, so that it builds nothing that grows with
-  the stream.
+- the decoder gets zeros as positions, and no attention mask or a small one, so that it builds
+  nothing that grows with the stream.
 
 `generate_calls` has the hook on the model's `generate`.
 
@@ -77,7 +78,7 @@ _ATTACHED: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDic
 
 _MAKING = threading.RLock()
 """Guards the dictionaries above. It is reentrant, because the garbage collector may release a cache
-while it is held.
+while the lock is held.
 """
 
 
@@ -321,7 +322,8 @@ class Attachment:
         kind = args[2] if len(args) > 2 else kwargs.get("layer_type")
         made = self.running.rotations(kind, output[0].shape[-1], output[0].device)
         if made is not None and output[0].ndim == 4:
-            # transformers 5.12 selects from per-axis tables later; ours are already selected.
+            # transformers 5.12 expects a table for each axis, and selects from the three later. In
+            # ours, this has been done already, so all three can be the same.
             made = (made[0].expand(3, *made[0].shape), made[1].expand(3, *made[1].shape))
         return output if made is None else made
 
@@ -347,7 +349,7 @@ def attention_name(facts: ModelSpec) -> str | None:
     model's own name in place.
     """
     if facts.kind in OWN_FAMILIES:
-        return None  # their patched attention modules read the name
+        return None  # their patched attention modules call weir, whatever the name is
     return "weir" if facts.sink.kind != "zero" else SUNK_ATTENTION
 
 

@@ -1,13 +1,13 @@
-"""Images in a stream: which models have them, which of these weir streams, and which calls it
-refuses.
+"""Images in a stream: which models have images, for which models weir streams them, and which calls
+it refuses.
 
-In the models that weir streams, image tokens are like any other tokens after the model has replaced
-their embeddings with image features: attention is causal, and every token has one position, or
-three.
+In the models whose images weir streams, image tokens are like any other tokens after the model has
+replaced their embeddings with image features: attention is causal, and every token has one
+position, or three.
 
 In Qwen2-VL and related models (M-RoPE; Wang et al. 2024, section 2.1) a text token advances time,
-height and width alike; the tokens of an image or video spread over them. In weir, each token has
-offsets within its own text token or image, so that a stream can be cut anywhere.
+height and width alike; the tokens of an image or video spread over them. weir gives each token of
+an image its offsets from the beginning of the image, so that a stream can be cut anywhere.
 """
 
 from __future__ import annotations
@@ -150,7 +150,9 @@ _KINDS = {"image": 1, "video": 2}
 
 
 def offsets(model: PreTrainedModel, given: Mapping[str, Any]) -> Tensor | None:
-    """Compute each token's offsets within its text token or image, for models with three axes.
+    """Compute each token's offsets within its image, for models with three axes.
+
+    A video counts as an image, and a text token counts as an image of one token.
 
     Args:
         model: a model, or its base model.
@@ -160,10 +162,10 @@ def offsets(model: PreTrainedModel, given: Mapping[str, Any]) -> Tensor | None:
 
     Returns:
         Five numbers for each token [batch, length, 5], int64. The first three are its offsets in
-        time, height and width from the beginning of its text token or image. The fourth is the
-        extent of that text token or image. The fifth is the distance from its beginning to the
-        beginning of the next token's text token or image: 0 for all tokens of an image except the
-        last. A text token has the numbers 0, 0, 0, 1, 1. Returns None for models with one axis.
+        time, height and width from the beginning of its image. The fourth is the extent of its
+        image. The fifth is the distance from the beginning of its image to the beginning of the
+        next token's image: 0 for all tokens of an image except the last. A text token has the
+        numbers 0, 0, 0, 1, 1. Returns None for models with one axis.
 
     Raises:
         WeirError: images and image tokens do not match.
@@ -202,9 +204,10 @@ def offsets(model: PreTrainedModel, given: Mapping[str, Any]) -> Tensor | None:
 
 
 def note_sizes(kind: str) -> Callable[..., Any]:
-    """Make a patch for a vision tower's method that records the sizes of a kind, image or video.
+    """Make a patch for the method that computes the features of images or videos, as `kind` says.
 
-    `generate` passes features instead of pixels to the decoder, without their sizes.
+    The patch stores the size of each image or video in the attribute `weir_size` of its features,
+    because `generate` passes features instead of pixels to the decoder, without their sizes.
     """
 
     def around(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

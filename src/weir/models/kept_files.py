@@ -1,4 +1,6 @@
-"""weir's cache folder for files that can be made again: timings, and measurements of models."""
+"""weir's cache folder for files that can be made again: timings, measurements of models,
+and gates.
+"""
 
 from __future__ import annotations
 

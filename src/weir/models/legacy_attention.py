@@ -1,8 +1,8 @@
 """Attention of families outside transformers' attention interface: Falcon, MPT and Bloom.
 
 While weir is attached, the `forward` of their attention modules is replaced. In a call with a weir
-cache, it makes queries, keys and values as the family does, lets weir attend, and projects the
-result. In any other call, the family's own forward runs.
+cache, the replacement makes queries, keys and values as the family does, lets weir attend, and
+projects the result. In any other call, the family's own forward runs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Description of a model: positions and windows of its layers, and whether weir supports it.
 
 All supported families keep keys and values of every token and attend to them by softmax, and their
-rotary embeddings are half-split. Any other model is refused with a WeirError.
+rotary embeddings, if they have any, are half-split: they rotate a number of the first half together
+with its counterpart in the second half. Any other model is refused with a WeirError.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ Their RoPE frequencies change there, but weir's do not, so weir's caches for the
 
 
 ABSOLUTE = frozenset({"wpe", "embed_positions", "position_embeddings"})
-"""Modules that make a vector for each position, like those of GPT-2, OPT and BERT."""
+"""Names of modules that make a vector for each position: of GPT-2, OPT and BERT, for example."""
 
 WINDOW_NAMES = ("max_position_embeddings", "max_seq_len", "seq_length")
 """Names of a model's window in configurations: of most models, of MPT, and of some Bloom models."""
@@ -62,9 +63,9 @@ class ModelLayerSpec:
     Attributes:
         positions: the layer's positional encoding, without the rolling frame: tokens keep their
             positions.
-        heads: sizes of the attention. If heads are split over processes (`tp_plan`), these are the
-            sizes of this process's share.
-        first_head: the first KV head of that share.
+        heads: how many heads the layer has, and the sizes of their keys and values. If heads are
+            split over processes (`tp_plan`), only those of this process count.
+        first_head: index of the first KV head of this process.
         shares: number of processes that the heads are split over.
     """
 
@@ -104,7 +105,7 @@ class ModelSpec:
 
     @property
     def sliding(self) -> int | None:
-        """Smallest window if every layer has one; None if one layer sees everything."""
+        """Smallest sliding window if every layer has one; None if any layer sees all tokens."""
         windows = [layer.positions.window for layer in self.layers]
         return None if None in windows else min(w for w in windows if w is not None)
 

@@ -6,9 +6,10 @@ float32. A product times a sign is exact, so there is only one answer. Roofline:
 above the diagonal is read once.
 
 `walk_pairs` does the work of `Gram.of`, `Gram.products` and `walk` of `weir.pools.balance`, which
-take about sixty operations of PyTorch; calling each takes longer than computing it. Products are
-computed tile by tile (`vectors`), and of each tile only the differences of pairs are kept. A
-product may differ from PyTorch's by rounding. So the sign of a pair may also differ, if its random
+take about sixty operations of PyTorch; calling each takes longer than computing it. Products
+of tokens are computed tile by tile (`vectors`). Of each tile, only the products of pairs are kept,
+where a pair stands for the difference of its two tokens. A product may differ from PyTorch's by
+rounding. So the sign of a pair may also differ, if its random
 number is almost equal to its probability. Roofline: a product and a sum for each number of each
 pair of tokens, and an exponential for each pair.
 """
@@ -26,8 +27,8 @@ from weir.kernels.cpu.threads import run_on_rows
 from weir.kernels.cpu.vectors import MATH, lanes, multiply, pack
 
 _WORTH_A_THREAD, _PAIRS_WORTH_A_THREAD = 2**20, 2**18
-"""For fewer inner products, read or computed, than this, a separate thread costs more than it
-saves.
+"""Numbers of inner products below which a separate thread costs more than it saves: of products
+that `walk` reads, and of those that `walk_pairs` computes.
 """
 _LEAST, _ONE, _NONE = map(np.float32, (LEAST, 1.0, 0.0))
 
@@ -62,7 +63,8 @@ def walk(products: Tensor, gain: Tensor, u: Tensor, free: Tensor) -> Tensor:
 
     Args:
         products: inner products of the tokens of each block [..., n, n].
-        gain: the gain of each block [...].
+        gain: the gain of each block [...]. A sign is + with probability 1/2 - gain * sum, where
+            the sum is that of the token so far.
         u: uniform numbers, one for each token [..., n].
         free: which tokens take part [..., n]; the others get a sign of 0.
     """
@@ -217,15 +219,15 @@ def walk_pairs(
     pairs that do not take part.
 
     Args:
-        keys, values: [blocks, tokens, dim], float32. The number of tokens is even, and no place is
-            empty.
+        keys, values: [blocks, tokens, dim], float32. The number of tokens is even, and every
+            place has a token.
         a, b: log-weights [blocks, tokens], float32.
         u: uniform numbers [blocks, tokens / 2], float64.
         free: which pairs take part [blocks, tokens / 2], bool.
         rate: the factor of the inner products of keys.
-        constant: the weight of the denominator.
-        gamma: the gain of a walk is gamma times e^x, where x is the largest squared length of a key
-            times the rate.
+        constant: the weight of the denominator in an inner product of tokens.
+        gamma: the gain of a walk (as in `walk`) is gamma times e^x, where x is the largest squared
+            length of a key minus the mean of its block, times the rate.
         steepest: the largest x that is used; a greater x is replaced by it.
     """
     signs = u.new_empty(u.shape, dtype=torch.float32)

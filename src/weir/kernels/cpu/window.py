@@ -1,13 +1,14 @@
 """Attention of a piece of a prompt over a window that moves while the piece is read.
 
 A piece is cut into chunks, and after each chunk the window drops its oldest tokens. A chunk sees
-three stretches of slots: the front, with keys rotated for this chunk; tokens that are quantized by
-then; and exact ones up to the query's own. Each head's tokens are passed twice, exact and as they
-are read after quantization, so that one call can compute a whole piece.
+three stretches of slots: the front, with keys rotated for this chunk; tokens that are already
+quantized when the chunk is read; and exact tokens, up to the query's own. Tokens that are quantized
+while the piece is read are passed twice, exact and as they are read after quantization, so that
+one call can compute a whole piece.
 
 Queries are the lanes of vectors, two vectors at a time. Logits and answers are computed in *tiles*:
-each number of a key or value that is loaded is multiplied with both vectors, and the sums of 12
-keys or of 12 numbers of the answers (6 if vectors have 8 lanes) stay in registers. Sums are
+each number of a key or value that is loaded is multiplied with both vectors. The logits of 12
+keys, or 12 numbers of the answers (6 if vectors have 8 lanes), are summed in registers. Sums are
 float32, in the order of slots.
 
 Roofline: two products and two sums for each number of each key that a query sees, at the speed of
@@ -50,7 +51,7 @@ from weir.kernels.signatures import WindowChunk
 _VECTORS = 2
 """Number of vectors of queries that are multiplied at once."""
 _OF_8, _OF_16 = (6, 2, 1), (12, 4, 1)
-"""Number of sums of each vector in a tile, for vectors of 8 and 16 lanes: as many as fit in
+"""Numbers of sums for each vector in a tile, for vectors of 8 and 16 lanes: as many as fit in
 registers, and fewer for the remainder.
 """
 _WORTH_A_THREAD = 2**20
@@ -90,13 +91,13 @@ def _tile(
     Args:
         builder: builds the code.
         x: address of the factors for the first vector of queries, float32 [count, lanes].
-        x_apart: distance to that of the second, in numbers.
-        numbers: address of float32.
+        x_apart: distance from there to the factors for the second vector, in numbers.
+        numbers: address of the keys or values, float32.
         across, along: see the formula.
         count: number of terms in a sum.
         out: address of the sums for the first vector of queries, float32 [height, lanes].
-        out_apart: distance to that of the second, in numbers.
-        height: one of `_OF_8` or `_OF_16`.
+        out_apart: distance from there to the sums for the second vector, in numbers.
+        height: the number of sums for each vector, one of those in `_OF_8` or `_OF_16`.
         more: 1 to add to the existing numbers, 0 to overwrite them.
         lanes: 8 or 16.
     """
@@ -136,8 +137,8 @@ def _tile(
 
 @llvm_function
 def _turn(builder: ir.IRBuilder, sums: Any, share: Any, out: Any, step: Any, lanes: Any) -> None:
-    """Compute `out[lane * step + i] = sums[i, lane] * share[lane]` for a square of numbers, by
-    address.
+    """Compute `out[lane * step + i] = sums[i, lane] * share[lane]` for all i below `lanes`. `sums`,
+    `share` and `out` are addresses of float32 numbers.
     """
 
     def emit(width: int) -> None:
@@ -181,8 +182,8 @@ def _tiles(
 def _attend(n: np.record, part: int) -> None:
     """Answer the queries of one chunk of one KV head."""
     units, width, dim, lanes = n.batch * n.heads, n.width, n.dim, n.lanes
-    # The last chunks come first, because they see most tokens, and no thread should have to wait
-    # for one at the end.
+    # The last chunks are computed first. They see most tokens, and if one of them began last, all
+    # other threads would have to wait for it.
     index, unit = n.count - 1 - part // units, part % units
     c = _chunks_at(n.chunks, (1, n.count))[0, index]
     front = unit * n.count + index
@@ -288,8 +289,9 @@ def attend_window(
         scale: factor of the logits.
 
     Raises:
-        WeirError: values have too few numbers, or a chunk sees tokens that do not exist, so that
-            the kernel would read or write past its memory.
+        WeirError: values have too few numbers, the chunks do not have as many queries as the
+            piece, or a chunk sees tokens that do not exist. The kernel would then read or write
+            past its memory.
     """
     batch, heads, group, length, dim = queries.shape
     width, tokens = exact[1].shape[3], exact[0].shape[2]

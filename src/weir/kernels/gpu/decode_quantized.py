@@ -2,9 +2,10 @@
 
 Quantized slots are read as stored. Their numbers are widened in registers, to a dtype that
 represents all of them exactly. The quantization step of a key multiplies its logit, and the step of
-a value multiplies its weight. Values of 4 bits can have several steps, so there the steps multiply
-the numbers themselves. The exact slots after the quantized ones are read by the kernel of `decode`,
-and the second kernel of that file combines the sums of both.
+a value multiplies its weight. A value of 4 bits can have several steps, one for each group of its
+numbers, so these steps multiply the numbers instead of the weight. The exact slots after the
+quantized ones are read by `read_exact`, and `gather` combines the sums of both (`decode.py`).
+
 Roofline: the stored bytes and the peaks of every quantized slot are read once, for all query heads
 of its group.
 """
@@ -34,7 +35,7 @@ from weir.kernels.signatures import QuantizedVectors
 
 @triton.jit
 def _steps_at(peaks, mask, levels):
-    """Load peaks and return the quantization steps of their slots, float32."""
+    """Load peaks and return their quantization steps, float32."""
     return tl.div_rn(tl.load(peaks, mask=mask, other=0.0).to(tl.float32), levels)
 
 

@@ -1,7 +1,7 @@
 """Configurations of models in GGUF files, built from the header alone.
 
 Every key of the file that changes what the model computes either becomes part of the configuration
-or is refused by name; `families` has the tables. transformers' own reader drops most of them
+or is refused by name; `families` has the tables. transformers' own reader ignores most such keys
 silently.
 """
 
@@ -31,7 +31,7 @@ from weir.models.gguf.special_tokens import SpecialTokens
 from weir.models.library_errors import report_as
 
 IGNORED = "WEIR_GGUF_IGNORE"
-"""Environment variable with the keys, separated by commas, that are not refused."""
+"""Environment variable with keys, separated by commas, that are ignored instead of refused."""
 
 CONFIG_TENSORS = frozenset(
     {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
@@ -621,10 +621,11 @@ def _qwen_moe(builder: _Builder, sizes: dict[str, Any], head: int) -> dict[str, 
 
 
 def _gemma(builder: _Builder, sizes: dict[str, Any], head: int) -> dict[str, Any]:
-    """Return the scale of queries.
+    """Return the number by whose square root queries are divided, and the size of a head.
 
-    It differs only in models of 27 billion parameters, which are recognized by their number of
-    layers, because no key says it.
+    The number is the size of a head. In models of 27 billion parameters, it is the hidden size
+    divided by the number of heads instead. No key says so, so these models are recognized by their
+    number of layers.
     """
     largest = {"gemma2": 46, "gemma3_text": 62}[builder.family.kind]
     of_27b = sizes["num_hidden_layers"] == largest
@@ -685,7 +686,7 @@ def _olmo(builder: _Builder, sizes: dict[str, Any], head: int) -> dict[str, Any]
 
 
 def _softcaps(builder: _Builder, sizes: dict[str, Any], head: int) -> dict[str, Any]:
-    """Return Gemma's scale and soft caps; a soft cap of 0 becomes None."""
+    """Return the same as `_gemma`, and None for each soft cap that is 0."""
     made = _gemma(builder, sizes, head)
     for suffix in builder.family.keys:
         if builder.get(suffix) == 0:
@@ -694,7 +695,7 @@ def _softcaps(builder: _Builder, sizes: dict[str, Any], head: int) -> dict[str, 
 
 
 def _phi3(builder: _Builder, sizes: dict[str, Any], head: int) -> dict[str, Any]:
-    """Return the context before it was extended, and check the scaling."""
+    """Return the length of the context before it was extended, and check the scaling."""
     kind = builder.get("rope.scaling.type")
     if kind in ("linear", "yarn") or builder.get("rope.scaling.factor", 1) not in (0, 1):
         builder.refuse("phi3.rope.scaling.type", kind, "weir does not support for phi3")

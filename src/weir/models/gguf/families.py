@@ -35,7 +35,9 @@ DESCRIBING = frozenset(
     f"{RMS} {PLAIN} rope.scaling.finetuned pooling_type classifier.output_labels "
     "classifier.pooling_type".split()
 )
-"""Suffixes that do not change what a decoder computes."""
+"""Suffixes that do not change what a decoder computes, in families that do not follow them. Every
+family follows one of `RMS` and `PLAIN`, the epsilon of its norms.
+"""
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
@@ -138,7 +140,7 @@ _GRANITE = {
     "attention.scale": "attention_multiplier",
 }
 _GRANITE_ONES = {"logits_scaling": 1.0, "residual_multiplier": 1.0, "embedding_multiplier": 1.0}
-# Granite writes this key to say whether it has rotary embeddings at all.
+# In Granite's files, this key says whether the model has rotary embeddings at all.
 _GRANITE_VALUES = {"rope.scaling.finetuned": (True,)}
 
 FAMILIES: Mapping[str, Family] = {

@@ -18,9 +18,10 @@ PROJECTOR = "mmproj"
 def find_gguf(name: str) -> Path | None:
     """Find the GGUF file that a model's name stands for; None if there is none.
 
-    The name is a file that ends in `.gguf`, another file whose content is GGUF, a folder that holds
-    one file that ends in `.gguf` and no `config.json`, or `"smollm2"`. The shards of a split file
-    count as one file, and the path that is returned is the first shard's.
+    The name is a file that ends in `.gguf`, another file whose content is GGUF, `"smollm2"`, or a
+    folder without `config.json` that holds one file that ends in `.gguf`. Image encoders
+    (`PROJECTOR`) in a folder do not count. The shards of a split file count as one file, and the
+    path that is returned is the first shard's.
 
     Missing shards are reported when the header is read. Raises WeirError for a folder with several
     files.

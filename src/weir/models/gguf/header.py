@@ -1,4 +1,4 @@
-"""Headers of GGUF files. The sizes that they declare are checked before they are used.
+"""Headers of GGUF files. The sizes in a header are checked before they are used.
 
 The shards of a split file are read together and give one header.
 

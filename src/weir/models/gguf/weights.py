@@ -48,7 +48,7 @@ class TensorLayout:
         shifted_norms: whether norms are stored with 1 added.
         fused: how transformers orders the rows of a fused query-key-value projection, where the
             file has all queries first: "head" for query, key and value of each head together,
-            "group" for the queries of a KV head and then its key and value.
+            "group" for the queries of a KV head and then its key and value; "" for none.
         transposed: pattern of the names of weights that transformers stores as [inputs, outputs];
             "" for none.
         optional: whether files may lack biases. As in llama.cpp, biases that no layer has count as
@@ -129,7 +129,7 @@ class Filling:
         shape: the parameter's shape.
         tensors: the tensors that hold its numbers. Their rows, concatenated, are the rows of the
             parameter. Without tensors, all numbers are 0.
-        columns: numbers of a row.
+        columns: how many numbers a row has.
         order: for each row of the parameter, its place among the rows of the tensors; None for the
             same order.
         less: a number that is subtracted from every number.
@@ -158,9 +158,10 @@ class Filling:
         return sum(math.prod(_raw_shape(tensor)) for tensor in self.tensors)
 
     def raw_parts(self, most: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield the rows as the file stores them, in order, in parts of at most `most` rows.
+        """Yield the rows of the parameter, in its order, as the bytes that the file has for them.
 
-        Each part has the number of its first row, and bytes [rows, bytes of a row].
+        Each part has at most `most` rows: the index of the first one, and bytes [rows, bytes of a
+        row].
         """
         rows = self.shape.numel() // self.columns
         if self.order is None and len(self.tensors) == 1:
@@ -226,7 +227,7 @@ def check_readable(header: GGUFHeader) -> None:
             raise WeirError(
                 f"{tensor.path} stores {tensor.name} as {called or f'type {tensor.type}'}, which "
                 "the package gguf cannot read. Use the model in another quantization, such as "
-                "Q4_K_M, Q8_0 or F16"
+                "Q4_K_M, Q8_0 or F16."
             )
         numbers = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.type)][0]
         if tensor.shape[0] % numbers:
