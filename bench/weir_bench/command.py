@@ -165,7 +165,7 @@ def _write(made: Bench, out: Path) -> None:
 def _print(made: Bench, quick: bool) -> None:
     from weir_bench.report import machine_line
 
-    title = "a tiny model: these figures say nothing, and targets are not for it"
+    title = "a tiny model: these figures say nothing, and the targets are for the full model"
     print_table(figures(made.rows, title if quick else None, targets=not quick))
     for name, dtype, why in made.skipped:
         say(f"not measured: {name} {dtype}: {why}")

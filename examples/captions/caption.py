@@ -42,10 +42,10 @@ class Caption(Task):
     """Captions of images: CIDEr, BLEU-1 to BLEU-4 and ROUGE-L against those that people wrote.
 
     Attributes:
-        captions: COCO's file, `captions_val2017.json`.
+        captions: a file in COCO's format, such as `captions_val2017.json`.
         images: the folder of its images.
-        samples: use the first images that are there, this many; none takes all.
-        most: tokens of a caption.
+        samples: how many images to use, the first that can be read; None uses all.
+        most: a caption's largest number of tokens.
         prompt: the text after the image.
         chat: put image and prompt into the model's chat template.
     """
@@ -63,10 +63,10 @@ class Caption(Task):
 
     def __post_init__(self) -> None:
         if self.most < 1 or (self.samples is not None and self.samples < 1):
-            raise WeirError("caption takes 1 sample and 1 token or more")
+            raise WeirError("samples and most must be 1 or more")
 
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
-        """Describe every image on a stream of its own; a caption ends with its first line.
+        """Describe each image on a separate stream; a caption ends with its first line.
 
         Returns:
             The figures of `metrics`, CIDEr from 0 to 10 and the others from 0 to 1; "asked";
@@ -77,7 +77,7 @@ class Caption(Task):
         entries = read_captions(self.captions)
         folder = Path(self.images).expanduser()
         if not folder.is_dir():
-            raise WeirError(f"there is no folder of images {self.images!r}")
+            raise WeirError(f"the folder of images {self.images!r} does not exist")
         missing: list[str] = []
         answers, right = [], []
         expected = min(len(entries), self.samples or len(entries))
@@ -96,7 +96,7 @@ class Caption(Task):
             right.append(captions)
             progress(min(1.0, (len(answers) + len(missing)) / (expected + len(missing))))
         if not answers:
-            raise WeirError(f"none of the {len(missing)} images is there; the first: {missing[0]}")
+            raise WeirError(f"none of the {len(missing)} images can be read: {missing[0]}")
         texts = [answer.text.strip().partition("\n")[0].strip() for answer in answers]
         scores = caption_scores(texts, right)
         counts = {"asked": len(answers), "missing": missing, "answers": texts}
@@ -109,7 +109,7 @@ class Caption(Task):
             if getattr(processor, "chat_template", None) is None:
                 raise WeirError(
                     "this model's processor has no chat template, which chat=true needs; write "
-                    "chat=false to have the image followed by the prompt"
+                    "chat=false to give the model only the image and the prompt"
                 )
             content = [{"type": "image"}, {"type": "text", "text": self.prompt}]
             turns = [{"role": "user", "content": content}]
@@ -127,30 +127,31 @@ def read_image(path: Path) -> Any:
     """An RGB image.
 
     Raises:
-        WeirError: it is missing or no image; or Pillow is not installed.
+        WeirError: the file is missing or not an image, or Pillow is not installed.
     """
     pillow = import_optional("PIL.Image", "an image", "images")
     try:
         with pillow.open(path) as found:
             return found.convert("RGB")
     except FileNotFoundError:
-        raise WeirError(f"{path.name} is not there") from None
+        raise WeirError(f"{path.name} does not exist") from None
     except (OSError, ValueError, SyntaxError, pillow.DecompressionBombError) as error:
-        raise WeirError(f"{path.name} is no image: {error}") from None
+        raise WeirError(f"{path.name} is not an image: {error}") from None
 
 
 def read_captions(path: str | Path) -> list[tuple[str, list[str]]]:
-    """The images of COCO's file, (file name, captions), in its order; some have no caption.
+    """The images of COCO's file that have captions, as (file name, captions), in its order.
 
     Raises:
-        WeirError: the file is missing or no JSON, or an entry is wrong (named by its field).
+        WeirError: the file is missing or not JSON, or an entry is wrong. The message names the
+            entry's field.
     """
     try:
         values = json.loads(Path(path).expanduser().read_bytes())
     except OSError as error:
         raise WeirError(f"cannot read {path}: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:
-        raise WeirError(f"{path} is no JSON: {error}") from None
+        raise WeirError(f"{path} is not JSON: {error}") from None
     if not isinstance(values, dict):
         raise WeirError(f"{path}: expected a JSON object with images and annotations")
     record = JsonRecord(str(path), values)
@@ -158,7 +159,7 @@ def read_captions(path: str | Path) -> list[tuple[str, list[str]]]:
     for image in record.records("images", least=1):
         number, file = image.count("id"), image.words("file_name")
         if files.setdefault(number, file) != file:
-            raise image.wrong("id", f"is that of {files[number]} already; each image has its own")
+            raise image.wrong("id", f"is already the id of {files[number]}; ids must differ")
     captions: dict[int, list[str]] = {}
     for note in record.records("annotations", least=1):
         if (number := note.count("image_id")) not in files:
@@ -176,8 +177,8 @@ def caption_scores(captions: Sequence[str], right: Sequence[Sequence[str]]) -> d
     """BLEU-1 to BLEU-4, ROUGE-L and CIDEr of a set of captions.
 
     Args:
-        captions: of each image.
-        right: of each image, the captions that people wrote; one or more.
+        captions: the model's caption of each image.
+        right: the captions that people wrote for each image; one or more.
     """
     written = [words(caption) for caption in captions]
     references = [[words(one) for one in several] for several in right]
@@ -188,7 +189,7 @@ def caption_scores(captions: Sequence[str], right: Sequence[Sequence[str]]) -> d
 def bleu(written: list[list[str]], references: list[list[list[str]]], order: int) -> float:
     """sacrebleu's BLEU of a set up to n-grams of `order` words."""
     most = max(map(len, references))
-    # By reference, not by image; None where an image has fewer references.
+    # One list for each reference, not for each image; None if an image has fewer references.
     streams = [[" ".join(r[i]) if i < len(r) else None for r in references] for i in range(most)]
     metric = import_optional("sacrebleu", "BLEU").BLEU(
         max_ngram_order=order, tokenize="none", smooth_method="none", force=True
@@ -220,7 +221,8 @@ class _Spaces:
 def cider(written: list[list[str]], references: list[list[list[str]]]) -> float:
     """CIDEr-D (Vedantam, Zitnick and Parikh 2015, section 7), from 0 to 10.
 
-    n-grams count by how few images have them among their references, so one image alone scores 0.
+    An n-gram weighs more if fewer images have it among their references. With a single image, all
+    weights are 0, so the score is 0.
     """
     images_with: Counter[tuple[str, ...]] = Counter()
     for several in references:
@@ -250,7 +252,7 @@ def n_grams(tokens: list[str]) -> Counter[tuple[str, ...]]:
 
 
 def similarity(mine: dict[Any, float], other: dict[Any, float]) -> float:
-    """The cosine of two vectors; the caption's is clipped to the reference's."""
+    """The cosine of two vectors. In the product, `mine` is clipped to the values of `other`."""
     norms = math.hypot(*mine.values()) * math.hypot(*other.values())
     common = sum(min(mine[gram], other[gram]) * other[gram] for gram in mine if gram in other)
     return common / norms if norms else common

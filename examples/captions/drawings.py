@@ -69,7 +69,7 @@ class Scene:
 
     @property
     def captions(self) -> tuple[str, ...]:
-        """That caption and other ways to say it, as several people would write them."""
+        """`caption` and other ways to say it, as several people would write them."""
         return (
             self.caption,
             f"{_named(self.other)} {RELATIONS[self.relation]} {_named(self.one)}",
@@ -84,11 +84,11 @@ class ImageRecipe:
     Attributes:
         steps: training steps.
         rows: drawings in a step.
-        held_out: drawings that are kept for measuring.
-        width: width of the hidden states of both towers.
-        layers: layers of each tower.
+        held_out: drawings that the model is not trained on, but measured on.
+        width: width of the hidden states of the vision tower and the Llama.
+        layers: layers of each of the two.
         rate: the highest learning rate.
-        seed: seed of drawings, weights and order.
+        seed: seed of the drawings, of their order and of the weights.
     """
 
     steps: int = 2500
@@ -184,7 +184,8 @@ def make_captioner(recipe: ImageRecipe) -> tuple[PreTrainedModel, ProcessorMixin
     torch.manual_seed(recipe.seed)
     model = LlavaForConditionalGeneration(config)
     with torch.no_grad():
-        # As large as the embedding of a patch. With CLIP's own size, places are learned last.
+        # Embeddings of positions get the scale of a patch's embedding. With CLIP's smaller values,
+        # the model learns positions last.
         for name, weight in model.named_parameters():
             if "position_embedding" in name:
                 weight.normal_(std=0.3)
@@ -217,18 +218,18 @@ def train_captioner(
             loss is not a finite number.
     """
     if (out / "config.json").exists():
-        raise WeirError(f"the folder {out} holds a model already; name another")
+        raise WeirError(f"the folder {out} holds a model already; choose another")
     model, processor = make_captioner(recipe)
     known, kept = _parted(recipe)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise WeirError(f"cannot make the folder {out}: {error.strerror}") from None
+        raise WeirError(f"cannot create the folder {out}: {error.strerror}") from None
     write_captions(kept, out, recipe.seed)
     losses = []
     for step, loss in enumerate(_steps(model, processor, known, recipe), 1):
         if not math.isfinite(loss):
-            raise WeirError(f"the loss of step {step} is no number; take a lower rate")
+            raise WeirError(f"the loss of step {step} is not a finite number; choose a lower rate")
         losses.append(loss)
         on_step(step, recipe.steps, loss)
     with (out / "loss.csv").open("w", newline="", encoding="utf-8") as file:
@@ -269,7 +270,9 @@ def _parted(recipe: ImageRecipe) -> tuple[list[Scene], list[Scene]]:
     every = scenes()
     random.Random(recipe.seed).shuffle(every)
     if recipe.held_out >= len(every):
-        raise WeirError(f"there are {len(every)} scenes; {recipe.held_out} cannot be kept of them")
+        raise WeirError(
+            f"there are {len(every)} scenes, so held_out must be less, got {recipe.held_out}"
+        )
     return every[recipe.held_out :], every[: recipe.held_out]
 
 
@@ -317,7 +320,7 @@ def _processor() -> ProcessorMixin:
 def _steps(
     model: PreTrainedModel, processor: ProcessorMixin, known: list[Scene], recipe: ImageRecipe
 ) -> Iterator[float]:
-    """Train; the loss of each step as it is made."""
+    """Train, and yield the loss of each step."""
     dice = random.Random(f"{recipe.seed} drawings")
     matrices = [weight for weight in model.parameters() if weight.ndim > 1]
     others = [weight for weight in model.parameters() if weight.ndim < 2]
@@ -345,7 +348,7 @@ def _steps(
 def _batch(
     processor: ProcessorMixin, chosen: list[Scene], dice: random.Random
 ) -> dict[str, Tensor]:
-    """Drawings and their captions; only the captions, with their end, are to be learned."""
+    """Drawings and their captions. Only captions and their end tokens have labels to learn."""
     call: Any = processor
     given = call(
         text=[f"{IMAGE} {scene.caption} {END}" for scene in chosen],
@@ -364,7 +367,7 @@ def _batch(
 def _right(
     model: PreTrainedModel, processor: ProcessorMixin, kept: list[Scene], recipe: ImageRecipe
 ) -> float:
-    """The share of held-out drawings whose caption is right to the word, by a plain model."""
+    """The share of held-out drawings described word for word by the model with its plain cache."""
     call: Any = processor
     right = 0
     for begin in range(0, len(kept), 32):

@@ -26,7 +26,7 @@ from numpy.typing import ArrayLike
 from weir.errors import WeirError
 
 USUAL_DISCOUNTS = (0.5, 1.0, 1.5)
-"""Taken where a text is too small for the paper's estimate."""
+"""Used if a text is too small for the paper's estimate."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class Level:
     """What is known about the n-grams of one length.
 
     Attributes:
-        discounts: taken from counts of 1, of 2, and of 3 and more.
+        discounts: the discounts of counts of 1, of 2, and of 3 and more.
         grams: the n-grams, ascending [types].
-        share: the probability that each takes for itself [types].
-        contexts: their first n - 1 tokens, ascending [contexts].
+        share: each n-gram's discounted share of the counts of its context [types].
+        contexts: the contexts (the first n - 1 tokens of the n-grams), ascending [contexts].
         rest: the probability that each context leaves to the next shorter one [contexts].
     """
 
@@ -80,7 +80,8 @@ class NGram:
     def nll(self, tokens: ArrayLike) -> np.ndarray:
         """Negative log-likelihood of each token given those before it; nats, [tokens].
 
-        As many tokens count as the order allows: none for the first, one for the second.
+        A token is predicted from the `order - 1` tokens before it. At the beginning there are
+        fewer: none before the first token, one before the second.
 
         Raises:
             WeirError: a token is not in the vocabulary.
@@ -111,8 +112,8 @@ def train(tokens: ArrayLike, order: int = 5, vocabulary: int = 4096) -> NGram:
     bits = _bits(vocabulary)
     if order < 1 or order * bits > 63:
         raise WeirError(
-            f"{order}-grams over {vocabulary:,} tokens cannot be had: the order must be from 1 to "
-            f"{63 // bits}, for an n-gram is packed into 63 bits and a token takes {bits}"
+            f"{order}-grams over {vocabulary:,} tokens cannot be counted: the order must be from 1 "
+            f"to {63 // bits}, because an n-gram is packed into 63 bits and a token takes {bits}"
         )
     ids = _ids(tokens, vocabulary)
     if len(ids) < order:
@@ -120,9 +121,11 @@ def train(tokens: ArrayLike, order: int = 5, vocabulary: int = 4096) -> NGram:
     levels = [Level.of(*np.unique(_grams(ids, order, bits), return_counts=True), bits)]
     for n in range(order - 1, 0, -1):
         longer = np.sort(_grams(ids, n + 1, bits))
-        # As `np.unique`, which without counts hashes; that is far slower for millions of n-grams.
+        # This does what `np.unique` does. Without `return_counts`, `np.unique` uses hashing, which
+        # is far slower for millions of n-grams.
         longer = longer[np.diff(longer, prepend=-1) != 0]
-        followed = longer & ((1 << n * bits) - 1)  # without the first token: once for each of those
+        # Without its first token, an n-gram occurs once for each different token that it follows.
+        followed = longer & ((1 << n * bits) - 1)
         levels.append(Level.of(*np.unique(followed, return_counts=True), bits))
     return NGram(vocabulary, tuple(reversed(levels)))
 
@@ -134,7 +137,7 @@ def _discounts(counts: np.ndarray) -> tuple[float, ...]:
         return USUAL_DISCOUNTS
     y = n1 / (n1 + 2 * n2)
     found = (1 - 2 * y * n2 / n1, 2 - 3 * y * n3 / n2, 3 - 4 * y * n4 / n3)
-    # Counts of counts that do not fall as they should give discounts that are none.
+    # In an unusual text, the formula gives a discount below 0 or above the count.
     usable = all(0 <= discount <= count for count, discount in enumerate(found, start=1))
     return found if usable else USUAL_DISCOUNTS
 
@@ -166,7 +169,7 @@ def _grams(ids: np.ndarray, n: int, bits: int) -> np.ndarray:
 def _look_up(
     keys: np.ndarray, values: np.ndarray, wanted: np.ndarray, otherwise: float
 ) -> np.ndarray:
-    """The value of each wanted key; keys ascend."""
+    """The value of each wanted key, or `otherwise` if there is none; `keys` must ascend."""
     place = np.searchsorted(keys, wanted).clip(max=len(keys) - 1)
     return np.where(keys[place] == wanted, values[place], otherwise)
 
@@ -177,9 +180,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokenizer", required=True, help="a folder with a tokenizer")
     parser.add_argument("--text", required=True, type=Path, help="books to train on")
     parser.add_argument("--on", required=True, type=Path, help="the text to read")
-    parser.add_argument("--tokens", type=int, help="read only so many tokens")
+    parser.add_argument("--tokens", type=int, help="tokens to read of it; default: all")
     parser.add_argument("--order", type=int, default=5, help="length of the longest n-grams")
-    parser.add_argument("--cache", type=Path, help="a .npy file to keep the books' tokens in")
+    parser.add_argument(
+        "--cache",
+        type=Path,
+        help="a .npy file to store the books' tokens in",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args(arguments)
     try:
@@ -216,7 +223,7 @@ def _measure(given: argparse.Namespace) -> dict[str, Any]:
         status.update(f"counting {given.order}-grams")
         model = train(known, given.order, len(tokenizer))
         status.update("reading")
-        nll = model.nll(ids)[1:]  # nothing stands before the first token, so it is not scored
+        nll = model.nll(ids)[1:]  # nothing comes before the first token, so it is not scored
     return {
         "ppl": float(np.exp(nll.mean())),
         "tokens": len(ids),

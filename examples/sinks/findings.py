@@ -1,9 +1,10 @@
 """StreamingLLM's figures (Xiao et al. 2024), and which of its claims the measured figures support.
 
 A model *needs* something if perplexity without it is more than 1% higher, and *does without* it if
-perplexity is less than 1% higher. In both cases the whole 95% interval, over pairs of the same 500
-tokens, must be on one side. Otherwise the claim is open. The claim that a sink is enough is also
-open for a model that does well without any. These rules were fixed before anything was measured.
+perplexity without it is less than 1% higher. In both cases the whole 95% interval must be on one
+side. It is computed over pairs of losses on the same 500 tokens. Otherwise the claim is not
+settled. The claim that a sink is enough is also not settled for a model that does not need initial
+tokens. These rules were fixed before anything was measured.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ VARIANTS = {
 }
 """weir's name of each model, and the paper's."""
 CONFIGS = (0, 1, 2, 4)
-"""x of the cache configurations x+y: x initial tokens and y recent ones; the paper's x+y: 1024."""
+"""x of the cache configurations x+y: x initial tokens and y recent ones (paper: x+y = 1024)."""
 PERPLEXITY = {
     "none": (27.87, 18.49, 18.05, 18.05),
     "zero": (29214.0, 19.90, 18.27, 18.01),
@@ -62,13 +63,14 @@ INSIDE_CLAIMS = {
 def judge(
     claim: str, without: Sequence[float], having: Sequence[float], compared: str, *, need: bool
 ) -> dict[str, Any]:
-    """A claim with its verdict and the excess perplexity, as a factor less 1, with its interval.
+    """A claim with its verdict and the excess perplexity (the ratio minus 1), with its interval.
 
     Args:
-        claim: as a sentence.
-        without, having: losses by block, in pairs.
-        compared: what was compared with what.
-        need: whether the claim says that the model needs something or that it does without.
+        claim: the claim as a sentence.
+        without, having: losses of the same blocks, without and with what the claim is about.
+        compared: what was compared with what, in words.
+        need: True if the claim says that the model needs something, False if it says that the model
+            does without.
     """
     mean, reach = mean_interval([a - b for a, b in zip(without, having, strict=True)])
     reach = math.inf if reach is None else reach
@@ -85,7 +87,7 @@ def judge(
 def judge_claims(
     streams: dict[str, dict[str, list[float]]], inside: dict[str, list[float]]
 ) -> list[dict[str, Any]]:
-    """The paper's claims about its models, in its order.
+    """The paper's claims about its models with their verdicts, in the paper's order.
 
     Args:
         streams: for each model and configuration ("0", "1", ...) the losses by block.

@@ -1,7 +1,7 @@
-"""Measures of a trained model: streaming loss by cache configuration, abilities, attention shares.
+"""Measure a trained model: streaming loss by cache configuration, abilities, attention shares.
 
-Every model is measured on the same tokens of text. Tokens that a model puts in front of a text are
-added and never scored.
+Every model is measured on the same tokens of text. Tokens that its tokenizer puts in front of a
+text are added (the arguments `front`) and never scored.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from weir.evals.scores import count_right
 from weir.stream import MOST_LOGITS, Stream
 
 BLOCK = 500
-"""Tokens whose mean loss is one figure, for intervals."""
+"""Tokens in a block. Confidence intervals are computed over the mean losses of blocks."""
 STEP = 250
 CHOICES = 4
 ROWS = 32
@@ -44,8 +44,8 @@ def stream_losses(
     Args:
         model: the model.
         front: ids in front of the text.
-        text: ids [tokens]; the first is not scored, since some models have nothing before it.
-        policy: of the cache.
+        text: ids [tokens]. The first is not scored, because some models have nothing before it.
+        policy: the cache's policy.
         chunk: tokens between two folds.
     """
     stream = Stream(model, policy, chunk=chunk)
@@ -81,7 +81,7 @@ def _with_front(front: list[int], rows: np.ndarray) -> Tensor:
 
 
 def _passages(text: np.ndarray, length: int, count: int, rng: np.random.Generator) -> np.ndarray:
-    """Stretches of a text from random places [count, length]."""
+    """Passages of a text from random places [count, length]."""
     places = rng.integers(0, len(text) - length, size=count)
     return np.stack([text[place : place + length] for place in places])
 
@@ -100,8 +100,8 @@ def continuation(
 ) -> dict[str, Any]:
     """How often the right continuation of a passage is the likeliest of four, as in HellaSwag.
 
-    The context is three quarters of a window. One of the four last quarters is the right one, three
-    are from elsewhere in the text. Guessing gives 25 %.
+    The context is three quarters of a window. The choices are the true last quarter and three
+    passages from elsewhere in the text. Guessing gives 25 %.
     """
     rng = np.random.default_rng(12)
     context = 3 * length // 4
@@ -120,7 +120,7 @@ def continuation(
 def last_word(
     model: PreTrainedModel, front: list[int], text: np.ndarray, length: int, questions: int
 ) -> dict[str, Any]:
-    """Whether the likeliest token is the right one at the end of a window, as LAMBADA asks."""
+    """How often the likeliest token at the end of a window is the right one, as in LAMBADA."""
     rows = _passages(text, length, questions, np.random.default_rng(13))
     _, hits = _losses(model, _with_front(front, rows))
     return count_right(int(hits[:, -1].sum()), questions)
@@ -155,11 +155,11 @@ ABILITIES: dict[str, Callable[..., dict[str, Any]]] = {
 def attention_shares(
     model: PreTrainedModel, front: list[int], text: np.ndarray, length: int, samples: int
 ) -> list[dict[str, float]]:
-    """Shares of attention on the first tokens, means over heads and the window's later half.
+    """Shares of attention on the first tokens, averaged over heads and the window's later queries.
 
     Returns:
         For each layer "first" (the first token of the stream), "first_4", "nowhere" (what a Zero
-        Sink takes), and "even": what the first token would get were all looked at alike.
+        Sink takes), and "even" (what the first token would get if all tokens got the same).
     """
     rows = _with_front(front, _passages(text, length, samples, np.random.default_rng(15)))
     late = rows.shape[1] // 2

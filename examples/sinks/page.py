@@ -25,10 +25,10 @@ WIDTH = 5.2
 
 
 def write_results(result: dict[str, Any], logs: dict[str, Path], out: Path) -> list[Path]:
-    """Write everything into a folder; returns the paths.
+    """Write everything into a folder, and return the paths.
 
     Args:
-        result: of the experiment.
+        result: the result of the experiment.
         logs: the training log of each model.
         out: the folder.
     """
@@ -55,7 +55,7 @@ def write_results(result: dict[str, Any], logs: dict[str, Path], out: Path) -> l
 
 
 def name_of(sink: str) -> str:
-    """The paper's name of a model; weir's for one that it does not have."""
+    """The paper's name of a model, or weir's name if the paper does not have this model."""
     return VARIANTS.get(sink, sink)
 
 
@@ -90,7 +90,7 @@ def attention_table(result: dict[str, Any]) -> TextTable:
         "first token",
         "first four",
         "nowhere (Zero Sink)",
-        "first token if all alike",
+        "an even share",
     )
     shares = ("first", "first_4", "nowhere", "even")
     rows = [
@@ -114,7 +114,7 @@ def training_table(result: dict[str, Any]) -> TextTable:
 
 
 def claims_table(result: dict[str, Any]) -> TextTable:
-    """The paper's claims and what came of them."""
+    """The paper's claims and their verdicts."""
     heads = ("claim of the paper", "here", "compared", "excess perplexity (95 %)")
     rows = []
     for found in result["findings"]:
@@ -134,7 +134,7 @@ def summary(result: dict[str, Any]) -> str:
     verdicts = [found["verdict"] for found in result["findings"]]
     kinds = ("reproduced", "not reproduced", "not settled")
     counts = ", ".join(f"{verdicts.count(kind)} {kind}" for kind in kinds)
-    sentences = [f"Of {len(verdicts)} claims {counts}."]
+    sentences = [f"Of {len(verdicts)} claims: {counts}."]
     for sink, model in result["models"].items():
         layers = model["attention"]
         first, even, nowhere = (
@@ -155,7 +155,7 @@ def markdown(result: dict[str, Any], ppl: str, loss: str) -> str:
     training = next(iter(result["models"].values()))["training"]
     texts = " and ".join(text["name"] for text in setting["held_out"])
     first_time = ", ".join(
-        f"{name_of(sink)} {model['abilities']['recall']['first_time']:.1%} the first time"
+        f"{name_of(sink)} {model['abilities']['recall']['first_time']:.1%}"
         for sink, model in result["models"].items()
     )
     means = ", ".join(
@@ -171,10 +171,11 @@ from the same weights and see the same passages in the same order.
 
 ## What was reproduced
 
-A model *needs* something where perplexity without it is more than 1 % higher, and does without it
-where it is less than 1 % higher, each with its whole 95 % interval, over pairs of the same 500
-tokens. Otherwise nothing is settled; nor is it where a sink is enough for a model that does not
-need it.
+A model *needs* something if perplexity without it is more than 1 % higher, and *does without* it if
+perplexity without it is less than 1 % higher. In both cases the whole 95 % interval must be on one
+side. It is computed over pairs of losses on the same 500 tokens. Otherwise the claim is not
+settled. The claim that a sink is enough is also not settled for a model that does not need initial
+tokens.
 
 {claims_table(result).markdown()}
 
@@ -184,11 +185,11 @@ need it.
 
 {perplexity_table(result).markdown()}
 
-{setting["read"]:,} tokens each of {texts}, chunk {setting["chunk"]}; samples had
-{setting["recipe"]["length"]} tokens of text. x counts the first tokens of the stream, a learned
-sink among them; the first token of the text is not scored.
+Each model read the first {setting["read"]:,} tokens of each held-out text ({texts}) with chunk
+{setting["chunk"]}. Training samples had {setting["recipe"]["length"]} tokens of text. x counts the
+first tokens of the stream, including learned sinks. The first token of the text is not scored.
 
-![Streaming perplexity by cache configuration, a line a model]({ppl})
+![Streaming perplexity by cache configuration, with a line for each model]({ppl})
 
 ## Training (Figures 6 and 15)
 
@@ -196,16 +197,18 @@ sink among them; the first token of the text is not scored.
 
 ![Loss curves, and their differences from Vanilla's]({loss})
 
-## Held out, inside the window (Tables 4 and 9 at this scale; 95 % intervals)
+## Held-out text inside the window (Tables 4 and 9 at this scale; 95 % intervals)
 
 {ability_table(result).markdown()}
 
-*Right continuation*: three quarters of a window, and which of four last quarters goes on from it,
-by likelihood; guessing gives 25 %. *Last token*: the likeliest is right. *Second time*: a quarter
-of a window comes again after half a window of other text; the share of its tokens that are right,
-{first_time}. The paper's means over 7 benchmarks: {means or "none of these models"}.
+*Right continuation*: the model reads three quarters of a window. How often is the true last quarter
+the likeliest of four? Guessing gives 25 %. *Last token*: how often is the likeliest token the right
+one? *Second time*: a quarter of a window comes again after half a window of other text. How many of
+its tokens are predicted? When they come for the first time: {first_time}.
 
-## Where attention goes: means over heads and the queries of a window's later half
+The paper's means over 7 benchmarks: {means or "none of these models"}.
+
+## Where attention goes (means over heads and over the queries in a window's later half)
 
 {attention_table(result).markdown()}
 
@@ -244,7 +247,7 @@ def plot_perplexity(result: dict[str, Any], out: Path) -> None:
 def plot_losses(logs: dict[str, Path], out: Path) -> None:
     """Loss curves, and below the difference of each from the first, step by step.
 
-    The steps have the same samples, so the difference shows what the curves hide.
+    All models have the same samples in each step, so the difference shows what the curves hide.
     """
     figure = Figure(figsize=(WIDTH, 5.4), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
@@ -265,7 +268,7 @@ def plot_losses(logs: dict[str, Path], out: Path) -> None:
     above.set_ylim(top=top)
     above.set_ylabel("loss (nats per token)")
     above.legend()
-    below.set_ylabel(f"loss less {next(iter(logs))}'s")
+    below.set_ylabel(f"loss minus {next(iter(logs))}'s")
     below.set_xlabel("tokens of text trained on (millions)")
     if reach > 0:
         below.set_ylim(-1.1 * reach, 1.1 * reach)

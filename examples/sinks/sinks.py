@@ -41,15 +41,17 @@ class Experiment:
         text: books to train on.
         out: the folder for models and figures.
         preset: shape and recipe of the models; its sink is replaced.
-        sinks: of the models, in the order they are trained.
+        sinks: the kind of sink of each model, in the order in which the models are trained.
         held_out: texts that no model was trained on; the packaged one by default.
-        read: tokens of each that are streamed.
-        slots: x + y of every configuration; None takes half of the window, as the paper.
+        read: tokens of each held-out text that are streamed.
+        slots: slots of every cache (x initial tokens + y recent ones); None takes half of the
+            window, as in the paper.
         samples: samples inside the window, and questions of each ability.
         compiled: compile the models for training.
 
     Raises:
-        WeirError: the cache does not fit into the window, or too little is to be read.
+        WeirError: the cache does not fit into the window, `read` is too small, or `sinks` is empty,
+            repeats a kind or has the kind `taught`.
     """
 
     text: Path
@@ -68,7 +70,7 @@ class Experiment:
         if len(set(self.sinks)) != len(self.sinks) or not self.sinks:
             raise WeirError(f"name each sink once, not {', '.join(self.sinks) or 'none at all'}")
         if "taught" in self.sinks:
-            raise WeirError("a taught sink is no model of this experiment: choose learnable")
+            raise WeirError("this experiment has no model with a taught sink: choose learnable")
         if self.slots <= max(CONFIGS):
             raise WeirError(
                 f"a cache of {self.slots} slots has no room for {max(CONFIGS)} initial tokens and "
@@ -95,11 +97,11 @@ class Experiment:
 
 
 def run(experiment: Experiment, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
-    """Train what is not trained, measure what is not measured, and judge the paper's claims.
+    """Do the training and measuring that is not done yet, and judge the paper's claims.
 
     Returns:
-        "setting"; "models" (of each: "training", "front", "ppl" and "ppl_by_text" by configuration,
-        "inside_ppl", "abilities", "attention"); "findings".
+        "setting"; "models" (for each: "training", "front", "ppl" and "ppl_by_text" by
+        configuration, "inside_ppl", "abilities", "attention"); "findings".
 
     Raises:
         WeirError: a text cannot be read or is too short, or as `weir.train.run`.
@@ -154,7 +156,7 @@ def setting_of(experiment: Experiment, texts: list[str]) -> dict[str, Any]:
 
 
 def training_facts(folder: Path, figures: dict[str, Any]) -> dict[str, Any]:
-    """What the log says of a finished training run."""
+    """The figures of a finished training run, from its log and from what `train` returned."""
     log = read_log(folder / WORK / "loss.csv")
     last = log[-max(1, len(log) // 20) :]
     return {
@@ -189,12 +191,12 @@ class FigureStore:
 def measure_model(
     experiment: Experiment, sink: str, texts: list[str], store: FigureStore
 ) -> tuple[dict[str, Any], dict[str, list[list[float]]], list[float]]:
-    """All figures of one model, its streaming losses by configuration and text, and inside."""
+    """One model's figures, its losses by configuration and text, and those inside the window."""
     folder = experiment.folder(sink)
     model, tokenizer = weir.load(str(folder), dtype="float32")
     front: list[int] = list(tokenizer("")["input_ids"])
     ids = [text_ids(tokenizer, text, experiment.read) for text in texts]
-    # The weights tell the models of two runs into one folder apart.
+    # The digest of the weights distinguishes models that two runs wrote into the same folder.
     digest = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
     key = f"{sink} {digest[:16]}"
     losses: dict[str, list[list[float]]] = {}
@@ -240,13 +242,13 @@ def text_ids(tokenizer: Any, text: str, most: int) -> torch.Tensor:
     """The first ids of a text [most], without tokens in front.
 
     Raises:
-        WeirError: it has fewer.
+        WeirError: the text has fewer.
     """
     ids = tokenizer(text[: 16 * most], add_special_tokens=False, verbose=False)["input_ids"]
     if len(ids) < most:
         raise WeirError(
-            f"a held-out text makes {len(ids):,} tokens, and {most:,} are to be streamed: give a "
-            "longer one, or read less"
+            f"a held-out text has {len(ids):,} tokens, but {most:,} are needed: give a longer "
+            "text, or read less"
         )
     return torch.tensor(ids[:most], dtype=torch.int64)
 
@@ -254,13 +256,13 @@ def text_ids(tokenizer: Any, text: str, most: int) -> torch.Tensor:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--text", type=Path, required=True, help="books to train on")
-    parser.add_argument("--out", type=Path, required=True, help="folder; a run there goes on")
+    parser.add_argument("--out", type=Path, required=True, help="folder; continues a run there")
     parser.add_argument("--preset", choices=sorted(PRESETS), default="small")
-    parser.add_argument("--sink", default=",".join(VARIANTS), help="models, with commas between")
-    parser.add_argument("--held-out", type=Path, action="append", help="text to stream, several")
-    parser.add_argument("--tokens", type=int, help="to train each model on; as the preset says")
+    parser.add_argument("--sink", default=",".join(VARIANTS), help="sinks, with commas between")
+    parser.add_argument("--held-out", type=Path, action="append", help="text to stream; repeatable")
+    parser.add_argument("--tokens", type=int, help="tokens of training; default: the preset's")
     parser.add_argument("--read", type=int, default=10_000, help="tokens to stream of each text")
-    parser.add_argument("--budget", type=int, help="slots of every cache; half of the window")
+    parser.add_argument("--budget", type=int, help="slots of every cache; default: half the window")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-compiled", action="store_true", help="do not compile the models")
     given = parser.parse_args(arguments)

@@ -131,7 +131,7 @@ def test_images_come_in_their_order_with_all_their_captions(tmp_path: Path) -> N
         ({"images": [{"id": "x", "file_name": "a"}], "annotations": NOTES}, r"images\[0\]\.id"),
         (
             {"images": [*IMAGES, {**IMAGES[0], "file_name": "z.jpg"}], "annotations": NOTES},
-            r"images\[\d\]\.id' is that of .\.jpg already",
+            r"images\[\d\]\.id' is already the id of .\.jpg",
         ),
         (
             {"images": IMAGES, "annotations": [{"image_id": 5, "caption": "x"}]},
@@ -152,7 +152,7 @@ def test_a_file_that_is_missing_or_no_json_is_refused(tmp_path: Path) -> None:
     with pytest.raises(WeirError, match=r"cannot read .*: No such file"):
         caption.read_captions(tmp_path / "none.json")
     (tmp_path / "half.json").write_text('{"images": [')
-    with pytest.raises(WeirError, match="is no JSON"):
+    with pytest.raises(WeirError, match="is not JSON"):
         caption.read_captions(tmp_path / "half.json")
 
 
@@ -191,7 +191,7 @@ def test_an_image_too_large_to_open_cannot_be_read(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("PIL.Image.MAX_IMAGE_PIXELS", 8)
-    with pytest.raises(WeirError, match=r"0000\.png is no image: Image size"):
+    with pytest.raises(WeirError, match=r"0000\.png is not an image: Image size"):
         caption.read_image(folder / "images" / "0000.png")
 
 

@@ -38,14 +38,15 @@ def around(setting: Setting) -> Iterator[Row]:
             for name, way in ways.items():
                 times[name].append(_seconds_around(way, cache))
     own, peer = (float(calls[name]) for name in ways)
-    yield Row("calls of Python in a step, whole ÷ by the model", own, peer, "calls", own / peer)
+    what = "function calls in a step, as in streams ÷ through a call of the model"
+    yield Row(what, own, peer, "calls", own / peer)
     own, peer = (median(times[name]) for name in ways)
-    what = "processor time of a step outside the native call, whole ÷ by the model with its head"
+    what = "processor time of a step outside the native kernel, as in streams ÷ through a call"
     yield compare(what, own, peer)
 
 
 def _count(step: Callable[[], object]) -> int:
-    """Return how many Python and C functions a step calls."""
+    """Return how many calls of Python and C functions a step makes."""
     found = 0
 
     def note(frame: Any, event: str, argument: Any) -> None:

@@ -40,7 +40,7 @@ def flat(setting: Setting) -> Iterator[Row]:
     what = f"time per token at position {late.seen:,} ÷ at {EARLY:,}, `nano`, `{POLICY}`"
     yield compare(what, times["late"], times["early"], 1.03)
     far, near = last["tokens"], first["tokens"]
-    what = f"memory of the process after {far:,} tokens ÷ after {near:,}, the same"
+    what = f"memory of the process after {far:,} tokens ÷ after {near:,}, `nano`, `{POLICY}`"
     yield compare(what, last["process_bytes"], first["process_bytes"], unit="MB")
 
 

@@ -64,7 +64,7 @@ def prompts(setting: Setting) -> Iterator[Row]:
     far = {name: _beyond(sizes.prompts, taken, sizes.far) for name, taken in found.items()}
     far["exact"] = _beyond_squared(sizes.prompts, found["exact"], sizes.far)
     measured = " and ".join(f"{tokens:,}" for tokens in sizes.prompts)
-    yield from _beside_exact(setting, sizes.far, far, f"worked out from {measured} tokens")
+    yield from _beside_exact(setting, sizes.far, far, f"extrapolated from {measured} tokens")
 
 
 def _beside_exact(

@@ -70,7 +70,7 @@ class RaggedRows(Weir):
 
 
 class QuietRows(Weir):
-    """A step of rows past their budget, of which none folds in the next steps."""
+    """A step of rows past their budget. None of the rows folds in the next steps."""
 
     def __init__(
         self, model: PreTrainedModel, slots: int, chunk: int, rows: int, *, ragged: bool = False
@@ -211,10 +211,10 @@ def products(setting: Setting) -> Iterator[Row]:
     reading = {"chosen": partial(_read, chosen), "usual": partial(_read, plain)}
     read = middle(in_turns(reading, sizes.steps, warm=3))
     yield compare(
-        "all weights read once, moved into large pages ÷ where they were",
+        "all weights read once, after moving them into large memory pages ÷ before",
         read["chosen"],
         read["usual"],
-        note="a sum of each; where Linux has no large pages both are the same",
+        note="reading is summing; without large pages in Linux, both are the same",
     )
     policy = f"{POLICY}(budget={sizes.slots})"
     for rows in FEW:

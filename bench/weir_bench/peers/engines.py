@@ -49,7 +49,14 @@ class EngineSetup:
     model: str = "smollm2"
 
     def start(self, threads: int, window: int, ids: Sequence[int] = (), **more: Any) -> PeerProcess:
-        """Start its process. `more` has further settings for its script."""
+        """Start its process.
+
+        Args:
+            threads: threads of the process.
+            window: slots of weir's policy.
+            ids: token ids of the text that it reads.
+            more: further settings for its script; "environment" has environment variables.
+        """
         environment = dict(more.pop("environment", {}))
         if self.given.get("weights") in BITS:  # these formats need torchao
             paths = (str(HOME / "torchao"), os.environ.get("PYTHONPATH", ""))
@@ -144,7 +151,7 @@ ENGINES = (
 
 
 def chosen(names: Sequence[str], model: str = "smollm2") -> list[EngineSetup]:
-    """Return a model's engines whose names begin with one of `names`, or all without names."""
+    """Return a model's engines whose names begin with one of `names`, or all if it is empty."""
     if model not in MODELS:
         raise WeirError(f"unknown model {model!r}. Use one of {', '.join(MODELS)}.")
     engines = [each for each in ENGINES if each.model == model]

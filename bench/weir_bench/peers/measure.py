@@ -81,7 +81,7 @@ QUICK: dict[str, Any] = {
 
 def steps(plan: PeerPlan, results: Results) -> None:
     """Measure prompts, decode steps and memory, for each number of threads and of bits."""
-    for threads in reversed(plan.threads):  # the most threads read long contexts first
+    for threads in reversed(plan.threads):  # all threads first: llama.cpp saves long contexts
         most = threads == plan.threads[-1]
         for bits in sorted({each.bits for each in plan.engines}):
             wanted = []
@@ -166,7 +166,7 @@ def _steps(plan: PeerPlan, results: Results, running: Running, threads: int, kin
             except WeirError as error:
                 results.miss(named[each], error)
                 running.pop(each)
-    for behind in plan.behind[:: -1 if kind else 1]:  # begins where the cache is now
+    for behind in plan.behind[:: -1 if kind else 1]:  # first the tokens that the cache holds now
         asked = {"behind": behind, "count": CLOCK}
         for each, taken in _in_turns(results, running, plan.rounds, "steps", **asked).items():
             times = [seconds for turn in taken for seconds in turn]
@@ -229,7 +229,7 @@ def starts(plan: PeerPlan, results: Results) -> None:
     threads = plan.threads[-1]
     for each in plan.engines:
         if each.bits == 8:
-            continue  # starts like those of 4 and 32 bits
+            continue  # those with 4 and 32 bits start like them
         for kind in ("", COMPILED) if each.compiles else ("",):
             name = each.name + kind
             if not each.main or results.find("start", who=name, kept=True):
@@ -282,7 +282,7 @@ def chats(plan: PeerPlan, results: Results) -> None:
 
 def quality(plan: PeerPlan, results: Results) -> None:
     """Measure what caches with the same number of slots still know, with all threads."""
-    plan.say("what caches of as many slots still know")
+    plan.say("what caches with the same number of slots still know")
     read_tasks(results, plan.threads[-1], plan.tasks)
 
 

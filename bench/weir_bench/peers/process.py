@@ -30,7 +30,7 @@ def python_of(home: str) -> str:
         return sys.executable
     python = HOME / home / "bin" / "python"
     if not python.exists():
-        raise WeirError(f"{home} is not installed; `make peers` makes its environment")
+        raise WeirError(f"{home} is not installed; `make peers` installs it")
     return str(python)
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 ATTACKERS = 6
 SLOW = 24
-"""The number of clients that send a body byte by byte, and of clients that send a head so."""
+"""The number of clients that send a body byte by byte. As many others send a head byte by byte."""
 ADDRESS = "127.0.0.2"
 """The attackers' IP address, which differs from that of the honest clients."""
 SIZES = (1_000, 60_000, 1_000_000, 4_000_000, 15_900_000)
@@ -112,8 +112,8 @@ class Attacker:
         number: the seed of the attacker's random choices.
         bodies: the result of `make_bodies` for each size.
         file: a session that the server has exported (`export_session`).
-        notes: the list to which the attacker adds what happened, and the seconds until an answer,
-            or 0 if there was none.
+        notes: the list to which the attacker adds (what happened, seconds until the answer). The
+            seconds are 0 if there was no answer.
         address: the IP address to send from.
     """
 

@@ -39,7 +39,8 @@ def bench_serve(
     rounds: Annotated[
         int,
         Option(
-            min=1, help="Number of rounds. In parts that compare servers, each round measures all."
+            min=1,
+            help="Number of rounds. If a part compares servers, each round runs them all.",
         ),
     ] = 3,
     tokens: Annotated[int, Option(min=1, help="Tokens of each answer.")] = 128,

@@ -59,7 +59,7 @@ def make_folder(name: str, folder: Path) -> Path:
 def words(size: int) -> PreTrainedTokenizerFast:
     """Return a tokenizer of `size` tokens that encodes bytes.
 
-    Every token, including those that no text is encoded to, decodes to a text of its own.
+    Every token, including those that no text is encoded to, decodes to a different text.
     """
     known = sorted(pre_tokenizers.ByteLevel.alphabet())
     letters = string.ascii_lowercase

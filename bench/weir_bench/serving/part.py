@@ -27,7 +27,7 @@ class Plan:
     Attributes:
         model: "nano", "135m", "tiny", a folder or a Hub id.
         folder: folder of the model, with a chat template (`models.make_folder`).
-        scratch: folder for temporary files. `measure` makes both folders.
+        scratch: folder for temporary files. `run.measure` makes both folders.
         budget: slots of `streaming_llm`, the policy of all parts.
         sessions: number of concurrent sessions.
         seconds: length of each run.

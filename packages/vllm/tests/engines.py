@@ -56,16 +56,16 @@ def held(llm):
 
 
 def greedy(tokens, **more):
-    """Return sampling parameters for so many likeliest tokens, with log-probabilities."""
+    """Return parameters for greedy answers of so many tokens, with log-probabilities."""
     return SamplingParams(
         temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=0, detokenize=False, **more
     )
 
 
 def ask(llm, prompts, tokens=16, **more):
-    """Return what the engine answers: for each prompt, tokens and log-probabilities.
+    """Return each answer's tokens and log-probabilities, and its number of cached tokens.
 
-    Those of the prompt come first, if `prompt_logprobs=0` asks for them.
+    The log-probabilities begin with those of the prompt, if `prompt_logprobs=0` asks for them.
     """
     prompts = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
     answers = []

@@ -22,10 +22,10 @@ def weir_says(folder, policy, tokens, block=32):
 
 
 def allowed(folder):
-    """Return how far apart two runs' log-probabilities may lie, by how roundings move this model.
+    """Return how far apart the log-probabilities of two runs may be.
 
-    A log-probability is a logit less the logarithm of a sum, which moves no further than the
-    furthest logit.
+    This is computed from how far roundings move this model's logits. A log-probability is a logit
+    minus the logarithm of a sum. This logarithm moves no further than the logit that moves most.
     """
     return _process().submit(_allowed, str(folder)).result()
 

@@ -54,7 +54,7 @@ CONFIGS = {
         **{k: v for k, v in COMMON.items() if k != "head_dim"},
         rope_parameters={**PLAIN, "partial_rotary_factor": 0.25},
     ),
-    # Layers that slide have another rotary embedding than those that do not.
+    # Layers with a sliding window have a different rotary embedding from layers without one.
     "gemma3": lambda: tf.Gemma3TextConfig(
         **{**COMMON, "num_hidden_layers": 4},
         layer_types=["sliding_attention", "full_attention"] * 2,
@@ -100,13 +100,13 @@ def hash_name(name):
 
 
 def random_tokens(count, seed=0):
-    """Return token numbers that are no special tokens."""
+    """Return random token ids that are not special tokens."""
     made = torch.Generator().manual_seed(seed)
     return torch.randint(3, VOCABULARY, (count,), generator=made).tolist()
 
 
 def save_tokenizer(folder):
-    """Save a tokenizer with a word for each number, which servers ask for."""
+    """Save a tokenizer with a word for each token id. Servers need one."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = {f"w{number}": number for number in range(VOCABULARY)}

@@ -1,4 +1,4 @@
-"""How the figures of two sides are compared."""
+"""How `weir_vllm.bench` compares the figures of two sides."""
 
 import json
 

@@ -44,7 +44,7 @@ def test_prompts_and_steps_equal_weir(models, name):
 
 
 def test_bfloat16_is_as_close_after_the_window_moves_as_before(models):
-    """Keys of bfloat16 lie otherwise in a block, and their sinks are rotated there, too."""
+    """A block stores bfloat16 keys in another order, in which sinks must be rotated too."""
     folder = models("llama")
     prompt = random_tokens(1000)
     with engine(folder, POLICY, dtype="bfloat16") as llm:

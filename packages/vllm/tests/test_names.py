@@ -180,7 +180,7 @@ def test_attributes_are_assigned(place):
 
 
 def test_metadata_has_no_field_that_is_unknown_and_set():
-    """A field that a release adds must be optional, for `check_fields` to see its use."""
+    """A field that a release adds must be None by default, so that `check_fields` sees its use."""
     names = find("vllm.v1.attention.backend:CommonAttentionMetadata")
     fields = {field.name: field for field in dataclasses.fields(names)}
     assert {name for name in RECUT | KEPT if name not in fields} <= {"req_idx", "positions"}

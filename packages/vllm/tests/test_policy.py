@@ -86,13 +86,13 @@ def test_lists_give_each_layer_a_policy():
 def test_what_weir_refuses_is_refused(text):
     with pytest.raises(StreamPolicyError):
         parse_policy(text)
-    if text != "sink(4)":  # which keeps no new tokens: weir's cache can hold that, for a while
+    if text != "sink(4)":  # weir accepts this one, although it keeps no new tokens
         with pytest.raises(weir.WeirError):
             weir.policy(text)
 
 
 def test_every_pool_and_policy_of_weir_is_served_or_refused_with_its_reason():
-    """A pool that weir gains must be put into one of the two."""
+    """A new pool of weir must be added to REASONS or to _PARAMETERS."""
     assert REASONS.keys() | _PARAMETERS.keys() == POOLS.keys() | NAMED.keys()
     assert not REASONS.keys() & _PARAMETERS.keys()
     for name, reason in REASONS.items():

@@ -13,7 +13,7 @@ from weir_vllm.settings import Settings, read_settings
 
 
 def make_config(**changed):
-    """Make a configuration that the plug-in serves, but for what is changed: `part__name=value`."""
+    """Make a configuration that the plug-in serves, except for changes (`part__name=value`)."""
     parts = {
         "model_config": {
             "enforce_eager": True,
@@ -133,7 +133,7 @@ def test_backends_are_refused_by_name():
 
 
 def test_groups_take_scratch_blocks_one_after_the_other():
-    """In the order of the scheduler, behind the null block, and the same when asked again."""
+    """Groups take blocks after the null block, in the scheduler's order, and always the same."""
     made = streams.Streams(settings(), make_config())
     assert made.take_scratch(("a", "b"), 5) == range(1, 6)
     assert made.take_scratch(("c",), 3) == range(6, 9)
@@ -204,7 +204,7 @@ def test_without_a_policy_nothing_changes(models):
     "policy", ["recent(128)", "[sink(4) | recent(96), window(64), sink(4) | recent(96)]"]
 )
 def test_other_policies_equal_weir(models, policy):
-    """Without sinks; and windows that differ by layer, in several groups of blocks."""
+    """A policy without sinks; and windows that differ by layer, in several groups of blocks."""
     folder = models("llama")
     prompt = random_tokens(700)
     with engine(folder, policy, num_gpu_blocks_override=600) as llm:

@@ -1,4 +1,4 @@
-"""Pieces by themselves: how a step is cut, how keys lie in a block, and how sinks are rotated."""
+"""How a step is cut into rows, how a block stores keys, and how sinks are rotated."""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ from weir_vllm.worker import count_rows, cut_rows, rotate_keys, stack_caches
 
 
 def naive_rows(done, new, size, kept):
-    """Cut a request token by token: a row ends where the gap of the next token is another."""
+    """Cut a request token by token: a row ends where the next token has a different gap."""
     rows = []
     for place in range(done, done + new):
         gap = max(0, place // size - kept)

@@ -44,7 +44,7 @@ def check(folder, prompt, output, policy=POLICY):
 
 
 def test_64_requests_stay_in_a_bounded_pool(models):
-    """They take more tokens than the pool has, and each holds sinks, window and one block."""
+    """All requests have more tokens than the pool. Each holds sinks, window and one block."""
     folder = models("llama")
     draw = random.Random(0)
     requests = {
@@ -69,7 +69,7 @@ def test_64_requests_stay_in_a_bounded_pool(models):
         done = run(llm, requests, watch)
         assert len(done) == 64
         assert held(llm) == 0
-        # A step after which the window moves on by a block frees it before the next.
+        # When the window moves on, the block that it leaves is freed before the next step.
         assert max(most.values()) == KEPT + 1
         assert peak[0] <= 64 * (KEPT + 1) + 512 // BLOCK + 64
         assert llm.reset_prefix_cache()
@@ -100,12 +100,12 @@ def test_a_hit_in_the_prefix_cache_equals_a_cold_start(models):
         assert torch.equal(warm, logs) or (warm - logs).abs().max() <= allowed(folder)
         theirs = weir_says(folder, POLICY, tokens[:1300] + again)[-16:]
         assert (warm - theirs).abs().max() <= allowed(folder)
-        # A longer prompt goes on where the shorter one ended; so does one with its answer.
+        # A longer prompt, which includes the answer, continues where the shorter one ended.
         ((more, longer, cached),) = ask(llm, [tokens[:1300] + again + tokens[1300:1700]])
         assert cached == 1280  # vLLM caches the windows at the ends of prompts, not of answers
         theirs = weir_says(folder, POLICY, tokens[:1300] + again + tokens[1300:1700] + more)[-16:]
         assert (longer - theirs).abs().max() <= allowed(folder)
-        # Several that share a prefix, at once.
+        # Several prompts that share a prefix, at once.
         lengths = (100, 600, 1300)
         for length, (same, logs, _) in zip(
             lengths, ask(llm, [tokens[:length] for length in lengths]), strict=True
@@ -155,7 +155,7 @@ def test_evicted_sinks_make_no_hit(models):
 
 
 def test_preempted_requests_answer_the_same(models):
-    """The pool is too small for all; those that must go are computed again."""
+    """The pool is too small for all requests. Those that are preempted are computed again."""
     folder = models("llama")
     requests = {str(n): (random_tokens(40 + n, seed=n), greedy(250)) for n in range(4)}
     scratch = 4 + (512 + 4 * 30) // BLOCK

@@ -1,7 +1,7 @@
 """Measure the quality of caches: a model reads each text once and predicts each next token.
 
-Nothing is generated. The tokens of the text are fed whatever the model predicts, so all peers read
-the same tokens. This file needs only PyTorch and safetensors, because scripts in environments
+Nothing is generated. The tokens of the text are fed even if the model predicts others, so all peers
+read the same tokens. This file needs only PyTorch and safetensors, because scripts in environments
 without weir import it.
 """
 

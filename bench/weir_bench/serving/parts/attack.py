@@ -38,7 +38,9 @@ def attack(plan: Plan) -> Iterator[Row | Heard]:
             alone = _honest(server, plan, min(30.0, seconds / 4), "honest clients alone")
         yield alone
         if not alone.between:
-            raise WeirError("no honest client heard two tokens alone: is the machine busy?")
+            raise WeirError(
+                "without attackers, no honest client got two tokens: is the machine too busy?"
+            )
         command = [sys.executable, "-c", START, str(server.port), server.model, str(seconds + 20)]
         plan.say(f"attacks for {plan.minutes:g} minutes")
         with (
@@ -46,7 +48,7 @@ def attack(plan: Plan) -> Iterator[Row | Heard]:
             _asking_health(server) as health,
         ):
             try:
-                beside = _honest(server, plan, seconds, "the same beside attackers")
+                beside = _honest(server, plan, seconds, "honest clients beside attackers")
                 said, _ = process.communicate(timeout=seconds + 300)
             finally:
                 process.kill()
@@ -54,7 +56,10 @@ def attack(plan: Plan) -> Iterator[Row | Heard]:
         told: dict[str, Any] = json.loads(said)
     wrong = {name: count for name, count in told["statuses"].items() if " 5" in name}
     if wrong or beside.errors or not told["sent"] or not beside.between:
-        raise WeirError(f"under attack, {wrong} and honest clients heard {beside.errors[:3]}")
+        raise WeirError(
+            f"under attack, the server answered {wrong or 'nothing wrong'}, {told['sent']} hostile "
+            f"requests were sent, and honest clients got {beside.errors[:3] or 'no errors'}"
+        )
     note = f"{told['sent']} hostile requests: {told['statuses']}"
     what = "longest time between two tokens, beside attackers ÷ alone"
     yield compare(what, max(beside.between), max(alone.between), note=note, unit="ms")
@@ -63,21 +68,21 @@ def attack(plan: Plan) -> Iterator[Row | Heard]:
         f"{share:g} % within {worked[int(len(worked) * share / 100)] * 1e3:.0f} ms"
         for share in (99, 99.9)
     )
-    note = f"{ALLOWED * 1e3:g} ms more than alone are allowed, of all processors together; {tail}"
+    note = f"target: {ALLOWED * 1e3:g} ms more than alone, summed over processors; {tail}"
     what = "most processor time of the server between two tokens, beside attackers ÷ alone"
     most, before = worked[-1], max(alone.worked_between)
     yield compare(what, most, before, 1 + ALLOWED / before, note=note, unit="ms")
-    what = "most of it until a first token, beside attackers ÷ alone"
+    what = "most processor time until a first token, beside attackers ÷ alone"
     yield compare(what, max(beside.worked_first), max(alone.worked_first), unit="ms")
     note = "by kind, in seconds: " + ", ".join(f"{k} {v:.2g}" for k, v in told["worst"].items())
-    what = "median of what a refused body waits ÷ time to an honest first token"
+    what = "median wait of a refused body ÷ median time to an honest client's first token"
     first = sorted(beside.first)[len(beside.first) // 2]
     yield compare(what, told["refused"], first, note=note, unit="ms")
     what = "longest wait for /health, beside attackers ÷ alone"
     yield compare(what, max(health), max(health_alone), unit="ms")
     most, before = (max(size for _, size in heard.memory) for heard in (beside, alone))
     promised = Limits().memory + Limits().parcel
-    note = f"{promised / 1e6:,.0f} MB more are said at the start"
+    note = f"weir serve says at its start that it can take {promised / 1e6:,.0f} MB more"
     what = "most memory of the server, beside attackers ÷ alone"
     yield compare(what, most, before, 1 + promised / before, note=note, unit="MB")
 

@@ -52,12 +52,12 @@ def disk(plan: Plan) -> Iterator[Row | Heard]:
             back.append(time.perf_counter() - safe)
             saved.append(safe - began)
     size = cache.nbytes / 2 / 1e6
-    note = f"at most {max(back) * 1e3:.3g} ms in {TIMES}; the system has read the file before"
+    note = f"at most {max(back) * 1e3:.3g} ms in {TIMES} loads; the file is in the page cache"
     what = f"a row of {size:.3g} MB back from disk ÷ {MOST:g} ms"
     target = 1.0 if plan.model == "nano" else None
     yield compare(what, median(back), MOST / 1e3, target, note=note)
-    note = "written, synced, renamed, committed; in a thread of its own, and not in the engine's"
-    what = f"a row of {size:.3g} MB safe on disk ÷ back from there"
+    note = "written, synced, renamed and committed, in a separate thread, not in the engine's"
+    what = f"a row of {size:.3g} MB saved safely on disk ÷ back from disk"
     yield compare(what, median(saved), median(back), note=note)
 
 

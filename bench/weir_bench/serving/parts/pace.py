@@ -17,7 +17,7 @@ def pace(plan: Plan) -> Iterator[Row | Heard]:
     """Compare tokens per second through HTTP, and processor time per token."""
     many = plan.sessions
     with weir_serves(plan.folder, *plan.options, "--rows", many) as server:
-        plan.say(f"{many} sessions beside one")
+        plan.say(f"{many} sessions compared with one")
         contenders = {
             name: (server, [Talk(server.port, server.model) for _ in range(number)])
             for name, number in (("all", many), ("one session", 1))
@@ -31,6 +31,6 @@ def pace(plan: Plan) -> Iterator[Row | Heard]:
         if all(each.worked and each.replies for each in (*ones, *alls)):
             ours, peer = ([each.worked_a_token for each in rounds] for rounds in (alls, ones))
             what = f"processor time a token of one session ÷ of {many}, prompts and HTTP included"
-            note = "all threads of the server; what else the machine does counts less in it"
+            note = "all threads of the server; other load on the machine affects this less"
             own, other = median(ours) * 1e3, median(peer) * 1e3
             yield Row(what, own, other, "ms", ratio(peer, ours), note=note)

@@ -60,7 +60,7 @@ def transformers(plan: Plan) -> Iterator[Row | Heard]:
     both = {
         "weir": together(f"weir serve, {many} endless sessions", heards["weir"]),
         "transformers": together(
-            f"transformers serve, {many} that begin anew", heards["transformers"]
+            f"transformers serve, {many} that begin again", heards["transformers"]
         ),
     }
     yield from both.values()

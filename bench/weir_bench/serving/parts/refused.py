@@ -1,4 +1,4 @@
-"""Measure how long a client waits until its refused body is answered, next to six attackers."""
+"""Measure how long a client waits for the refusal of its body, alone and beside six attackers."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def refused(plan: Plan) -> Iterator[Row | Heard]:
     what = "longest time to answer a refused body, beside six attackers; and alone"
     most = max(times)
     yield Row(what, most * 1e3, max(before) * 1e3, "ms", most, TARGET, note=note)
-    what = "median of it; and alone"
+    what = "median time to answer a refused body, beside six attackers; and alone"
     yield Row(what, median(times) * 1e3, median(before) * 1e3, "ms", median(times))
 
 

@@ -45,19 +45,19 @@ def soak(plan: Plan) -> Iterator[Row | Heard]:
         raise Skipped(f"{len(heard.errors)} turns failed, the first of them: {heard.errors[0]}")
     thirds = [heard.third(number).between for number in (2, 0)]
     if not all(thirds):
-        raise Skipped("a third of the soak had no two tokens. Use more --minutes.")
+        raise Skipped("in a third of the soak, no two tokens arrived. Use more --minutes.")
     last, first = map(median, thirds)
     third = heard.work[-1][0] / 3
     late, early = (
         mean(took for when, took in heard.work if number * third <= when <= (number + 1) * third)
         for number in (2, 0)
     )
-    note = f"work of one size, done beside it, took {late / early:.3g} times as long"
+    note = f"a fixed sum, timed in the same process, took {late / early:.3g} times as long"
     what = "median time between tokens, last third of the soak ÷ first"
     yield compare(what, last, first, 1.05, note=note)
     last_work, first_work = (heard.third(number).worked_within for number in (2, 0))
     if last_work and first_work:
-        note = "all threads of the server; what else the machine does counts less in it"
+        note = "all threads of the server; other load on the machine affects this less"
         what = "processor time a token, last third of the soak ÷ first"
         yield compare(what, last_work, first_work, note=note)
     end = heard.memory[-1][0]

@@ -1,7 +1,8 @@
 """Figures: `python -m weir_vllm.bench speed|sessions|memory|perplexity|client`.
 
-Each command prints a line of JSON for each measurement, so that a run that is cut off keeps what it
-has. Engines run in this process, on the model and the blocks that you name.
+Each command prints a line of JSON after each measurement, so an interrupted run still has printed
+its earlier figures. Engines run in this process, with the model and the number of blocks that you
+choose.
 """
 
 from __future__ import annotations
@@ -68,13 +69,13 @@ def make_engine(options: argparse.Namespace, policy: str | None, **more: Any) ->
 
 
 class Clock:
-    """A moment: the time, and the time that processors have worked for this process."""
+    """A moment, by the clock and by the processor time of this process."""
 
     def __init__(self) -> None:
         self.wall, self.cpu = time.perf_counter(), time.process_time()
 
     def since(self, earlier: Clock) -> tuple[float, float]:
-        """Return the seconds since an earlier moment, and those that processors worked."""
+        """Return the elapsed seconds and the processor seconds since an earlier moment."""
         return self.wall - earlier.wall, self.cpu - earlier.cpu
 
 
@@ -84,7 +85,7 @@ def pool_of(engine: Any) -> Any:
 
 
 def sampling(tokens: int, **more: Any) -> Any:
-    """Return parameters that draw exactly so many tokens."""
+    """Return parameters that generate exactly `tokens` tokens."""
     from vllm import SamplingParams
 
     return SamplingParams(
@@ -93,7 +94,7 @@ def sampling(tokens: int, **more: Any) -> Any:
 
 
 def random_prompt(count: int, vocabulary: int, seed: int) -> list[int]:
-    """Return token numbers that are probably no special tokens."""
+    """Return random token ids that are probably not special tokens."""
     draw = random.Random(seed)
     return [draw.randrange(100, vocabulary) for _ in range(count)]
 
@@ -160,11 +161,11 @@ def speed(options: argparse.Namespace) -> Rounds:
 
 
 def sessions(options: argparse.Namespace) -> Rounds:
-    """Run endless sessions in a fixed pool, a turn each in rounds.
+    """Run endless sessions in a fixed pool. Each round has one turn of every session.
 
-    With the plug-in, a session goes on in the prefix cache. Without it, its history is cut to what
-    fits in the model's window, as clients do today. A cut history has another beginning, so that
-    its prefix is in no cache, and all of it is computed again.
+    With the plug-in, a session continues from the prefix cache. Without it, the history is cut to
+    what fits in the model's window, as clients do today. A cut history has a different beginning,
+    so nothing of it is in the prefix cache, and all of it is computed again.
     """
     stock = options.side == "stock"
     engine = make_engine(
@@ -210,7 +211,7 @@ def sessions(options: argparse.Namespace) -> Rounds:
 
 
 def run_rounds(options: argparse.Namespace) -> None:
-    """Run the rounds of one side, or alternate rounds of both."""
+    """Run the rounds of one side, or of both sides in turns."""
     if options.side == "both":
         alternate(options)
         return
@@ -225,10 +226,10 @@ def run_rounds(options: argparse.Namespace) -> None:
 
 
 def alternate(options: argparse.Namespace) -> None:
-    """Run rounds of stock vLLM and of the plug-in by turns, each in a process, and compare them.
+    """Run rounds of stock vLLM and of the plug-in in turns, in two processes, and compare them.
 
-    What else the machine does then slows both sides of a pair. For each pair, the side that goes
-    first changes. The ratios are medians of the ratios of pairs.
+    Other load on the machine then slows both rounds of a pair. The sides take turns in going first.
+    The ratios are medians of the ratios of pairs.
     """
     command = [sys.executable, "-m", "weir_vllm.bench", *sys.argv[1:], "--follow", "--side"]
     with ExitStack() as stack:
@@ -266,7 +267,7 @@ def alternate(options: argparse.Namespace) -> None:
 
 
 def compare(pairs: dict[str, list[dict[str, dict[str, Any]]]], base: str) -> None:
-    """Print medians of each group of pairs, and of the ratios of the other side to the base."""
+    """Print, for each group of pairs, medians of the figures and of their ratios to the base."""
     for group, found in pairs.items():
         if group == "warm-up":
             continue
@@ -325,7 +326,7 @@ def memory(options: argparse.Namespace) -> None:
 def perplexity(options: argparse.Namespace) -> None:
     """Compare the perplexity of a text with that of weir, with the same blocks.
 
-    weir reads the text in another process: in that of `--python`, if you name one.
+    weir reads the text in another process, which runs the Python that `--python` names.
     """
     import math
 
@@ -382,7 +383,7 @@ def open_text(path: str) -> str:
 
 
 def client(options: argparse.Namespace) -> None:
-    """Time servers of OpenAI's API by turns, with so many requests at once."""
+    """Time servers with OpenAI's API in turns, with `--sequences` requests at once."""
     import urllib.request
 
     servers = dict(server.split("=", 1) for server in options.server)
@@ -425,7 +426,7 @@ def client(options: argparse.Namespace) -> None:
             sys.exit(f"{sequences - len(found)} of {sequences} requests to {url} failed")
         answered = max(first for first, _ in found)
         if any(used["completion_tokens"] != options.steps + 1 for _, used in found):
-            sys.exit(f"{url} gave answers of other lengths than it was asked for")
+            sys.exit(f"{url} gave answers that do not have {options.steps + 1} tokens")
         return {
             "sequences": sequences,
             "prompt": sum(used["prompt_tokens"] for _, used in found) // sequences,
@@ -465,14 +466,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--side",
         choices=("both", "plug-in", "stock"),
-        help="stock: vLLM without the plug-in. speed and sessions compare both by turns",
+        help="stock: vLLM without the plug-in. By default, speed and sessions compare both",
     )
     parser.add_argument("--follow", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--block", type=int, default=32, help="tokens of a block")
     parser.add_argument("--blocks", type=int, help="blocks of the pool")
     parser.add_argument("--length", type=int, default=1_000_000, help="--max-model-len")
-    parser.add_argument("--window", type=int, default=2048, help="the window without the plug-in")
+    parser.add_argument(
+        "--window", type=int, default=2048, help="the window of vLLM without the plug-in"
+    )
     parser.add_argument("--compile", action="store_true", help="compile the model")
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--prompt", type=int, default=1000, help="tokens of a prompt")
@@ -489,7 +492,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--server",
         nargs="+",
         metavar="NAME=URL",
-        help="client: servers to compare by turns; ratios are to the first",
+        help="client: servers to compare in turns; ratios are to the first",
     )
     parser.add_argument("--served", default="default", help="the name of the served model")
     options = parser.parse_args(arguments)

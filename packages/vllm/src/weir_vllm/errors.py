@@ -1,4 +1,4 @@
-"""The errors of weir-vllm: what cannot be served, what can, and what to do."""
+"""The errors of weir-vllm. A message says what cannot be served, what can, and what to do."""
 
 from __future__ import annotations
 

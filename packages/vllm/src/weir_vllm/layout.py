@@ -1,8 +1,8 @@
-"""Where a block of the KV cache holds which number of which key.
+"""Find out where a block of the KV cache stores each number of each key.
 
-Every attention backend lays keys out in another order. Instead of knowing them all, the worker
-writes numbered keys into a scratch block, looks where the numbers are, and describes what it finds
-as strides. A backend that stores anything but the keys themselves is refused.
+Attention backends store keys in different orders. Instead of knowing all of these, the worker
+writes numbered keys into a scratch block, looks up where the numbers are, and describes their order
+by strides. A backend that does not store keys unchanged is refused.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ DIGIT = 64
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """The keys of a block, as strides of the block's flat copy.
+    """Where a block stores keys: an offset, and strides in a flat copy of the block.
 
     Attributes:
         axis: the axis of the cache that counts blocks.
         offset: where the first number is.
-        shape: heads, tokens (in two factors), dimensions (in two factors).
-        stride: of each of these.
+        shape: five lengths: heads, two whose product is the tokens, and two whose product is the
+            dimensions.
+        stride: the stride of each of these.
     """
 
     axis: int
@@ -52,11 +53,11 @@ def find_layout(layer: Any, cache: torch.Tensor, block: int, count: int, size: i
         layer: vLLM's attention layer.
         cache: its KV cache.
         block: a scratch block, which is overwritten.
-        count: blocks of the cache.
+        count: the number of blocks in the cache.
         size: tokens of a block.
 
     Raises:
-        StreamError: the blocks hold anything but the keys themselves.
+        StreamError: the backend does not store keys unchanged, or its order cannot be described.
     """
     heads, width = layer.num_kv_heads, layer.head_size
     axes = [axis for axis, length in enumerate(cache.shape) if length == count]
@@ -75,7 +76,7 @@ def find_layout(layer: Any, cache: torch.Tensor, block: int, count: int, size: i
     while power < total:
         digits = (numbers // power) % DIGIT
         keys = (digits + 1).to(layer_dtype(layer, cache))
-        # Contiguous copies: kernels read rows of a token.
+        # Both tensors are contiguous, as kernels expect the numbers of a token.
         layer.impl.do_kv_cache_update(layer, keys, torch.zeros_like(keys), cache, slots)
         seen = cache.select(axis, block).flatten()
         where = seen != 0
@@ -112,7 +113,7 @@ def layer_dtype(layer: Any, cache: torch.Tensor) -> torch.dtype:
 
 
 def _as_strides(offsets: torch.Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]] | None:
-    """Describe offsets as a base and a stride of each axis, if that is what they are."""
+    """Return offsets as a base, shape and strides, or None if strides cannot describe them."""
     origin = int(offsets.flatten()[0])
     made = torch.full_like(offsets, origin)
     strides = []

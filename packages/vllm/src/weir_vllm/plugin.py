@@ -1,7 +1,8 @@
-"""What vLLM loads: the entry point, and what happens while a model is made.
+"""The entry point of the plug-in, which vLLM loads and calls.
 
-Only the standard library is imported here. vLLM logs and ignores an error in an import of a
-plug-in, but not one in `register`, so everything that can fail is in there.
+If importing a plug-in fails, vLLM only logs the error and continues without the plug-in. An error
+in `register` stops vLLM. Therefore everything that can fail is in `register`, and importing this
+module needs only the standard library.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ _registered = False
 
 
 def register() -> None:
-    """Make vLLM ask for the policy when it makes a model. vLLM calls this in each of its processes.
+    """Make sure that models which vLLM creates get the policy. vLLM calls this in each process.
 
     Raises:
-        StreamError: the environment variable has no policy that can be served.
+        StreamError: the policy in the environment variable cannot be served, or another plug-in
+            has replaced one of vLLM's rotary embeddings.
     """
     global _registered
     read_settings({})  # a wrong environment variable is an error here, before a model is loaded
@@ -32,5 +34,5 @@ def register() -> None:
 
 
 def is_registered() -> bool:
-    """Whether vLLM has loaded the plug-in in this process."""
+    """Return whether vLLM has loaded the plug-in in this process."""
     return _registered

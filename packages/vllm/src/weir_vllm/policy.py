@@ -1,4 +1,4 @@
-"""Policies in weir's grammar, as far as whole blocks of vLLM's KV cache can hold what they keep.
+"""Parse policies of weir, and refuse those whose tokens vLLM cannot store in whole blocks.
 
 This module imports neither weir nor vLLM. `tests/test_policy.py` compares it with weir's own parser
 and library, so that the two cannot differ unnoticed.
@@ -20,7 +20,7 @@ WORKING = (
     "dense",
     "[sink(4) | recent(1020), sink(4) | recent(4092)] with a policy for each layer",
 )
-"""What the plug-in can serve, for error messages."""
+"""Examples of what the plug-in can serve, for error messages."""
 
 SINGLE = "it chooses single tokens, and vLLM stores and frees whole blocks"
 MADE = "it holds computed keys and values, and vLLM stores those of tokens only"
@@ -88,7 +88,7 @@ BY_HEAD = (
     "blocks"
 )
 SHOWN = 60
-"""Characters of the policy that an error message quotes."""
+"""The most characters that an error message quotes before, and after, the faulty character."""
 
 _WORD = re.compile(r"[^\W\d]\w*")
 _NUMBER = re.compile(r"[-+]?([0-9]+(_[0-9]+)*(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
@@ -100,7 +100,7 @@ _PARAMETERS = {
     "window": {"budget": 256},
     "dense": {},
 }
-"""The parameters of what is accepted, with their defaults; `...` is a parameter without one."""
+"""Accepted pools and policies, and their parameters with defaults. `...` means no default."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Ends:
     recent: int | None
 
     def __str__(self) -> str:
-        """The policy as weir writes it."""
+        """Return the policy in weir's grammar."""
         newest = f"recent({'none' if self.recent is None else self.recent})"
         return f"sink({self.sinks}) | {newest}" if self.sinks else newest
 
@@ -133,7 +133,8 @@ class StreamPolicy:
 
     Attributes:
         text: the policy as it was written.
-        layers: one element for all layers, or one for each layer that does not slide by itself.
+        layers: one element for all layers, or one for each layer in which the model has no sliding
+            window.
     """
 
     text: str
@@ -191,7 +192,7 @@ class _Reader:
         self.at = 0
 
     def refuse(self, problem: str, at: int | None = None, advice: bool = True) -> NoReturn:
-        """Raise the error about a character."""
+        """Raise an error that shows the character at which the problem is."""
         at = self.at if at is None else at
         shown = "".join(c if c.isprintable() else " " for c in self.text)
         before, after = shown[:at], shown[at:]
@@ -240,7 +241,7 @@ class _Reader:
         return (self.ends(calls, start),)
 
     def ends(self, calls: list[tuple[str, int, dict[str, Any]]], start: int) -> Ends:
-        """Make of a pipe's calls what is kept."""
+        """Return which tokens the calls of a pipe keep."""
         name, at, given = calls[0]
         if len(calls) == 1 and name in ("streaming_llm", "window", "dense"):
             if name == "dense":

@@ -32,16 +32,20 @@ class Endless:
     """A rotary embedding of vLLM that can be made to work at any position.
 
     Attributes:
-        endless: whether it has been made so. Until then it is vLLM's, unchanged.
+        endless: whether `make_endless` has been called. The other attributes exist only then.
+            Before, the embedding works like vLLM's.
+        turns: the full turns of each pair of dimensions per position, in float64.
+        magnitude: the factor of all cosines and sines.
+        known: the last step, its positions, and what `find_table` returned for them.
     """
 
     endless = False
 
     def make_endless(self: Any) -> None:
-        """Compute angles from here on, after a comparison with the model's own table.
+        """Compute angles from now on, instead of reading them from the model's table.
 
         Raises:
-            StreamError: the table holds other angles than those computed here.
+            StreamError: the computed angles differ from those in the table.
         """
         if self.endless:
             return
@@ -64,7 +68,7 @@ class Endless:
         self.endless = True
 
     def find_frequencies(self: Any) -> tuple[torch.Tensor, float]:
-        """Return the angles of one step of position, and the factor of all cosines and sines."""
+        """Return the angles of one position, and the factor of all cosines and sines."""
         return self._compute_inv_freq(self.base), 1.0
 
     def turn(self: Any, by: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,7 +87,7 @@ class Endless:
         """Rotate queries and keys to their positions."""
         if not self.endless:
             return super().forward(positions, query, key)  # type: ignore[misc]
-        if torch.compiler.is_compiling():  # which finds out that all layers compute one table
+        if torch.compiler.is_compiling():  # the compiler notices that all layers share one table
             table = self.tabulate(positions.flatten(), query.dtype)
             places = torch.arange(positions.numel(), device=positions.device)
             return RotaryEmbedding.forward_static(
@@ -96,7 +100,7 @@ class Endless:
     def find_table(
         self: Any, positions: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the table of a step, and the rows of its tokens. It is made once a step."""
+        """Return the table of a step, and the rows of its tokens. A step makes it only once."""
         context = get_forward_context() if is_forward_context_available() else None
         step, given, table, places = self.known
         if context is None or step is not context or given is not positions:
@@ -126,7 +130,7 @@ class EndlessLinearRotary(Endless, LinearScalingRotaryEmbedding):
     """With positions divided by a factor."""
 
     def find_frequencies(self) -> tuple[torch.Tensor, float]:
-        """Divide the frequencies, which is to divide the positions."""
+        """Divide the frequencies, which has the same effect as dividing the positions."""
         if len(self.scaling_factors) != 1:
             raise StreamError(
                 f"rotary embeddings with several scaling factors are not served, got "
@@ -154,7 +158,7 @@ SERVED = {
         EndlessYaRNRotary,
     )
 }
-"""The rotary embeddings of vLLM that can be made endless, by their class."""
+"""The endless versions of vLLM's rotary embeddings, by the name of vLLM's class."""
 
 
 def register_rotary() -> None:

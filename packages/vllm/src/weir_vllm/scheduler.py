@@ -19,8 +19,8 @@ from weir_vllm.errors import StreamError
 
 @dataclass(frozen=True, kw_only=True)
 class StreamSpec(SlidingWindowSpec):
-    """What a layer keeps: blocks of sinks, and a window of `sliding_window - 1` tokens and the
-    block that is being filled.
+    """What a layer keeps: blocks of sinks, a window of `sliding_window - 1` tokens, and the block
+    that is being filled.
 
     Attributes:
         sink_blocks: blocks at the beginning of the stream that are never freed.
@@ -31,11 +31,11 @@ class StreamSpec(SlidingWindowSpec):
     scratch: int
 
     def max_admission_blocks_per_request(self, *args: Any, **kwargs: Any) -> int:
-        """Return the most blocks that a request holds: those of its window, and its sinks."""
+        """Return the most blocks that a request holds: those of its window and of its sinks."""
         return self.sink_blocks + super().max_admission_blocks_per_request(*args, **kwargs)
 
     def is_uniform_with_collection(self, kv_cache_specs: dict[str, Any]) -> bool:
-        """Whether all layers keep the same; layers that do not need separate block tables."""
+        """Return whether all layers keep the same. Otherwise, they need separate block tables."""
         return all(spec == self for spec in kv_cache_specs.values())
 
 
@@ -48,9 +48,9 @@ class StreamManager(SlidingWindowManager):
         self.reserve(kv_cache_spec.scratch)
 
     def reserve(self, count: int) -> None:
-        """Take the scratch blocks out of the pool, for good.
+        """Take the scratch blocks out of the pool permanently.
 
-        The pool then counts as that much smaller, so that its usage is 0 when no request runs and
+        The pool's size is reduced by their number, so that its usage is 0 when no request runs, and
         `reset_prefix_cache` succeeds.
         """
         pool = self.block_pool
@@ -68,28 +68,28 @@ class StreamManager(SlidingWindowManager):
         if ids != list(range(first, first + count)):
             raise StreamError(
                 "vLLM's block pool does not hand out blocks in order, so the worker cannot know "
-                "which blocks are scratch. Use another version of vLLM"
+                "which blocks are scratch. Use another version of vLLM."
             )
         pool.num_gpu_blocks -= count
 
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, *args: Any, **kwargs: Any
     ) -> None:
-        """Free the blocks that lie behind the window, except the sinks."""
+        """Free the blocks that the window has passed, except the sinks."""
         if request_id not in self.req_to_blocks:
             return
         blocks = self.req_to_blocks[request_id]
         skipped = self.get_num_skipped_tokens(processed_computed_tokens) // self.block_size
         freed = []
         for place in range(min(skipped, len(blocks)) - 1, self.sinks - 1, -1):
-            if blocks[place].is_null:  # and so are all before it
+            if blocks[place].is_null:  # then all blocks before it are, too
                 break
             freed.append(blocks[place])
             blocks[place] = self.block_pool.null_block
         if freed:
             self.block_pool.free_blocks(freed)
 
-    # What follows is for prefix caching: a hit needs the sinks, too.
+    # The methods below are for prefix caching: a hit also needs the sinks.
 
     @classmethod
     def find_longest_cache_hit(
@@ -124,7 +124,7 @@ class StreamManager(SlidingWindowManager):
         *args: Any,
         **kwargs: Any,
     ) -> list[bool] | None:
-        """Say which blocks the prefix cache keeps: sinks, and windows that a hit can need."""
+        """Return which blocks the prefix cache keeps: sinks, and windows that a hit can need."""
         mask = super().reachable_block_mask(
             start_block, end_block, alignment_tokens, kv_cache_spec, *args, **kwargs
         )
@@ -142,7 +142,7 @@ class StreamManager(SlidingWindowManager):
         *args: Any,
         **kwargs: Any,
     ) -> int:
-        """Count the blocks that a request needs, with the cached sinks that it takes back."""
+        """Count the blocks that a request needs, including free blocks that hold cached sinks."""
         count = super().get_num_blocks_to_allocate(
             request_id, num_tokens, new_computed_blocks, total_computed_tokens, *args, **kwargs
         )
@@ -153,7 +153,7 @@ class StreamManager(SlidingWindowManager):
     def add_local_computed_blocks(
         self, request_id: str, new_computed_blocks: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """Give a request the blocks that were found in the prefix cache, sinks included."""
+        """Give a request the blocks that were found in the prefix cache, including sinks."""
         super().add_local_computed_blocks(request_id, new_computed_blocks, *args, **kwargs)
         blocks = self.req_to_blocks[request_id]
         for place, block in enumerate(new_computed_blocks[: self.sinks]):

@@ -17,12 +17,12 @@ VARIABLE = "WEIR_VLLM"
 UNTESTED_VARIABLE = "WEIR_VLLM_UNTESTED_MODELS"
 """The environment variable that admits models the plug-in has not been tested with."""
 FIELDS = ("policy", "untested_models")
-"""What users can write there; the plug-in adds its own `version`."""
+"""The fields that users can set under this key. The plug-in adds the field `version`."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user asks of the plug-in.
+    """The user's settings of the plug-in.
 
     Attributes:
         policy: what each layer keeps.
@@ -38,7 +38,7 @@ class Settings:
 
 
 def read_settings(additional: Any, environment: Mapping[str, str] = os.environ) -> Settings | None:
-    """Return the settings, or None where no policy is given, or one that keeps every token.
+    """Return the settings, or None if there is no policy or the policy keeps every token.
 
     Args:
         additional: vLLM's `additional_config`, with a policy under the key `weir`: text, or an

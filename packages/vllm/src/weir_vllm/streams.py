@@ -1,8 +1,8 @@
-"""What the plug-in knows of a model while vLLM makes it, and what it refuses.
+"""Apply the policy to a model while vLLM creates it, and refuse what the plug-in cannot serve.
 
-PyTorch calls `watch_modules` for every module that becomes part of another. Where a policy is
-given, attention layers get a backend that keeps sinks and a window, and rotary embeddings are made
-endless.
+PyTorch calls `watch_modules` for every module that becomes part of another. If there is a policy,
+attention layers get a backend that keeps sinks and a window, and rotary embeddings are made to work
+at any position (`rotary.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from weir_vllm.rotary import SERVED, Endless
 from weir_vllm.settings import KEY, UNTESTED_VARIABLE, Settings, read_settings
 from weir_vllm.worker import BACKENDS, count_rows, make_backend
 
-logger = init_logger(f"vllm.{__name__}")  # under vLLM's, so that its settings show it
+logger = init_logger(f"vllm.{__name__}")  # a child of vLLM's logger, with its settings
 
 MODELS = (
     "Gemma3ForCausalLM",
@@ -39,14 +39,14 @@ MODELS = (
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 """The precisions of a KV cache that can be served."""
 TOKEN_BYTES = 120
-"""Bytes of host memory for each token of a running request, at most: its number in lists of the
-scheduler and of the process that answers, and in the table of the worker. This is an estimate;
-`bench memory` measures the whole process.
+"""The most bytes of host memory that each token of a running request takes. Its id is in lists of
+the scheduler and of the process that sends answers, and in a table of the worker. This is an
+estimate; `bench memory` measures the whole process.
 """
 
 
 def watch_modules(parent: Any, name: str, child: Any) -> None:
-    """Serve attention and rotary embeddings by the policy, if there is one."""
+    """Apply the policy, if there is one, to an attention layer or a rotary embedding."""
     if isinstance(child, AttentionLayerBase):
         if (streams := find_streams()) is not None:
             streams.add_attention(parent, child)
@@ -58,7 +58,7 @@ _latest: tuple[weakref.ref[Any], Streams | None] | None = None
 
 
 def find_streams() -> Streams | None:
-    """Return what is known of the model that vLLM is making; None where there is no policy."""
+    """Return the `Streams` of the model that vLLM is creating, or None if there is no policy."""
     global _latest
     config = get_current_vllm_config_or_none()
     if config is None or config.model_config is None:
@@ -71,17 +71,24 @@ def find_streams() -> Streams | None:
 
 
 class Streams:
-    """A model's layers, and the blocks that are scratch.
+    """A model's layers under a policy, and the scratch blocks for rotated copies of sinks.
 
     Attributes:
-        settings: what the user asks for.
+        settings: the user's settings.
+        requests: the most requests of a step.
+        tokens: the most tokens of a step.
+        full: the number of layers so far in which the model has no sliding window.
+        scratch: the scratch blocks of each group of layers.
+        layers: the layers so far in which the model has no sliding window.
+        checked: whether `check_layers` has run.
     """
 
     def __init__(self, settings: Settings, config: Any) -> None:
         self.settings = settings
         check_features(config, settings)
-        # vLLM finds compiled code again by its configuration. Without this, it would find code that
-        # was compiled without a policy, where the policy is in an environment variable.
+        # vLLM looks up compiled code by its configuration. If the policy is in an environment
+        # variable, vLLM would otherwise find code that was compiled without a policy. Therefore
+        # the policy is written into the configuration.
         from weir_vllm import __version__
 
         if not isinstance(config.additional_config, dict):
@@ -100,7 +107,7 @@ class Streams:
         self.report(config)
 
     def report(self, config: Any) -> None:
-        """Tell the user how the policy is rounded and what it takes."""
+        """Log how the policy is rounded, and how many blocks and how much memory it takes."""
         size = config.cache_config.block_size
         asked = self.settings.policy.layers
         for ends in dict.fromkeys(asked):
@@ -110,15 +117,15 @@ class Streams:
             sinks, window = whole.sinks // size, whole.recent // size
             logger.warning(
                 "weir-vllm keeps %s in blocks of %d tokens%s. A stream holds %d blocks of sinks "
-                "and window and one that is being filled, and more only during a prompt. %d blocks "
-                "are reserved for rotated sinks.",
+                "and window, and one that is being filled. While a prompt is read, it holds more. "
+                "%d blocks are reserved for rotated sinks.",
                 whole, size, rounded, sinks + window,
                 sinks * count_rows(self.requests, self.tokens, size),
             )  # fmt: skip
         bound = self.requests * config.model_config.max_model_len * TOKEN_BYTES
         there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         text = (
-            f"vLLM keeps the token numbers of running requests: up to {bound / 2**30:.1f} GiB of "
+            f"vLLM keeps the token ids of running requests: up to {bound / 2**30:.1f} GiB of "
             f"host memory for {self.requests} requests (--max-num-seqs) of "
             f"{config.model_config.max_model_len} tokens (--max-model-len)"
         )
@@ -129,7 +136,7 @@ class Streams:
         logger.warning("weir-vllm: %s.", text)
 
     def add_attention(self, parent: Any, layer: Any) -> None:
-        """Let an attention layer keep what the policy says."""
+        """Apply the policy to an attention layer."""
         if hasattr(layer, "weir_streams"):
             return
         if type(layer) is not Attention:
@@ -141,7 +148,7 @@ class Streams:
         layer.weir_streams = self
         layer.weir_parent = weakref.ref(parent)
         if layer.sliding_window is not None:
-            return  # such a layer keeps its window, in weir too
+            return  # this layer keeps the model's own window, as in weir
         layers = self.settings.policy.layers
         if self.settings.policy.is_list:
             if self.full >= len(layers):
@@ -158,7 +165,7 @@ class Streams:
         self.layers.append(layer)
 
     def add_rotary(self, rotary: Any) -> None:
-        """Make a rotary embedding endless."""
+        """Make a rotary embedding work at any position."""
         if not isinstance(rotary, Endless):
             raise StreamError(
                 f"weir-vllm cannot serve the rotary embedding {type(rotary).__name__}, which this "
@@ -184,12 +191,12 @@ class Streams:
         again gets the same blocks.
         """
         if layers not in self.scratch:
-            start = max((taken.stop for taken in self.scratch.values()), default=1)  # 0 is null
+            start = max((taken.stop for taken in self.scratch.values()), default=1)  # 0: null block
             self.scratch[layers] = range(start, start + count)
         return self.scratch[layers]
 
     def check_layers(self, config: Any) -> None:
-        """Refuse layers that do not belong together, once all are made."""
+        """Refuse layers that the policy cannot cover, once all layers have been created."""
         if self.checked:
             return
         self.checked = True
@@ -208,8 +215,8 @@ class Streams:
             if alike.setdefault(ends, shape) != shape or layer.head_size_v != layer.head_size:
                 raise StreamError(
                     f"{layer.layer_name} does not have the same heads as the layers before it, "
-                    "or its keys are not as wide as its values. weir-vllm needs both in all layers "
-                    "of a policy."
+                    "or its keys are not as wide as its values. weir-vllm needs layers with the "
+                    "same policy to have the same heads, and keys as wide as values."
                 )
         windows = {ends.recent + 1 for ends in alike if ends.recent is not None}
         for layer in config.compilation_config.static_forward_context.values():
@@ -217,12 +224,12 @@ class Streams:
             if window in windows:
                 raise StreamError(
                     f"the model's sliding window of {window} tokens cannot be distinguished from "
-                    f"recent({window - 1}). Choose another size."
+                    f"recent({window - 1}). Choose another size for recent."
                 )
 
 
 def check_attention(layer: Any) -> None:
-    """Refuse attention that cannot be given another block table, by name."""
+    """Refuse attention that cannot use a shorter block table, and name the reason."""
     name = layer.attn_backend.get_name()
     if name not in BACKENDS:
         raise StreamError(
@@ -242,7 +249,7 @@ def check_attention(layer: Any) -> None:
 
 
 def check_features(config: Any, settings: Settings) -> None:
-    """Refuse features of vLLM that the plug-in cannot serve, by name."""
+    """Refuse features of vLLM that the plug-in cannot serve, and name them."""
     model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
     scheduler = config.scheduler_config
     problems = {
@@ -262,7 +269,7 @@ def check_features(config: Any, settings: Settings) -> None:
         f"a KV cache of {cache.cache_dtype} (--kv-cache-dtype)": cache.cache_dtype not in DTYPES,
         "fast prefill with shared keys (--kv-sharing-fast-prefill)": cache.kv_sharing_fast_prefill,
         "Model Runner V2 (set VLLM_USE_V2_MODEL_RUNNER=0)": config.use_v2_model_runner,
-        # Compiled code read past the end of a table of rotations where a prompt was longer than it.
+        # Compiled code read past the end of a table of rotations if a prompt was longer.
         "compiled models (start with --enforce-eager)": not model.enforce_eager,
         "multi-head latent attention (MLA)": model.use_mla,
         "encoder-decoder models": model.is_encoder_decoder,
@@ -291,7 +298,7 @@ def check_features(config: Any, settings: Settings) -> None:
 
 
 def refuse(problems: dict[str, bool], start: str) -> None:
-    """Raise an error that names all problems that are there."""
+    """Raise an error that names all problems whose value is True, if there are any."""
     there = [problem for problem, is_there in problems.items() if is_there]
     if there:
         raise StreamError(f"{start}{', '.join(there)}. The plug-in does not support this.")

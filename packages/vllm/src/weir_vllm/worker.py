@@ -1,9 +1,9 @@
 """The worker's side: what attention sees of the blocks that a request holds.
 
-A step's tokens are cut into rows that end where a block of the stream ends, since the window moves
-on there. Each row is given to vLLM's attention kernels as a request with a shorter block table: its
-sinks, then its window. The sinks of a row are copies in scratch blocks, rotated from the untouched
-originals at every step, so that they stand directly before the window.
+A step's tokens are cut into rows that end where a block of the stream ends, because the window
+moves on there. Each row is given to vLLM's attention kernels as a request with a shorter block
+table: its sinks, then its window. The sinks of a row are copies in scratch blocks. They are rotated
+from the unchanged originals at every step, so that their positions are directly before the window.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ RECUT = {
     "is_prefilling",
     "req_idx",
 }
-"""Fields of vLLM's metadata that are made again for rows."""
+"""Fields of vLLM's metadata that are computed again for rows."""
 KEPT = {"num_actual_tokens", "slot_mapping", "positions", "causal"}
-"""Fields that are the same for rows."""
+"""Fields that stay the same when requests are cut into rows."""
 UNUSED = {
-    # Caches of what follows from the others.
+    # vLLM stores values here that it has computed from other fields. For rows, they are None.
     "_num_computed_tokens_cache",
     "_token_to_req_indices_cache",
     "_seq_lens_cpu",
     "_num_computed_tokens_cpu",
 }
 LATE = "weir_late_rows"
-"""The attribute of attention metadata with the rows whose sinks are computed in the same step."""
+"""The attribute of attention metadata with the rows whose sinks are written in the same step."""
 
 
 def count_rows(requests: int, tokens: int, block: int) -> int:
-    """Return the most rows that a step of so many requests and tokens is cut into."""
+    """Return the most rows into which a step can be cut, given its requests and tokens."""
     return min(tokens, requests + (tokens + requests * (block - 2)) // block)
 
 
@@ -84,7 +84,7 @@ def cut_rows(starts: np.ndarray, seen: np.ndarray, size: int, kept: int) -> Rows
         kept: blocks of sinks and window together.
     """
     done = seen - np.diff(starts)
-    # The tokens of all blocks up to `kept` see everything before them, and are one row.
+    # Tokens in blocks 0 to `kept` see everything before them, so those of a request are one row.
     low = np.maximum(done // size, kept)
     high = np.maximum((seen - 1) // size, low)
     counts = high - low + 1
@@ -146,7 +146,7 @@ def make_builder(stock: Any) -> Any:
 
         @classmethod
         def get_cudagraph_support(cls, *args: Any, **kwargs: Any) -> AttentionCGSupport:
-            """Say that CUDA graphs cannot hold a step, whose number of rows differs."""
+            """Return that there are no CUDA graphs, because steps differ in the number of rows."""
             return AttentionCGSupport.NEVER
 
         def __init__(
@@ -171,7 +171,7 @@ def make_builder(stock: Any) -> Any:
             self.places = torch.arange(self.kept + 1, device=device)
 
         def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
-            """Say no, to releases before 0.32: requests do not share what they see."""
+            """Return False, because rows share no blocks. Only vLLM before 0.32 calls this."""
             return False
 
         def build(
@@ -279,7 +279,14 @@ class SinkTurner:
     """Writes rotated copies of sinks into scratch blocks.
 
     Attributes:
+        layers: the attention layers.
+        config: vLLM's configuration.
+        size: tokens of a block.
         scratch: the scratch blocks, `[rows, blocks of sinks]`.
+        stacks: the caches of layers that are rotated together, each stack with its rotary
+            embedding; None until there is a cache.
+        layout: where a block stores keys; None until there is a cache.
+        source: the first layer's cache, from which `layout` was found.
     """
 
     def __init__(
@@ -302,7 +309,7 @@ class SinkTurner:
 
     @staticmethod
     def turn_before(forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a layer's attention that first rotates sinks which this very step has written."""
+        """Return a layer's attention, extended to first rotate sinks that the same step wrote."""
 
         def turn_and_attend(
             layer: Any,
@@ -381,12 +388,11 @@ def rotate_keys(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, neox: 
     """Rotate keys in place.
 
     Args:
-        keys: `[layers, blocks, heads, tokens, tokens, dimensions, dimensions]`, where tokens and
-            dimensions are in two factors.
-        cos: of each block, `[blocks, half of the rotated dimensions]`.
-        sin: the same.
-        neox: whether a dimension is rotated with the one half a rotation further on; otherwise,
-            neighbors are rotated.
+        keys: `[layers, blocks, heads, tokens, tokens, dimensions, dimensions]`, in which tokens and
+            dimensions have two axes each, as in `BlockLayout`.
+        cos, sin: cosines and sines for each block, `[blocks, half of the rotated dimensions]`.
+        neox: whether the first half of the rotated dimensions is paired with the second half, as in
+            GPT-NeoX. Otherwise, neighboring dimensions are pairs.
     """
     half = cos.shape[1]
     pair = keys.shape[-1]
@@ -412,7 +418,7 @@ def rotate_keys(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, neox: 
 
 
 def stack_caches(caches: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the caches of layers as few tensors `[layers, ...]`, which share their memory.
+    """Return the caches of layers as tensors `[layers, ...]`, which share their memory.
 
     Caches at equal distances in one allocation become one tensor, so that one operation rotates the
     sinks of all layers.
