@@ -342,6 +342,7 @@ class StepProgram:
                 window=slots.window or 0,
                 waiting=self._waiting,
                 largest=self.largest[first + number],
+                most_heads=self.largest.shape[2],
                 ahead=o.numbers,
                 ahead_bytes=o.numbers.nbytes if last else 0,
                 **answered,

@@ -103,9 +103,9 @@ OPERATION = np.dtype(
             # [rows]; how many of these tokens share the first place.
             *("waiting_queries", "places", "waiting", "unasked"),
             # Addresses of float32: the answers and sums of stretches [rows, all_heads, stretches,
-            # group, width + 2], and the largest absolute key or value [rows, all_heads], of which
+            # group, width + 2], and the largest absolute key or value [rows, most_heads], of which
             # this operation writes the first `heads` numbers of each row.
-            *("partial", "largest"),
+            *("partial", "largest", "most_heads"),
             # Memory that is read next, and is prefetched.
             *("ahead", "ahead_bytes"),
             # Angles: places in the stream [rows], and the turns of each pair per place, float64.
@@ -396,7 +396,7 @@ def _attend(n: np.record, part: int, scratch: int) -> None:
         top = _compiled_copy(key, n.dim, held.keys + slot * n.dim * size, held.bits)
         value = n.values + 4 * (row * n.value_width + head * n.width)
         other = _compiled_copy(value, n.width, held.values + slot * n.width * size, held.bits)
-        ints_at(n.largest, WHOLE)[0, row * n.all_heads + local] = max(top, other)
+        ints_at(n.largest, WHOLE)[0, row * n.most_heads + local] = max(top, other)
         if n.waiting_queries:
             place = max(0, longs_at(n.waiting, WHOLE)[0, row] - n.unasked)
             line = (unit * n.places + place) * n.group * n.dim
