@@ -129,8 +129,8 @@ def _cache_of(model: PreTrainedModel, there: Any, given: dict[str, Any]) -> Stre
 def _arguments_of_caller() -> Mapping[str, Any]:
     """Return the arguments of the `model.generate` that has called `generate`, by name.
 
-    transformers passes a streamer and an assistant only to its own decoding. Without its tokens, a
-    `TextIteratorStreamer` would wait forever.
+    transformers passes a streamer and an assistant only to its own decoding. A
+    `TextIteratorStreamer` that gets no tokens would wait forever.
     """
     frame = sys._getframe(1).f_back
     while frame is not None:
