@@ -109,8 +109,8 @@ class LayerStack(list[Layer]):
 
     Attributes:
         by_index: for each layer of the model, its parts.
-        moves_on_axes: whether positions of some layer have three axes (time, height and width, for
-            images), so that the layer stores the tokens' places.
+        moves_on_axes: whether some layer moves tokens on three axes (time, height and width, for
+            images) at its folds, so that it stores the tokens' places on these axes.
         rows: the progress of each row.
         outcome: the outcome of the last forward, or of the running one so far.
         slots: the data that all decode steps over these layers share.

@@ -46,7 +46,8 @@ def generate(
 
     Pass it to transformers:
     `model.generate(**inputs, custom_generate=weir.generate, policy="h2o(256)")`. Called directly,
-    `weir.generate(model, **inputs, policy="h2o(256)")`, it calls `model.generate` with a new cache.
+    `weir.generate(model, **inputs, policy="h2o(256)")`, it calls `model.generate` with a new cache,
+    or with the `StreamingCache` among the arguments.
 
     Args:
         model: the model whose `generate` was called.

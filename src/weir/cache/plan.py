@@ -4,8 +4,9 @@ between folds.
 `generate` and other callers feed columns, and tell by a mask or by positions which of them are
 tokens. This module separates each row's tokens from padding, refuses a forward that does not
 continue every row, and plans which slots the tokens of each segment go to. Segments end where
-rows fold. Layers that put the next tokens of the rows into the same slots as each other share slots
-and masks, because computing these takes a noticeable part of a step of a small model.
+rows fold. If the next token of each row goes to the same slot in several layers, these layers share
+what is computed from the slots (`StepEnds`), because computing it takes a noticeable part of a step
+of a small model.
 """
 
 from __future__ import annotations

@@ -89,8 +89,8 @@ def attention_error(
     """Compare attention under a policy with exact attention, layer by layer.
 
     The method is that of BalanceKV's section 4.1. Each layer gets the queries, keys and values of
-    the exact model. The first tokens stay exact, a share of the others is kept, and the outputs for
-    the last queries are compared.
+    the exact model. The first tokens and the tokens of the last queries stay exact. A share of the
+    tokens between them is kept, and the outputs for the last queries are compared.
     """
     from weir.evals.attention_error import (
         check_plot,
