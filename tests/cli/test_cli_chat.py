@@ -99,7 +99,7 @@ def test_a_policy_without_a_budget_gets_what_the_window_and_the_memory_allow(
     ended = chat("Hello", words=("--policy", "streaming_llm"))
     said = (
         "the first 4 and the newest 500 tokens. It has 504 slots, as many as fit in the window and "
-        "a quarter of the free memory"
+        "a quarter of the free memory, up to 8,192"
     )
     assert ended.err.startswith(f"{model} keeps {said}. /help")  # 512 but for the chunk of 8
     free = 4 * 60_000

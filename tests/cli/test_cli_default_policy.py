@@ -77,7 +77,7 @@ def test_without_any_it_is_the_default_as_large_as_the_window_and_exact_if_that_
     monkeypatch.setattr("weir.models.free_memory", lambda device: free)
     monkeypatch.setattr("weir.cache.default_policy.FILE", "nothing.toml")
     told = chat(*given).err
-    allowed = "as many as fit in the window and a quarter of the free memory"
+    allowed = "as many as fit in the window and a quarter of the free memory, up to 8,192"
     assert f". It has 504 {form}slots, {allowed}. /help" in told
     assert f"\n{said}: " in told
 

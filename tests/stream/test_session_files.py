@@ -198,7 +198,7 @@ WRONG: dict[str, tuple[Callable[[Facts, Tensors], None], str]] = {
     "no chunk": (fact("made_with", "chunk", to=0), "chunk must be at least 1, got 0"),
     "another chunk": (
         fact("made_with", "chunk", to=4),
-        "of a cache with chunk 8, but this one has 4",
+        "of a cache with chunk 8, but this cache has 4",
     ),
     "a chunk that is true": (fact("made_with", "chunk", to=True), "chunk must be a whole number"),
     "other positions": (fact("made_with", "positions", to="round"), "'rolling' or 'original'"),
@@ -262,7 +262,7 @@ WRONG: dict[str, tuple[Callable[[Facts, Tensors], None], str]] = {
     "a tail elsewhere": (number("0.0.position", 0, 0, 25, to=0), "position does not rise"),
     "an endless weight": (number("0.0.a", 0, 0, 0, to=math.inf), "a has numbers that cannot"),
     "a weight that is none": (number("0.1.b", 0, 1, 5, to=math.nan), "b has numbers that cannot"),
-    "weight in the tail": (number("0.0.a", 0, 0, 26, to=1.0), "a is not 0 in slots that wait"),
+    "weight in the tail": (number("0.0.a", 0, 0, 26, to=1.0), "a is not 0 in the slots for new"),
     "a key that is none": (number("0.0.keys", 0, 0, 0, 0, to=math.nan), "keys has numbers that"),
     "an endless value": (number("0.1.values", 0, 0, 9, 0, to=math.inf), "values has numbers that"),
     "a master that is none": (number("0.0.masters", 0, 0, 0, 0, to=math.nan), "masters has numb"),

@@ -82,8 +82,9 @@ class StreamingCache(Cache):
         policy: a pipe, `"sink(4) | recent(252)"`, or a named policy, `"h2o(budget=256)"`. If
             neither this nor `slots` is given, the policy is the `weir.toml` in the model's folder,
             or else `"weir"`.
-        chunk: number of tokens that are appended before the pipe folds them, 64 unless a policy
-            file was measured with another number. The slab has `chunk` slots more than the policy.
+        chunk: number of tokens that are appended before the pipe folds them; None for the number
+            that a policy file was measured with, or else 64. The slab has `chunk` slots more than
+            the policy.
             With a chunk of 1, `streaming_llm` is exactly the paper's method.
         seed: the seed of the policy's random draws. It does not affect sampling, which is seeded
             with `torch.manual_seed`, or by the seed of a `Stream`.
@@ -102,11 +103,11 @@ class StreamingCache(Cache):
             as the first call feeds.
         slots: the format of all slots except those of the first and the newest tokens, which stay
             exact: `"exact"` as the model computes, `"int8"` or `"fp8"` in 8 bits, `"k8v4"` with
-            keys in 8 and values in 4 bits, `"int4"` in 4 bits, None as the policy says. It is the
-            same as the policy `"quantized(POLICY, slots=int8)"`, which has more options. For a
-            policy that has an option `slots`, such as the default, it sets that option:
-            `"weir(budget=256, slots=exact)"`. It cannot be combined with a policy that already
-            sets the format.
+            keys in 8 and values in 4 bits, `"int4"` in 4 bits, None as the policy says.
+            `slots="int8"` is the same as the policy `"quantized(POLICY, slots=int8)"`, which has
+            more options. If the policy has an option `slots`, as the default does, the argument
+            sets this option, as in `"weir(budget=256, slots=exact)"`. The argument cannot be
+            combined with a policy that already sets the format.
         failures: what to do if a row's tokens are refused while the others go on: `"raise"` an
             error at the end of the call, or `"keep"` it in `failed` and let the call return.
 
@@ -263,8 +264,9 @@ class StreamingCache(Cache):
         """Return the number of columns fed so far, including padding; `generate` feeds the columns
         after them.
 
-        transformers assumes that embeddings are those of the whole text, and leaves out as many as
-        this returns. If the caller passed embeddings of new tokens only, none may be left out.
+        If a caller passes embeddings, transformers assumes that they are those of the whole text,
+        and leaves out the first ones, as many as this number. If they are embeddings of new tokens
+        only, none may be left out, so the number is 0.
         """
         return 0 if self.only_new else self.rows.columns
 
@@ -311,7 +313,7 @@ class StreamingCache(Cache):
 
     @property
     def batch_size(self) -> int:
-        """Rows of the batch; -1 before the first token."""
+        """Rows of the batch; -1 if there are none yet."""
         return -1 if self.rows.batch is None else self.rows.batch
 
     @property
@@ -362,7 +364,7 @@ class StreamingCache(Cache):
         """Repeat every row `repeats` times.
 
         Raises:
-            WeirError: `repeats` is below 1.
+            WeirError: `repeats` is below 1, or the cache is restricted (`only`).
         """
         if not fits(repeats, int) or repeats < 1:
             raise WeirError(f"repeats of rows must be at least 1, got {quote(repeats)}")
@@ -391,7 +393,7 @@ class StreamingCache(Cache):
 
     @property
     def batch(self) -> int | None:
-        """Rows of the batch; None before the first token."""
+        """Rows of the batch; None if there are none yet."""
         return self.rows.batch
 
     @property
@@ -404,8 +406,8 @@ class StreamingCache(Cache):
         """Bytes of all slabs; fixed from the first token on.
 
         Under `dense` and other policies that keep every token, these are the bytes of keys and
-        values that transformers' own cache would hold, which grow with the stream. There weir takes
-        more memory than that, because it enlarges the slab ahead of the tokens.
+        values that transformers' own cache would hold, which grow with the stream. weir takes more
+        memory than that, because it enlarges the slab in advance.
         """
         return sum(layer.state.nbytes(self.rows.columns) for layer in self.stack)
 
@@ -499,7 +501,7 @@ class StreamingCache(Cache):
 
     @property
     def made_with(self) -> dict[str, Any]:
-        """The arguments of the cache other than model, policy and seed."""
+        """The chunk, positions, prefill and origin of the cache, as arguments of its class."""
         return {
             "chunk": self.chunk,
             "positions": self.positions,
@@ -573,8 +575,8 @@ class StreamingCache(Cache):
             state: from `take_row` of any cache of the same model, policy, chunk, positions and
                 origin.
             check: whether to check all numbers, which takes longer than putting the row. A state
-                from `take_row` that has not been changed since does not need it. The kind of the
-                row's cache is always checked.
+                from `take_row` that has not been changed since does not need it. `state.kind` is
+                always checked.
 
         Raises:
             WeirError: there is no such row, or the state is of another model, policy, chunk or
@@ -606,7 +608,7 @@ class StreamingCache(Cache):
         self.stack.rows = self.rows.with_row(row, Rows(facts["columns"], *parts))
 
     def take_rows(self) -> list[RowState]:
-        """Copy the complete state of every row; none before the first token."""
+        """Copy the complete state of every row; return an empty list if there are no rows yet."""
         self._check_whole()
         if self.rows.batch is None or self.stack[0].state.slab is None:
             return []
@@ -668,11 +670,12 @@ class StreamingCache(Cache):
 
         Args:
             row: the row.
-            ranges: places in the stream, from the first token to the one after the last.
+            ranges: for each range of tokens, the place in the stream of its first token, and the
+                place after its last one.
 
         Raises:
-            WeirError: there is no such row, a range has tokens that were not fed, or a pool of the
-                policy has slots that stand for several tokens.
+            WeirError: there is no such row, a range has tokens that were not fed, or the policy
+                does not allow it (`why_not_drop`).
         """
         self._check_whole()
         self._check_row(row)
@@ -846,7 +849,9 @@ class StreamingCache(Cache):
 
     @property
     def _plans_now(self) -> list[LayerPlan]:
-        """The plans, with this device's share of the heads if the model is spread by heads."""
+        """The plans; if the heads of the model are distributed over devices, with this device's
+        share of the heads.
+        """
         both = zip(self.plans, self.stack, strict=True)
         return [plan.of(layer.state.slab) for plan, layer in both]
 
@@ -891,9 +896,10 @@ class StreamingCache(Cache):
         return self.attachment.run_step(model, self, self.stack.slots, tokens)
 
     def begin(self, given: Given, without: tuple[int, ...] = ()) -> Forward:
-        """Begin a forward; `given` are the decoder's arguments by name.
+        """Begin a forward. `given` are the decoder's arguments by name, and `without` are the rows
+        whose tokens are left out.
 
-        WeirError if it does not continue this stream.
+        WeirError if the forward does not continue the stream of every row.
         """
         self._check_whole()
         if self not in self.attachment.caches:
@@ -913,8 +919,8 @@ class StreamingCache(Cache):
         return self._start(given, begun, without)
 
     def begin_step(self, tokens: list[int]) -> Forward | None:
-        """Begin a forward of one token of each row, faster than `begin`. Returns None where `begin`
-        has to check more, for example after padding or with a token out of range.
+        """Begin a forward of one token of each row, faster than `begin`. Returns None in cases that
+        only `begin` handles, for example if a row has ended or a token is out of range.
         """
         self._check_whole()
         if self not in self.attachment.caches:

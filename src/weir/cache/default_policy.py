@@ -72,8 +72,10 @@ def find_model_policy(model: PreTrainedModel | str, revision: str | None = None)
     there is none.
 
     A file that is not a policy file, or that was measured on another model, is refused (WeirError):
-    if it were ignored, the user who put it there would not notice. The file that comes with weir
-    was not put there by a user, so nano with other weights, for example trained further, has none.
+    if it were ignored, the user who put it there would not notice. If `model` is a name, there are
+    no weights yet to compare, so a file of another model is refused later, by the cache. The file
+    that comes with weir was not put there by a user, so nano with other weights, for example
+    trained further, has none.
     """
     file = sidecar_path(model, FILE, revision)
     if file is None:

@@ -30,8 +30,8 @@ class WatchedCriteria(StoppingCriteriaList):
     def __init__(self, criteria: Iterable[Any], config: GenerationConfig, tell: Tell) -> None:
         super().__init__(criteria)
         self._tell = tell
-        # Without an end token, transformers does not pad. It feeds ended rows the tokens that they
-        # choose.
+        # Without an end token, transformers does not pad. It feeds a row that has ended the tokens
+        # that were chosen for this row.
         ends = any(hasattr(criterion, "eos_token_id") for criterion in self)
         self._pad = _pad_of(config) if ends else None
         self._done: Tensor | None = None
@@ -49,7 +49,7 @@ class WatchedCriteria(StoppingCriteriaList):
 
 
 def watch(config: GenerationConfig, criteria: StoppingCriteriaList, tell: Tell) -> Any:
-    """Return stopping criteria that behave like `criteria`, and tell which rows have ended.
+    """Return stopping criteria that behave like `criteria`, and call `tell` after each token.
 
     Beam search never feeds a row after its end, so its criteria are returned as they are.
     """

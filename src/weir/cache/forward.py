@@ -108,12 +108,12 @@ class LayerStack(list[Layer]):
     A layer of the model whose KV heads have several pipes counts as several layers here.
 
     Attributes:
-        by_index: the layer or layers of each layer of the model.
-        moves_on_axes: whether positions of some layer have three axes (time, height and width, for
-            images), so that the layer stores the tokens' places.
+        by_index: for each layer of the model, its parts.
+        moves_on_axes: whether some layer moves tokens on three axes (time, height and width, for
+            images) at its folds, so that it stores the tokens' places on these axes.
         rows: the progress of each row.
-        outcome: of the last forward.
-        slots: the parts of a decode step that are the same for all steps over these layers.
+        outcome: the outcome of the last forward, or of the running one so far.
+        slots: the data that all decode steps over these layers share.
     """
 
     rows: Rows
@@ -135,7 +135,9 @@ class LayerStack(list[Layer]):
         self.rows, self.outcome = Rows(), Outcome()
 
     def step(self, segment: Segment) -> Step | None:
-        """Return a step of one token for each row; None if steps cannot have a constant shape."""
+        """Return a step of one token for each row; None if steps cannot have a constant shape, or a
+        layer has no slots yet.
+        """
         if not self._read_slots():
             return None
         places = np.array(segment.seen) + segment.origin
@@ -145,8 +147,8 @@ class LayerStack(list[Layer]):
         return Step(self.slots, segment.waiting, places, busy, self._held)
 
     def _read_slots(self) -> bool:
-        """Find the slots that steps read and write, again after each fold. Returns False if steps
-        cannot have a constant shape, or a layer has no slots yet.
+        """Find the slots that steps read and write, if they have changed since the last step.
+        Returns False if steps cannot have a constant shape, or a layer has no slots yet.
         """
         slots, version = self.slots, LayerState.version
         if slots.reason is not None:

@@ -46,7 +46,8 @@ def generate(
 
     Pass it to transformers:
     `model.generate(**inputs, custom_generate=weir.generate, policy="h2o(256)")`. Called directly,
-    `weir.generate(model, **inputs, policy="h2o(256)")`, it calls `model.generate` with a new cache.
+    `weir.generate(model, **inputs, policy="h2o(256)")`, it calls `model.generate` with a new cache,
+    or with the `StreamingCache` among the arguments.
 
     Args:
         model: the model whose `generate` was called.
@@ -129,8 +130,8 @@ def _cache_of(model: PreTrainedModel, there: Any, given: dict[str, Any]) -> Stre
 def _arguments_of_caller() -> Mapping[str, Any]:
     """Return the arguments of the `model.generate` that has called `generate`, by name.
 
-    transformers passes a streamer and an assistant only to its own decoding. Without its tokens, a
-    `TextIteratorStreamer` would wait forever.
+    transformers passes a streamer and an assistant only to its own decoding. A
+    `TextIteratorStreamer` that gets no tokens would wait forever.
     """
     frame = sys._getframe(1).f_back
     while frame is not None:

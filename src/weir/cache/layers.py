@@ -33,8 +33,8 @@ class LayerPlan:
 
     Attributes:
         spec: the layer.
-        heads: the sizes of the attention of its heads. If a model is distributed over devices by
-            heads, they are those of the device's share.
+        heads: how many heads the layer has, and the sizes of their keys and values. If the heads of
+            a model are distributed over devices, only those of this device count.
     """
 
     spec: LayerSpec
@@ -52,11 +52,10 @@ class LayerPlan:
 
 
 def _pipes_of(policy: Policy, facts: ModelSpec) -> list[tuple[Pipe, ...]]:
-    """Return the pipes of each layer's KV heads, before layers with their own windows are
-    considered.
+    """Return the pipes of each layer's KV heads under a policy.
 
-    In a model that has full layers, sliding layers keep their own window, and the policy applies to
-    the full layers.
+    If only some layers have a sliding window, the policy applies to the others. The layers with a
+    window then get the pipes of the first other layer here, and `plan_layers` replaces them.
     """
     count = len(facts.layers)
     full = [index for index, layer in enumerate(facts.layers) if layer.positions.window is None]
@@ -89,11 +88,12 @@ def plan_layers(
 ) -> tuple[ModelSpec, list[LayerPlan]]:
     """Describe the part of a model that a policy applies to, and plan every layer of its cache.
 
-    The heads of a layer that have the same pipe are one plan. A layer can have several plans, one
+    The heads of a layer that have the same pipe share one plan. A layer can have several plans, one
     after another.
 
     Raises WeirError if every layer has a sliding window that is smaller than the policy's slots and
-    a chunk together, or the slots of a layer cannot have the policy's format.
+    a chunk together, the slots of a layer cannot have the policy's format, or the policy was made
+    for another number of heads.
     """
     pipes = _pipes_of(policy, describe(model))
     most = _reach_of(pipes, chunk)
@@ -131,7 +131,7 @@ def _of_heads(spec: LayerSpec, heads: tuple[int, ...], count: int) -> LayerSpec:
     """Restrict the description of a layer to some of its `count` KV heads."""
     if spec.pipe.needs_gates:
         raise WeirError(
-            "gated reads all KV heads of a layer, so they must all have the same policy"
+            "the pool gated reads all KV heads of a layer, so they must all have the same policy"
         )
     positions, alibi = spec.positions, spec.positions.alibi
     if alibi is not None:
@@ -274,6 +274,6 @@ def keep_freed_memory() -> None:
     """Let glibc keep freed blocks of up to `MOST_KEPT` bytes for reuse; acts once in a process.
 
     glibc raises its mmap threshold when such a large tensor is freed. The tensor is never written,
-    so it takes no memory. The process may keep up to twice as much freed memory.
+    so it takes no memory. The process may keep up to twice `MOST_KEPT` bytes of freed memory.
     """
     torch.empty(MOST_KEPT, dtype=torch.uint8, device="cpu")

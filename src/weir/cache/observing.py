@@ -79,7 +79,8 @@ class Attention:
     def weights(self, start: int, stop: int) -> Tensor:
         """Return the model's attention weights: the softmax of `logits`, of the same shape.
 
-        A sink logit takes part in the softmax, so that the weights then sum to less than 1.
+        If the layer has sink logits, they take part in the softmax, so the weights of a query sum
+        to less than 1.
         """
         logits = self.logits(start, stop).unflatten(1, (self.keys.shape[1], -1))
         return attention_softmax(logits, logits.new_zeros(1, 1, 1), self.params).flatten(1, 2)

@@ -4,8 +4,9 @@ between folds.
 `generate` and other callers feed columns, and tell by a mask or by positions which of them are
 tokens. This module separates each row's tokens from padding, refuses a forward that does not
 continue every row, and plans which slots the tokens of each segment go to. Segments end where
-rows fold. Layers in which the next token of each row goes to the same slot share slots and masks,
-because computing them takes a noticeable part of a step of a small model.
+rows fold. If the next token of each row goes to the same slot in several layers, these layers share
+what is computed from the slots (`StepEnds`), because computing it takes a noticeable part of a step
+of a small model.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class StepEnds:
 
 @dataclass(frozen=True)
 class Segment:
-    """The next tokens of every row, at most as many as fit before one of its tails is full.
+    """The next tokens of every row, at most as many as fit until the row's tail is full.
 
     Attributes:
         columns: the forward's column of each token [batch, width], int64.
@@ -184,7 +185,7 @@ class Segment:
 
     @cached_property
     def tail_places(self) -> Tensor:
-        """The place in its row's tail of each of `entries` [tokens]."""
+        """For each token of `entries`, its place in the tail of its row [tokens]."""
         rows, places, _ = self.entries
         return torch.tensor(self.waiting, device=self.device)[rows] + places
 
@@ -221,7 +222,7 @@ class ForwardPlan:
         prefill: fold the prompt once, after exact attention (`prefill="full"`): one segment.
 
     Args:
-        placed: `positions`, or each row's first place, where all columns hold tokens.
+        placed: `positions`; or, if all columns hold tokens, the first place of each row.
     """
 
     segments: list[Segment]
@@ -375,7 +376,7 @@ def place_on_axes(
 
 
 def _clock_after(segment: Segment, before: Tensor, after: Tensor) -> Tensor:
-    """Return each row's clock [batch] after a segment, given it before and after each column.
+    """Return each row's clock [batch], its next place on three axes, after a segment.
 
     Args:
         segment: the segment.
@@ -398,7 +399,8 @@ class BegunForward:
         plan: the segments of the forward.
         after: the rows after the forward.
         refused: by row, why its tokens are refused; the other rows go on.
-        ids: token ids for the model, those out of range replaced; None if none were fed.
+        ids: token ids for the model, those out of range replaced. None if none were fed, or if they
+            need no replacement (`Rows.begin_step`).
     """
 
     plan: ForwardPlan
@@ -442,7 +444,7 @@ class Rows:
 
     @property
     def batch(self) -> int | None:
-        """Rows of the batch; None before the first token."""
+        """Rows of the batch; None if there are none yet."""
         return len(self.seen) or None
 
     def select(self, index: list[int]) -> Rows:
@@ -558,7 +560,8 @@ class Rows:
     def begin_step(
         self, tokens: list[int], *, vocabulary: int, chunk: int, origin: int, device: torch.device
     ) -> BegunForward | None:
-        """Plan a forward of one token of each row, as `begin` does; None if there is more to check.
+        """Plan a forward of one token of each row, as `begin` does. Returns None in cases that only
+        `begin` handles, for example if a row has ended or a token is out of range.
 
         Args:
             tokens: the token of each row.

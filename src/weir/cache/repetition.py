@@ -41,8 +41,8 @@ def repetition_scores(
 ) -> dict[int, Tensor]:
     """Score the tokens of a row by the attention that they receive while they are repeated.
 
-    While the model repeats the part of the text that has a token, each query gives this token an
-    attention weight. The score of the token is the largest of these weights, over all queries of
+    While the model repeats the part of the text that contains a token, each query gives this token
+    an attention weight. The score of the token is the largest of these weights, over all queries of
     the repetition and all query heads of a KV head (KVzip, section 3.2).
 
     Args:
@@ -52,8 +52,8 @@ def repetition_scores(
         repetitions: the parts of the row's text.
 
     Returns:
-        By layer [kv_heads, tokens], float32. Layers that have their own sliding window under any
-        policy are left out.
+        By layer [kv_heads, tokens], float32. Layers that keep their own sliding window, whatever
+        the policy is, are left out.
     """
     state, found = full.take_row(row), dict[int, Tensor]()
     for layer, held in enumerate(full.stack):

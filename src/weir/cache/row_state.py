@@ -66,9 +66,9 @@ class RowState:
         kind: properties of the cache, as JSON: `policy` by its name and the `pools` it stands for,
             `chunk`, `positions`, `origin`, the `model` (type, layers, sizes and dtype of each
             layer's heads) and a fingerprint of its `weights`.
-        facts: facts of the row, as JSON: columns, seen, waiting, claimed, last, ended, seed, marks
-            (`Marks`, by name), lengths (slots in use by layer and pool), and for a model with three
-            axes drift.
+        facts: facts of the row, as JSON: columns, seen, waiting, claimed, last and ended (see
+            `Rows`), seed, marks (`Marks`, by name), lengths (slots in use by layer and pool), and
+            drift (see `Rows`) for a model with three axes.
         tensors: `LAYER.NAME` for each buffer of each layer [1, kv_heads, ...], with only the slots
             in use (`LayerSpec.held`), on the device of the cache that the row was taken from.
     """
@@ -361,7 +361,9 @@ def _check_layer_numbers(
 
 
 def _check_positions(position: Tensor, lies: Layout, ahead: int, chunk: int, origin: int) -> None:
-    """Check that the front holds folded tokens, run and tail rise by one, and the rest is empty."""
+    """Check that the front holds folded tokens, that positions rise by one in the run and the tail,
+    and that the rest is empty.
+    """
     for kept in (position[:, :, : lies.quantized_front], position[:, :, lies.first : lies.front]):
         if not bool(((kept == EMPTY) | ((kept >= origin) & (kept < ahead))).all()):
             raise WeirError(
@@ -381,9 +383,9 @@ def _check_positions(position: Tensor, lies: Layout, ahead: int, chunk: int, ori
 def _check_weights(
     name: str, weights: Tensor, empty: Tensor, used: int, chunk: int, waiting: int
 ) -> None:
-    """Check that log-weights are valid in slots in use, 0 in waiting slots, and -inf in all others.
+    """Check that log-weights are valid in slots in use, 0 in the tail, and -inf in all others.
 
-    Dropped tokens among the `waiting` ones in the tail also have -inf. `empty` says which slots
+    Dropped tokens among the `waiting` tokens of the tail also have -inf. `empty` says which slots
     before the tail hold no token [1, kv_heads, used].
     """
     kept = weights[:, :, :used]
@@ -395,7 +397,7 @@ def _check_weights(
     dropped = tail.isneginf()
     dropped[:, :, waiting:] = False
     if bool(((tail != 0) & ~dropped).any()):
-        raise WeirError(f"{name} is not 0 in slots that wait for a token")
+        raise WeirError(f"{name} is not 0 in the slots for new tokens")
     if bool((weights[:, :, used + chunk :] != -math.inf).any()):
         raise WeirError(f"{name} gives weight to slots that are not in use")
 
@@ -443,7 +445,7 @@ def check_kind(mine: dict[str, Any], theirs: dict[str, Any], subject: str = "thi
         if name == "policy":
             if (unlike := unlike_policies(mine, theirs)) is not None:
                 raise WeirError(
-                    f"{subject} of a cache with policy {quote(unlike[1])}, but this one has "
+                    f"{subject} of a cache with policy {quote(unlike[1])}, but this cache has "
                     f"{quote(unlike[0])}"
                 )
         elif mine.get(name) != theirs.get(name):
@@ -453,7 +455,7 @@ def check_kind(mine: dict[str, Any], theirs: dict[str, Any], subject: str = "thi
             if name == "weights":
                 raise WeirError(f"{subject} of another model, with other weights")
             raise WeirError(
-                f"{subject} of a cache with {name} {quote(theirs.get(name))}, but this one has "
+                f"{subject} of a cache with {name} {quote(theirs.get(name))}, but this cache has "
                 f"{quote(mine[name])}"
             )
 

@@ -76,7 +76,8 @@ def size_of(
             `StreamingCache.nbytes`.
 
     Raises:
-        WeirError: the model cannot be served, or the policy has no limit and so no fixed size.
+        WeirError: the model cannot be served, or the policy has no limit and its size does not
+            follow from `tokens`.
     """
     wanted = fit_to_model(with_slots(parse_policy(policy), slots), model, chunk)
     chunk = resolve_chunk(wanted, chunk)

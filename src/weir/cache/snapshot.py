@@ -255,7 +255,9 @@ class Holding:
         ]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the data for a page that shades a text, as JSON."""
+        """Return the data of a page that shades each token of a text by how much of it is held, as
+        JSON.
+        """
         return {
             "seen": self.seen,
             "pairs": self.pairs,
@@ -345,6 +347,7 @@ def _pairs(at: Tensor, pair: Tensor, tokens: int) -> Tensor:
 
     `at` has the index of each slot's token, `pair` its pair [slots].
     """
-    # One number for both: `unique(dim=1)` of the two takes ten times as long.
+    # Token and pair are combined into one number, because `unique(dim=1)` of both takes ten times
+    # as long.
     pairs = int(pair.max()) + 1 if len(pair) else 1
     return torch.bincount((at * pairs + pair).unique() // pairs, minlength=tokens)

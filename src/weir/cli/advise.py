@@ -113,5 +113,6 @@ def _print(model_name: str, found: Advice) -> None:
     if idle:
         print_line(
             f"{found.tokens:,} tokens are too few to compare policies: {', '.join(idle)} evicted "
-            "nothing, so the perplexity is that of dense. Try a longer text or more --tokens."
+            "nothing, so the figures do not show what eviction costs. Try a longer text or more "
+            "--tokens."
         )

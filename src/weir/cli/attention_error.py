@@ -43,8 +43,9 @@ def attention_error(
     rates: Annotated[
         str | None,
         Option(
-            help="Shares of the tokens after --exact to keep, if the policies are given without "
-            f"a budget. Give all policies a budget, or none [default: {RATES}]"
+            help="If the policies are given without a budget: the shares to keep of the tokens "
+            "between the first --exact and the last --queries tokens. Give all policies a budget, "
+            f"or none [default: {RATES}]"
         ),
     ] = None,
     blocks: Annotated[
@@ -88,8 +89,8 @@ def attention_error(
     """Compare attention under a policy with exact attention, layer by layer.
 
     The method is that of BalanceKV's section 4.1. Each layer gets the queries, keys and values of
-    the exact model. The first tokens stay exact, a share of the others is kept, and the outputs for
-    the last queries are compared.
+    the exact model. The first tokens and the tokens of the last queries stay exact. A share of the
+    tokens between them is kept, and the outputs for the last queries are compared.
     """
     from weir.evals.attention_error import (
         check_plot,
@@ -174,7 +175,7 @@ def _print(rows: list[LayerError], facts: dict[str, Any]) -> None:
     by_place = {(row.name, row.rate, row.layer): row for row in rows}
     for name in dict.fromkeys(row.name for row in rows):
         table = Table(title=Text(name), title_justify="left", title_style="bold")
-        heads = ("rate", *(f"layer {layer}" for layer in shown), "mean", "±", "kept", "pools")
+        heads = ("rate", *(f"layer {layer}" for layer in shown), "mean", "±", "kept", "pool time")
         for head in heads:
             table.add_column(head, justify="right", no_wrap=True)
         for mean in (mean for mean in facts["means"] if mean["name"] == name):

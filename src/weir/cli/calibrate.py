@@ -72,9 +72,9 @@ def calibrate(
 ) -> None:
     """Measure how many slots each layer needs, and write them to a policy file.
 
-    All layers together take as many bytes as under the given policy. With --gates, train the gates
-    of the pool 'gated' instead. They are saved in weir's cache folder under a fingerprint of
-    the model's weights. weir finds them there when it loads a model with the same weights.
+    All layers together take at most as many bytes as under the given policy. With --gates, train
+    the gates of the pool 'gated' instead. They are saved in weir's cache folder under a fingerprint
+    of the model's weights. weir finds them there for every model with the same weights.
     """
     from weir.cache import read_bytes
     from weir.evals import calibration
@@ -147,12 +147,15 @@ def _train(
     from rich.table import Table
 
     table = Table()
-    for head in ("layer", "variance explained", "largest mean score"):
+    for head in ("layer", "variance explained", "most copying"):
         table.add_column(head, justify="right")
     for layer, share, copying in rows:
         table.add_row(str(layer), f"{share:.2f}", f"{copying:.2f}")
     print_table(table)
-    print_line(f"{path}: gates trained on {found.tokens:,} tokens")
+    print_line(
+        f"{path}: gates trained on {found.tokens:,} tokens. Most copying is the largest mean score "
+        "of a layer's heads, near 1 for a head that copies earlier text."
+    )
 
 
 def _print_json(model_name: str, out: Path, found: Calibration) -> None:

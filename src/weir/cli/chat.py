@@ -55,7 +55,9 @@ PLAIN_NAMES = {
     "header": "",
     "kept": "",
 }
-"""Words for the tokens that a pool keeps. Other pools are described by their names."""
+"""Words for the tokens that a pool keeps. A pool with an empty text is not mentioned, and a pool
+without an entry is described by its name.
+"""
 FORMAT_WORDS = {"int8": "8 bits", "int4": "4 bits", "k8v4": "8 and 4 bits", "fp8": "8-bit floats"}
 HEADER = 16
 """Slots for the tokens that a chat template puts before an answer."""
@@ -70,7 +72,7 @@ PREVIEW = 48
 RECALLED = 120
 """Number of characters of a recalled passage that are shown."""
 SHARE = 4
-"""Divisor of the free memory: a conversation takes at most this part, a quarter."""
+"""The free memory is divided by this number: a conversation takes at most a quarter of it."""
 
 
 @command()
@@ -101,8 +103,8 @@ def chat(
         str | None,
         Option(
             "--slots",
-            help=f"{options.SLOT_FORMATS} [default: set by the policy; if no policy is given, "
-            "exact where enough memory is free]",
+            help=f"{options.SLOT_FORMATS} [default: set by the policy; without --policy and "
+            "weir.toml, exact if enough memory is free]",
         ),
     ] = None,
     chunk: options.PolicyChunk = None,
@@ -349,9 +351,9 @@ def _size_policy(
     """Choose the policy of a conversation; returns it, and the reason for the chat's first line.
 
     A policy without a budget gets as many slots as the model's window and the memory allow. The
-    default policy gets exact slots if as many of them fit. The system message gets separate slots,
-    so that it is never evicted. Unless a policy was `given`, a policy file next to the model
-    replaces the `wanted` one.
+    default policy gets exact slots if the largest number of slots fits even in this format. The
+    system message gets separate slots, so that it is never evicted. Unless --policy or --slots was
+    `given`, a policy file next to the model replaces the `wanted` policy.
     """
     from weir.cache import find_model_policy
     from weir.evals.fitting import budget_in, largest_budget
@@ -399,7 +401,7 @@ def _size_policy(
         wanted = parse_policy(with_budget(policy, budget))
         reason = (
             f". It has {budget:,} {form}slots, as many as fit in the window and a quarter of the "
-            "free memory"
+            f"free memory, up to {MOST_SLOTS:,}"
         )
     if not pinned or isinstance(wanted, Recompute):
         return wanted, reason
@@ -581,7 +583,7 @@ def _load(conversation: Conversation, file: Path) -> None:
 
 
 def _tell_forgotten(conversation: Conversation) -> None:
-    """List the turns of a conversation by how much of them is held."""
+    """List the turns of a conversation, with the share of each that is held."""
     transcript, holding = _look(conversation)
     passages = transcript.passages(holding)
     shown = passages if len(passages) <= MOST_LINES else passages[-MOST_LINES:]
@@ -650,7 +652,7 @@ def _report(conversation: Conversation) -> None:
     for line, layers in itertools.islice(places.items(), MOST_LINES):
         say(f"{_ranges(layers)}: {line}{' each' if len(layers) > 1 else ''}")
     if len(places) > MOST_LINES:
-        say(f"{len(places) - MOST_LINES} more kinds of layers are not shown")
+        say(f"{in_words(len(places) - MOST_LINES, 'more line')} not shown")
 
 
 def _ranges(layers: list[int]) -> str:

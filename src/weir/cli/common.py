@@ -217,12 +217,13 @@ def prepare_model(
 ) -> None:
     """Prepare a model for fast decode steps.
 
-    Chooses the faster matrix products, which takes seconds once per machine. With `native`, decode
-    steps run in one call of a kernel if the model's form allows it; with `compiled`, on a GPU, they
-    run under torch.compile.
+    Chooses the faster matrix products, weir's or PyTorch's. This takes seconds, once per machine.
+    With `native`, decode steps run in one call of a kernel if the model's form allows it; with
+    `compiled`, on a GPU, they run under torch.compile.
 
-    With `wait`, the first step waits for that kernel. Without it, a thread compiles the kernel and
-    holds numba's lock, and a stream that needs another kernel would wait in the middle of its work.
+    With `wait`, the first step waits until this kernel has been compiled. Without `wait`, a thread
+    compiles the kernel and holds numba's lock, so a stream that needs another kernel would wait in
+    the middle of its work.
     """
     from weir.native import choose_products, compile_steps
 

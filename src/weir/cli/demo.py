@@ -1,4 +1,4 @@
-"""`weir demo`: a model reads a book past its window, and is asked for names."""
+"""`weir demo`: a model reads a book past its window, and is asked for what it was told."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def demo(
 ) -> int:
     """Read a book past the model's window under several policies, and compare what they remember.
 
-    The report shows what each policy holds of the book, and which policies still know names or
-    facts that the model was told.
+    The report shows what each policy holds of the book, and under which policies the model still
+    knows what it was told.
     """
     from rich.console import Group
     from rich.live import Live
@@ -97,7 +97,7 @@ def demo(
         about = (
             f"{model_name} was trained on {window:,} tokens at a time. It now reads {len(ids):,} "
             f"tokens of {demonstration.TITLE}, once under each policy. Then it is told "
-            f"{what['count']} facts in other passages, and asked for each of them "
+            f"{what['count']} facts in other passages of the book, and asked for each of them "
             f"{', '.join(others)} and {farthest} tokens later. The cache of dense, which is plain "
             "attention, grows, and every other cache has as many bytes as that of "
             f"{policies[-1]}, the default."

@@ -1,4 +1,4 @@
-"""`weir inspect`: draw the papers' figures about attention, for any model and text."""
+"""`weir inspect`: draw figures about a model's attention, most of them as in papers."""
 
 from __future__ import annotations
 

@@ -2,8 +2,9 @@
 
 The transcript has a line of JSON for each turn. It is written as the turn is said, so that nothing
 is lost if the process ends. The saved stream lets `--continue` go on without recomputing the
-conversation. It is written at the end, and before that whenever saving takes little of the time.
-The archive is searched by `--recall`. A missing archive is rebuilt from the transcript.
+conversation. It is written at the end, and before that so seldom that saving takes at most about a
+twentieth of the time. The archive is searched by `--recall`. A missing archive is rebuilt from the
+transcript.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 SAVED = 8
 """Number of the newest conversations that keep a saved stream. The others are recomputed."""
 SELDOM = 20
-"""A stream is saved again after this many times the duration of its last save."""
+"""Before a stream is saved again, at least this many times the duration of its last save passes."""
 
 
 def folder() -> Path:

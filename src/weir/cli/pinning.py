@@ -9,7 +9,7 @@ from typer import Option
 from weir.errors import WeirError, quote
 
 AUTO = "auto"
-"""Value of --pin that lets the free memory decide."""
+"""Value of --pin for as many tokens as the free memory allows."""
 MOST = 999_999_999
 """The most tokens that --pin can name."""
 
@@ -23,7 +23,7 @@ PinSlots = Annotated[
 
 
 def read_pin(pin: str | None) -> int | None:
-    """Read the value of --pin: a number of tokens, or None if it is not given."""
+    """Read a value of --pin other than `AUTO`: a number of tokens, or None if it is not given."""
     if pin is None:
         return None
     if not (pin.isascii() and pin.isdecimal() and len(pin) <= len(str(MOST))):

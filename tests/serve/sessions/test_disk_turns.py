@@ -340,9 +340,9 @@ def test_names_are_never_parts_of_a_path(tmp_path):
             MODEL,
             "sink(2) | recent(7)",
             CHUNK,
-            r"with policy 'sink\(2\) \| recent\(6\)', but this one has",
+            r"with policy 'sink\(2\) \| recent\(6\)', but this cache has",
         ),
-        (MODEL, POLICY, 8, "with chunk 4, but this one has 8"),
+        (MODEL, POLICY, 8, "with chunk 4, but this cache has 8"),
         (make_llama(layers=2), POLICY, CHUNK, "another model .layers 1, here 2"),
         (make_llama(layers=1, seed=3), POLICY, CHUNK, "another model .weights"),
     ],
@@ -370,7 +370,7 @@ def test_without_a_chunk_engine_and_store_take_that_of_the_policy_file(tmp_path)
             named = one.load("a").state.facts
         with store(folder, StoreFormat.of(MODEL, policy, chunk)) as one:
             assert one.load("a").state.facts == named
-        with pytest.raises(WeirError, match=f"with chunk {chunk}, but this one has {CHUNK}"):
+        with pytest.raises(WeirError, match=f"with chunk {chunk}, but this cache has {CHUNK}"):
             store(folder, StoreFormat.of(MODEL, policy, CHUNK))
         assert Engine(MODEL, policy, 1, SessionStore(), chunk=CHUNK).cache.chunk == CHUNK
 
@@ -380,7 +380,7 @@ def test_a_store_whose_policy_stood_for_other_pools_is_refused(tmp_path):
         was = one.place.store_format
     now = StoreFormat.of(MODEL, "centers(24)", CHUNK)
     renamed = {"model": was.model, "kind": {**was.rows.kind, "policy": "centers(24)"}}
-    with pytest.raises(WeirError, match=r"quiet=3.* this one has .*quiet=2"):
+    with pytest.raises(WeirError, match=r"quiet=3.* this cache has .*quiet=2"):
         now.check(renamed)
     was.check(renamed)  # the same pools by another name
     with pytest.raises(WeirError, match="rows are of a cache with policy"):

@@ -1,13 +1,15 @@
-"""Attention of a layer: rotated queries and keys, masks, whole prompts, and pieces over a window.
+"""Attention of a layer: rotated queries and keys, masks, whole prompts, and calls that fold on the
+way (`WindowPiece`).
 
 Pools read the last queries, or the attention that slots received, only when they fold, and until
 then no slot moves. So queries wait in the slab, and the fold computes one matrix product instead of
 one in every step.
 
-If pools keep only the first and the newest tokens, it is known in advance what each chunk of a long
-piece sees. Then one fold after all chunks leaves the same slots as one fold after each, because
-each token is quantized once, and keys of the front are rotated from their masters. *Front*, *run*
-and *tail* are explained in `layer_state.py`.
+If pools keep only the first and the newest tokens, it is known in advance which tokens the queries
+of each chunk see. Then all chunks of a call are answered before anything is folded. One fold after
+all chunks leaves the same slots as a fold after each chunk, because each token is quantized once,
+and keys of the front are rotated from their masters. *Front*, *run* and *tail* are explained in
+`layer_state.py`.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ class NewTokens(NamedTuple):
     params: AttentionParams
 
     def part(self, start: int, count: int) -> NewTokens:
-        """View the tokens of `count` columns."""
+        """View the tokens of the `count` columns from `start` on."""
         return self._map(lambda t: t.narrow(-2, start, count))
 
     def columns(self, index: Tensor) -> NewTokens:
@@ -218,7 +220,7 @@ def store_queries(slab: Slab, spec: LayerSpec, queries: Tensor, segment: Segment
     """
     if slab.queries is None:
         return
-    unasked = spec.chunk - spec.keeps_queries  # queries of a tail that no fold reads
+    unasked = spec.chunk - spec.keeps_queries  # how many queries of a tail are read by no fold
     if segment.in_step:
         first = max(0, unasked - segment.waiting[0])
         if first < segment.width:
@@ -246,8 +248,8 @@ def store_last_queries(slab: Slab, spec: LayerSpec, queries: Tensor, segment: Se
 class WindowPiece:
     """New tokens of all rows, in segments; there is a fold before each segment except the first.
 
-    Tokens are counted from the oldest token of the run, or from the first new one if there is no
-    run.
+    Tokens are counted from the oldest token of the run, or from the first token of the tail if
+    there is no run.
 
     Args:
         state: the layer's slots, which are not changed.
@@ -276,8 +278,8 @@ class WindowPiece:
     def of(
         cls, state: LayerState, keys: Tensor, values: Tensor, segments: Sequence[Segment]
     ) -> WindowPiece | None:
-        """Describe a piece; None if there is only one segment, a row has another layout, or the
-        layer does not keep just the first and the newest tokens (`keeps_window`).
+        """Describe a piece; None if there is only one segment, the rows have different layouts, or
+        the layer does not keep just the first and the newest tokens (`keeps_window`).
         """
         spec = state.spec
         if len(segments) == 1 or not spec.keeps_window:

@@ -123,7 +123,9 @@ def _fold_alike(
 
 
 def last_queries(slab: Slab, wanted: int) -> Tensor | None:
-    """Return a view of the last queries [batch, kv_heads, group, wanted, key_dim]; None for 0."""
+    """Return a view of the last queries [batch, kv_heads, group, wanted, key_dim]; None if none are
+    wanted or stored.
+    """
     if slab.queries is None or not wanted:
         return None
     last = slab.queries[:, :, slab.queries.shape[2] - wanted :]

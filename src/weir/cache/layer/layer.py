@@ -108,6 +108,8 @@ class Layer:
         Args:
             queries: [batch, heads, length, key_dim], unrotated unless `spec.positions.placed`.
             keys, values: [batch, kv_heads, length, dim], keys rotated as the queries are.
+            params: the parameters of the layer's attention.
+            plan: the segments of the forward.
             answers: whether to answer the queries of a whole prompt; other queries are always
                 answered.
 
@@ -167,9 +169,9 @@ class Layer:
             )
         if keys.shape[1] != slab.keys.shape[1] or keys.shape[3] != slab.keys.shape[3]:
             raise WeirError(
-                f"layer {self.spec.index} makes keys of {in_words(keys.shape[1], 'head')} of "
-                f"{in_words(keys.shape[3], 'number')}, but this cache holds {slab.keys.shape[1]} "
-                f"of {slab.keys.shape[3]}. "
+                f"layer {self.spec.index} makes keys for {in_words(keys.shape[1], 'head')}, with "
+                f"{in_words(keys.shape[3], 'number')} in each, but this cache holds keys for "
+                f"{in_words(slab.keys.shape[1], 'head')}, with {slab.keys.shape[3]} in each. "
                 "Make a new cache for this model."
             )
 
@@ -216,7 +218,7 @@ class Layer:
         self.running = Transaction(self.state)
 
     def take_fold_seconds(self) -> float:
-        """Return the seconds spent folding since the last call."""
+        """Return the seconds spent folding since this method was last called."""
         seconds, self._fold_seconds = self._fold_seconds, 0.0
         return seconds
 

@@ -152,7 +152,7 @@ class LayerSpec:
         """Return the bytes of one row of `tokens` tokens in transformers' own cache; None if this
         cache is not `dense`.
 
-        A layer with a sliding window holds one token less than the window there.
+        In that cache, a layer with a sliding window holds one token fewer than the window has.
         """
         if not self.dense:
             return None
@@ -190,7 +190,8 @@ class LayerSpec:
     @cached_property
     def keeps_window(self) -> bool:
         """Whether the layer keeps only the first and the newest tokens, so that what it keeps
-        depends only on how many have come.
+        depends only on how many have come. False also for layers that `WindowPiece` does not
+        support, such as those with linear biases.
         """
         pipe, positions = self.pipe, self.positions
         return (
@@ -291,7 +292,7 @@ class LayerState:
 
     Attributes:
         spec: the layer's fixed facts.
-        slab: the slots; None before the first token.
+        slab: the slots; None until they are allocated.
         lengths: slots in use, per row and per pool of the pipe.
         seeds: the seed of each row's draws.
         plain: whether every slot in use holds one token of weight 1, so that attention can skip the
@@ -308,7 +309,7 @@ class LayerState:
         self.reset()
 
     def nbytes(self, columns: int) -> int:
-        """Return the bytes of the slots of all rows; 0 before the first token.
+        """Return the bytes of the slots of all rows; 0 until they are allocated.
 
         For a cache of fixed size, these are the bytes of the slab. For a cache that keeps every
         token, they are what transformers' cache would hold of `columns` tokens and padding, because
@@ -469,7 +470,8 @@ class LayerState:
         part = slab.view(row, row + 1)
         self._init_pool_state(part)
         for name, t in slab.state.items():
-            put_first(t[row : row + 1], part.state[name])  # longer if the state has grown
+            # If the state has grown, `t` is longer than the state of an empty row.
+            put_first(t[row : row + 1], part.state[name])
         place = torch.tensor([start], device=slab.keys.device)
         part.open_tail(slab.first, place, self.spec.chunk)
         self.lengths[row] = [0] * len(self.spec.pipe.pools)

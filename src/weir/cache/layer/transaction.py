@@ -31,7 +31,8 @@ class Backup:
 
 
 class Transaction:
-    """One layer's part of a running forward. When it ends, a new one begins.
+    """One layer's part of a running forward. When the forward ends, a new transaction replaces this
+    one.
 
     Attributes:
         pending: the last segment that was answered, which `commit` folds where a tail is full.
