@@ -96,7 +96,11 @@ class BoundedConnection(H11Protocol):
         return True
 
     def _probe(self, left: int) -> None:
-        """Write something that the client ignores, if it is still there."""
+        """Write something that clients ignore, and again later, until the response is complete or
+        the connection is closed.
+
+        `left` is the number of writes that follow each other quickly, including this one.
+        """
         if self.transport.is_closing() or self.cycle.response_complete:
             return
         if self.conn.our_state is h11.SEND_RESPONSE:
