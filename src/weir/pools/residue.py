@@ -198,8 +198,7 @@ def measure_misled(
     above, below = _part(read.attention(new, window), new)
     rest_below = 1 - old_below - below
     # For a query that attended only to held tokens and arrivals, this difference is only rounding.
-    # It must not be treated as an answer: divided by the lowered weight, it would choose between
-    # equal gates.
+    # It is set to zero, because otherwise it would decide between gates that are equally good.
     alone = rest_below <= ROUNDING
     rest_above = read.answers[:, :, :, -window:].float() - old_above - above
     rest_above, rest_below = (t.masked_fill(alone, 0.0) for t in (rest_above, rest_below))

@@ -97,6 +97,7 @@ def make_request(
     """Make the request that a body asks for, without constraint and tools.
 
     Args:
+        match: finds the prompt of the request.
         limit: the field with the maximum number of tokens of an answer, and its value.
         logprobs: number of most likely tokens to report with each; None for no log-probabilities.
         default: the maximum number of tokens of an answer if the body sets none.
