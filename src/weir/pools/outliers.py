@@ -2,9 +2,9 @@
 
 BalanceKV's needle variant (Kochetkova et al. 2025, arXiv:2502.07861, section 4.2, and its released
 code): before anything is balanced, tokens whose keys point away from those around them are set
-apart, because no other token can represent them. The choice is not random, so estimates after this
-pool stay unbiased. In the released code, one layer chooses for all later layers. Here each KV head
-of each layer chooses separately.
+apart, because no other token can represent them. The choice is not random, so the estimates of
+pools after this one stay unbiased. In the released code, one layer chooses for all later layers.
+Here each KV head of each layer chooses separately.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Outliers(SizedPool):
     """Keep the tokens whose keys point away most from the keys before them.
 
     The measure is the cosine of a key with the mean of the latest keys, including itself, when it
-    arrives. Among equal ones, the older token is kept. Weights do not change.
+    arrives. Of tokens with equal cosines, the older one is kept. Weights do not change.
 
     Attributes:
         n: number of tokens to keep.
@@ -93,8 +93,10 @@ class Outliers(SizedPool):
         return split(both, stays)
 
     def _choose(self, slots: Slots, away: Tensor) -> Tensor:
-        """Choose the tokens that stay from slots in order, by how far the keys around them point
-        away, then by their own keys, then by age [batch, kv_heads, slots].
+        """Choose the tokens that stay [batch, kv_heads, slots], bool.
+
+        What counts is how far the keys around a token point away, then its own key, then its age.
+        `slots` are in order from the oldest on.
         """
         score = pool_neighbors(away, slots.position, 2 * self.dilate + 1, average=False)
         if self.below is not None:
@@ -106,9 +108,9 @@ class Outliers(SizedPool):
 def measure_away(new: Slots, total: Tensor, fade: float) -> tuple[Tensor, Tensor]:
     """Measure how far each key points away from those before it, one after the other.
 
-    `total` is the sum of the keys so far [batch, kv_heads, key_dim], and `fade` its factor whenever
-    a key is added. Returns the new sum, and 1 minus the cosine of each key with the sum at that
-    time [batch, kv_heads, slots], between 0 and 2, in float64.
+    `total` is the sum of the keys so far [batch, kv_heads, key_dim]. It is multiplied by `fade`
+    whenever a key is added. Returns the new sum, and 1 minus the cosine of each key with the sum
+    that includes it [batch, kv_heads, slots], between 0 and 2, in float64.
     """
     parts = []
     for start in range(0, len(new), PIECE):

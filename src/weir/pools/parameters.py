@@ -1,6 +1,7 @@
 """Annotations of parameters, and checks of arguments against them.
 
-The parser and the decorators share them, so `Sink(2.5)` and `sink(2.5)` get the same message.
+The parser of policies and the decorators of pools and policies share them. So `Sink(2.5)` in Python
+and `sink(2.5)` in a policy get the same message.
 """
 
 from __future__ import annotations

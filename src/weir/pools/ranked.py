@@ -27,11 +27,12 @@ TALLY = "tally"
 
 
 class Ranked(SizedPool):
-    """Keep the tokens with the highest score, as many as its first parameter says, by KV head.
+    """Keep the tokens with the highest scores, separately for each KV head.
 
-    Among equal scores, the older token is kept. Scores are equal if they differ only by rounding
-    (`tie_margin`). Weights do not change. While there is room, nothing is scored, and all tokens
-    are kept. A score that draws random numbers sets `is_stochastic = True`.
+    The first parameter of the pool is the number of tokens. Among equal scores, the older token is
+    kept. Scores are equal if they differ only by rounding (`tie_margin`). Weights do not change.
+    While there is room, nothing is scored, and all tokens are kept. A score that draws random
+    numbers sets `is_stochastic = True`.
 
     Attributes:
         tie_margin: scores count as equal if they differ by at most this share; 0 for exact scores,
@@ -53,15 +54,16 @@ class Ranked(SizedPool):
 
         Returns:
             [batch, kv_heads, slots]: `inf` for a token that is kept before all others, `-inf` for
-                one that is evicted even if there is room; or a tuple, in which the second score
-                decides ties of the first.
+                one that is evicted even if slots then stay free; or a tuple, in which the second
+                score decides ties of the first.
         """
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
         """Rank if there are too many tokens. The kept and the evicted tokens both have the oldest
         first.
 
-        Evicting all excess tokens at once gives the same result as evicting one after each arrival.
+        If scores never change and do not depend on other tokens, evicting all excess tokens at once
+        gives the same result as evicting one after each arrival.
         """
         return self.fold_by(
             lambda n, slots, by: select_highest(n, slots.held, *by, alike=self.tie_margin),
@@ -160,7 +162,7 @@ class Asking(Ranked):
         return fold.observed.attention(slots, self.needs_queries)
 
     def logits(self, slots: Slots, fold: Fold) -> Tensor:
-        """Return logits of the same queries; `-inf` where a share is 0."""
+        """Return the logits of the queries in `attention`, in its shape; -inf for a share of 0."""
         lse = fold.observed.lse[:, :, :, -self.needs_queries :, None]
         return self.attention(slots, fold).log() + lse.nan_to_num(neginf=0.0)
 

@@ -1,7 +1,8 @@
 """A sliding window: keep the newest tokens.
 
 This is the rolling part of StreamingLLM (Xiao et al. 2024, arXiv:2309.17453, section 3.2). Alone,
-it is window attention (Beltagy et al. 2020, "Longformer"), the baseline that fails in that paper.
+it is window attention (Beltagy et al. 2020, "Longformer"), the baseline that fails in the paper on
+StreamingLLM.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """Merge evicted tokens into a few weighted means of keys and values.
 
 ResKV (arXiv:2607.29591): in addition to the tokens that are kept exactly, some slots represent the
-other tokens. Each has the mean of a group's keys, the mean of its values, and the logarithm of its
-size as a log-weight. The exponential of a mean logit is less than the mean of the exponentials. The
-log-weight makes up for the second-order term of this difference, which depends on the spread of the
-keys. In every layer, the latest queries decide how much weight the means get. In a stream, merged
-tokens fade: they count less as more tokens arrive.
+other tokens, in groups. The slot of a group has the mean of the group's keys, the mean of its
+values, and the logarithm of its size as a log-weight. The exponential of a mean logit is less than
+the mean of the exponentials. A correction of the log-weight makes up for the second-order term of
+this difference, which depends on the spread of the keys. In every layer, the latest queries decide
+how much weight the means get. In a stream, merged tokens fade: they count less as more tokens
+arrive.
 
 Groups are joined by the rule of Ward (1963, "Hierarchical Grouping to Optimize an Objective
 Function"): joining two groups of weights v and w, whose means are a distance d apart, adds v w / (v
@@ -43,17 +44,17 @@ LASTS = 0.9
 class Residue(SizedPool):
     """Keep all tokens that arrive, merged into `r` means, separately for each KV head.
 
-    Keys are merged without rotation, as if all tokens of a group were at the place of its newest,
-    which is the place of the slot. Tokens that the last queries distinguish the least are merged.
-    Nothing is merged while there is room, and no token overflows.
+    Keys are merged without rotation, as if all tokens of a group were at the place of its newest
+    token, which is the place of the slot. Tokens that the last queries distinguish the least are
+    merged. Nothing is merged while there is room, and no token overflows.
 
     Attributes:
         r: number of means.
-        half_life: number of arrivals after which the tokens that were merged before them count
-            half; none if merged tokens never count less.
+        half_life: number of further arrivals after which a token in the pool counts half as much;
+            only arrivals that lead to merging count. `none` if tokens never count less.
         spread: whether the weights of means make up for the spread of the keys in them.
         gate: whether the weights of all means of a layer are multiplied by a *gate* from 0 to 1,
-            the one with which the last queries would have been answered best.
+            the one that would have changed the outputs of the last queries least.
         window: how many of the last queries are used.
     """
 
@@ -197,8 +198,7 @@ def measure_misled(
     above, below = _part(read.attention(new, window), new)
     rest_below = 1 - old_below - below
     # For a query that attended only to held tokens and arrivals, this difference is only rounding.
-    # It must not be treated as an answer: divided by the lowered weight, it would choose between
-    # equal gates.
+    # It is set to zero, because otherwise it would decide between gates that are equally good.
     alone = rest_below <= ROUNDING
     rest_above = read.answers[:, :, :, -window:].float() - old_above - above
     rest_above, rest_below = (t.masked_fill(alone, 0.0) for t in (rest_above, rest_below))
@@ -235,9 +235,9 @@ lengths: such a distance can come from rounding.
 def merge_nearest(points: Tensor, weight: Tensor, among: Tensor, most: int) -> Tensor:
     """Join points until at most `most` groups are left.
 
-    Returns the first point of the group of each point [batch, heads, n], int64. In each round, two
-    groups are joined if each costs the other the least to join with, by Ward's rule. Pairs with the
-    lowest cost are joined first and, among equal costs, those with the earlier points. Points
+    Returns, for each point, the first point of its group [batch, heads, n], int64. In each round,
+    two groups are joined if each is the cheapest for the other to join, by Ward's rule. Pairs with
+    the lowest cost are joined first and, among equal costs, those with the earlier points. Points
     [batch, heads, n, dim] are finite, their `weight` is float64, and `among` says which of them
     exist.
     """

@@ -29,13 +29,13 @@ Frame = Literal["read", "stream"]
 @pool("snap")
 @dataclass(frozen=True)
 class Snap(Asking):
-    """Keep the newest tokens, and of the others those that the last queries attend to, by KV head.
+    """Keep the newest tokens, and older ones that the last queries attend to most, by KV head.
 
     A vote is the share of its attention that a query gives to a token. It is summed over the last
     `window` queries and over the query heads of the KV head's group. Tokens of the window are kept
     without votes; if a pool before this one holds them, all slots are for others. Among equal
-    pooled votes, a token's votes decide, and then its age: the older one is kept. A token that
-    represents several gets the votes of all of them. Weights are kept with their tokens.
+    pooled votes, a token's votes before pooling decide, and then its age: the older one is kept. A
+    token that represents several gets the votes of all of them. Weights do not change.
 
     Attributes:
         budget: number of tokens to keep, including those of the window that arrive here.

@@ -47,14 +47,13 @@ class SubGen(Pool):
         samples: s, the number of pairs that are drawn for the numerator.
         clusters: m, the most clusters. When another one is needed, delta is doubled, and clusters
             whose centers are at most delta apart are joined. Keys are then within 2 delta of their
-            center.
-            `none` for no limit, as in the paper: slots then grow with the clusters.
+            center. `none` for no limit, as in the paper: slots then grow with the clusters.
         per_cluster: t, the number of keys that are drawn from each cluster.
         delta: the distance within which keys share a cluster; if clusters are limited, the initial
             distance. "auto" begins with the smallest distance among the first m + 1 different keys.
-        exact: whether tokens are kept exactly while all of them fit in the slots (without a limit,
-            the slots of as many clusters as there are). Otherwise sampling begins with the first
-            token.
+        exact: whether tokens are kept exactly while all of them fit in the slots. Without a limit,
+            these are the slots for the pairs and for the clusters so far. If `exact` is false,
+            sampling begins with the first token.
     """
 
     two_weights = True
@@ -74,7 +73,9 @@ class SubGen(Pool):
             )
 
     def slots(self) -> int | None:
-        """Return one slot for each pair and each sampled key, in case none of them are the same."""
+        """Return one slot for each pair and each sampled key, in case none of them are the same.
+        None if the number of clusters has no limit.
+        """
         if self.clusters is None:
             return None
         return self.samples + self.clusters * self.per_cluster
@@ -222,7 +223,7 @@ def resample(total: Tensor, weight: Tensor, into: Tensor, u: Tensor) -> tuple[Te
     Returns the last arrival that took each entry, -1 for none [batch, kv_heads, reservoirs,
     entries], and the new totals. An arrival of weight w that joins a reservoir of weight W takes
     each entry with probability w / (W + w), independently. So every entry is, at all times, one
-    draw of all that came, by weight.
+    draw from all that came, with probabilities proportional to their weights.
 
     Args:
         total: total weight of each reservoir so far [batch, kv_heads, reservoirs], float64.
@@ -361,10 +362,10 @@ class Clusters:
         of them.
 
         There are no chains: a cluster that another joins does not join a third. If delta is 0, it
-        becomes the smallest distance that exists. Each entry of the cluster that stays is replaced
-        by the other's entry with probability n_other / n_both. `full` marks the heads in which
-        clusters must be joined [batch, kv_heads, 1], bool, and `near` is the distance of the
-        waiting key to the nearest center.
+        becomes the smallest distance between two centers, or `near` if that is less. Each entry of
+        the cluster that stays is replaced by the other's entry with probability n_other / n_both.
+        `full` marks the heads in which clusters must be joined [batch, kv_heads, 1], bool, and
+        `near` is the distance of the waiting key to the nearest center.
         """
         step = torch.arange(self.count.shape[2], device=near.device)
         between = self._distances(self.centre)

@@ -2,8 +2,8 @@
 
 Priority sampling (Duffield, Lund and Thorup 2007, "Priority sampling for estimation of arbitrary
 subset sums", section 1): a token of weight s draws u and has the priority s / u. The n tokens with
-the highest priorities are kept. With τ the highest priority among the others, each counts max(1, τ
-/ s) times. Sums over all that came are then unbiased, whatever the weights.
+the highest priorities are kept. With τ the highest priority among the others, each kept token
+counts max(1, τ / s) times. Sums over all that came are then unbiased, whatever the weights.
 
 "Error certificates" (arXiv:2607.21475) draws such a sample once from a whole prompt, in addition
 to tokens that are kept for certain. Here, weights and random numbers of tokens never change, and τ
@@ -78,9 +78,9 @@ class Tail(SizedPool, Sample):
 
         They are `said`, the logarithm of each slot's weight s [batch, kv_heads, n]; `threshold`,
         the logarithm of τ, and `sum`, the sum of all contributions [batch, kv_heads], all float64.
-        If queries are watched, the state also has `watched`, their number, int64; `variance`, the
-        sum of their relative variances, float64; and `until`, the number of tokens seen at the last
-        fold, int64 [batch, kv_heads].
+        If queries are watched, the state also has, all [batch, kv_heads]: `watched`, the number of
+        watched queries so far, int64; `variance`, the sum of their relative variances, float64; and
+        `until`, the number of tokens seen at the last fold, int64.
         """
         state = super().state(like)
         none = torch.zeros_like(state["came"], dtype=torch.float64)
@@ -152,14 +152,14 @@ class Tail(SizedPool, Sample):
         return said.clamp_min(torch.finfo(torch.float32).tiny).log()
 
     def _watch(self, held: Slots, came: Slots, fold: Fold) -> None:
-        """Add up the variances of the last queries' outputs over the sample as it was read.
+        """Add up the relative variances of the last queries' outputs over the sample as read.
 
         Each token was in the sample with a probability π, the inverse of its weight. Without the
-        token, the output z would move by p / (1 - p) (z - v), with p the share of attention that
-        the token and those it represents received. So the variance of z is Σ (1 - π) (p / (1 - p))²
-        |v - z|².
-        This is the jackknife estimate (Särndal, Swensson and Wretman 1992, sections 5.6 and 11.5).
-        It assumes that draws are independent, as they nearly are.
+        token, the output z would move by p / (1 - p) (z - v), with v its value and p the share of
+        attention that the token and those it represents received. So the variance of z is Σ (1 - π)
+        (p / (1 - p))² |v - z|², and the relative variance is this divided by |z|². This is the
+        jackknife estimate (Särndal, Swensson and Wretman 1992, sections 5.6 and 11.5). It assumes
+        that draws are independent, as they nearly are.
         """
         read = fold.observed
         share = read.attention(held, self.watch).double()

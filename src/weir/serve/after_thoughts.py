@@ -25,7 +25,7 @@ _GOES_ON = re.compile(f">.*{_NO_SPACE}", re.DOTALL)
 
 
 class ThoughtTokens:
-    """The special tokens that an `AfterThoughts` needs, looked up on first use."""
+    """The tokens that an `AfterThoughts` treats separately, looked up on first use."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, stop_ids: Collection[int], vocabulary: int
@@ -71,7 +71,7 @@ class AfterThoughts:
 
     Args:
         inner: the grammar of what follows the thoughts.
-        tokens: the special tokens of the model.
+        tokens: the tokens of the model that are treated separately.
         is_open: whether the prompt has already opened the thoughts.
     """
 

@@ -1,8 +1,9 @@
 """Eviction by the exact output error: the token that changes the output least goes first.
 
 CAOTE (Goel et al. 2025, "CAOTE: KV Cache Selection for LLMs via Attention Output Error-Based Token
-Eviction", arXiv:2504.14051), section 3: without token i the other weights grow by 1 / (1 - a_i),
-so that the output o moves by a_i / (1 - a_i) |o - v_i|.
+Eviction", arXiv:2504.14051), section 3: without token i, which has the attention weight a_i and
+the value v_i, all other weights are multiplied by 1 / (1 - a_i). So the output o moves by
+a_i / (1 - a_i) |o - v_i|.
 """
 
 from __future__ import annotations

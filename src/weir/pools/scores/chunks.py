@@ -27,9 +27,9 @@ from weir.slab import Slots
 class Chunks(PoolWrapper):
     """Keep whole spans by the average of another pool's score, separately for each KV head.
 
-    The average is over the tokens of a span that are still there. Slots left by the last whole span
-    go to the best tokens of the next best span. A token with an infinite score is kept before all
-    spans, and does not count in their averages.
+    The average is over the tokens of a span that are still there. If slots are left over, but too
+    few for the next best span, its best tokens get them. A token with the score `inf` is kept
+    before all spans, one with `-inf` is evicted, and neither counts in the averages.
 
     Attributes:
         pool: the inner pool, which keeps tokens by a score. Its number of slots is used.

@@ -27,9 +27,9 @@ class CurDKV(Ranked):
 
     Attributes:
         n: number of tokens to keep.
-        window: squared lengths are shares of the sum over this many consecutive tokens, counted
-            from the oldest on, so that no part of the stream outweighs all others; none for shares
-            of all.
+        window: number of consecutive tokens, counted from the oldest on. Each squared length is
+            divided by the sum over its window, so that no part of the stream outweighs all others.
+            `none` for the sum over all tokens.
     """
 
     n: int

@@ -1,11 +1,11 @@
-"""Ladders: thin out old tokens, different ones in each layer, so that the layers together reach
-farther back.
+"""Ladders: thin out old tokens, different ones from layer to layer, so that the layers together
+reach farther back.
 
 LaCache (Shi et al. 2025, "LaCache: Ladder-Shaped KV Caching for Efficient Long-Context Modeling of
 Large Language Models", arXiv:2507.14204), section 3, and its released code: when there are too many
 tokens, all but a few of a group of neighbors are evicted. Which few are kept shifts with the layer,
-like the rungs of a ladder. Groups are thinned from the oldest on. When all have
-been thinned, the next round begins at the oldest again. Keys are not read.
+like the rungs of a ladder. Groups are thinned from the oldest on. When all have been thinned, the
+next round begins at the oldest again. Keys are not read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RUNG = "rung"
 @pool("ladder")
 @dataclass(frozen=True)
 class Ladder(SizedPool):
-    """Keep some of every few neighbors, different ones in each layer, and fewer the older they are.
+    """Keep some of every few neighbors, shifted from layer to layer, and fewer of older tokens.
 
     Attributes:
         n: number of tokens to keep.

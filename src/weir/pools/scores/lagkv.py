@@ -46,7 +46,7 @@ class LagKV(Tallied):
     lag: Annotated[int, Bounds(2)] = 64
 
     def check(self, before: tuple[Pool, ...]) -> None:
-        """Refuse a place in which waiting tokens take all slots."""
+        """Refuse a place in the pipe where waiting tokens would take all slots."""
         waiting = 2 * self.lag - 1
         for place, earlier in enumerate(before):
             if earlier.keeps_run and all(pool.in_order for pool in before[:place]):

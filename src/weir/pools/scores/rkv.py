@@ -1,4 +1,4 @@
-"""Keep important tokens, unless a newer token is redundant with them.
+"""Keep important tokens, unless a newer token has a similar key.
 
 R-KV (Cai et al. 2025, "R-KV: Redundancy-aware KV Cache Compression for Reasoning Models",
 arXiv:2505.24133), section 3, and its released code: a token's attention from the last queries,
@@ -74,8 +74,8 @@ def redundant(keys: Tensor, among: Tensor, alike: float) -> Tensor:
     """Compute the mean cosine of each key with all others, as a softmax [batch, kv_heads, n].
 
     Keys are in order from the oldest on; `among` says which count. Two keys are similar if their
-    cosine is above `alike`. For each key, its cosine with the newest key that is similar to it is
-    left out of the mean of that newest key. So the newest of several similar keys is not redundant.
+    cosine is above `alike`. The mean of a key leaves out the keys for which it is the newest
+    similar key. So the newest of several similar keys is not redundant.
     """
     keys = F.normalize(keys, dim=-1).masked_fill(~among[..., None], 0.0)
     place = torch.arange(keys.shape[2], device=keys.device)

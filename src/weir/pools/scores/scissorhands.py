@@ -23,11 +23,11 @@ from weir.slab import Slots
 @pool("scissorhands")
 @dataclass(frozen=True)
 class Scissorhands(Asking):
-    """Keep the tokens to which the largest number of the last queries gave an average share or
-    more, by KV head.
+    """Keep the tokens that most often got at least an average share of a query's attention,
+    separately for each KV head.
 
     Each query head of a group is counted separately. If counts are equal, the sum of attention
-    decides. The paper does not say what does.
+    decides. The paper does not say what decides then.
 
     Attributes:
         n: number of tokens to keep.

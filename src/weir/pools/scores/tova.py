@@ -24,7 +24,7 @@ class Tova(Ranked):
     """Keep the tokens that the last query attends to most, the same in all heads of a layer.
 
     With `chunk=1`, the cache ranks after every token, as the paper does. If the heads of a layer
-    are divided among processes, those of each process agree.
+    are divided among processes, only the heads in the same process keep the same tokens.
 
     Attributes:
         n: number of tokens to keep.

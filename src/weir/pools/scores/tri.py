@@ -2,9 +2,10 @@
 
 TriAttention (Mao et al. 2026, "TriAttention: Efficient Long Reasoning with Trigonometric KV
 Compression", arXiv:2604.04921) and its released code: before rotation, the queries of a head are
-close to a center, so the logit of a key at a distance is a sum of cosines with the mean query's
-amplitudes and phases. It is averaged over future distances. The excess of the queries' length over
-that of their mean, times the key's length, is added. The best of the group's heads decides.
+close to a center, so the logit of a key at a given distance is about a sum of cosines with the mean
+query's amplitudes and phases. This sum is averaged over future distances. For each pair of
+dimensions that rotate together, the mean length of the queries minus the length of their mean,
+times the key's length, is added. A token's score is its largest among the heads of the group.
 """
 
 from __future__ import annotations

@@ -58,8 +58,9 @@ class Vase(Asking):
         weight = pool_neighbors(share, slots.position, self.kernel, average=True)
         reach = slots.values.float().amax(dim=-1) - slots.values.float().amin(dim=-1)
         wide = self.n // 10 if self.wide is None else self.wide
-        # The largest of log w + Gumbel noise are a sample without replacement (Efraimidis and
-        # Spirakis 2006, by logarithms). A token gets new noise at every fold.
+        # The tokens with the largest log w + Gumbel noise are a sample without replacement by the
+        # weights w (Efraimidis and Spirakis 2006, in logarithms). A token gets new noise at every
+        # fold.
         noise = gumbel(fold.draws.uniform(0, slots.position, fold.next[:, None, None]))
         drawn = weight.clamp_min(LEAST).log() + noise
         return drawn.masked_fill(select_highest(wide, slots.held, reach), torch.inf)

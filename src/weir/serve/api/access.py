@@ -69,8 +69,9 @@ class Access:
         )
 
     def refuse(self, scope: Scope) -> APIError | None:
-        """Return the error for a request to a host name, or from a web page, that is not allowed.
-        None if both are allowed.
+        """Return the error for a request to a host name that is not allowed, or for a browser's
+        question whether a web page that is not allowed may send a request (CORS preflight). None
+        for all other requests.
         """
         host = host_of(scope)
         allowed = {*LOCAL_HOSTS, *(name.lower() for name in self.hosts)}

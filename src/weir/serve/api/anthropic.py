@@ -84,7 +84,7 @@ class AnthropicRenderer(Renderer):
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            # Anthropic's clients ignore these unknown fields. Nothing has been read yet.
+            # Without `weir`: its numbers are known only at the end of the answer.
             "usage": {name: n for name, n in self._usage().items() if name != "weir"},
         }
         yield encode_event({"type": "message_start", "message": begun})

@@ -69,7 +69,7 @@ def make_app(
 ) -> ASGIApp:
     """Make an application that starts and stops the engine.
 
-    Without keys, it answers only requests to this machine's own names and to `hosts`. Web pages
+    Without keys, it answers only requests to localhost and to the host names in `hosts`. Web pages
     from `origins` may use it.
     """
     access = Access(hosts, origins, has_keys=bool(keys))

@@ -133,8 +133,8 @@ def _match(
 def _link(_: Any, messages: Sequence[Message]) -> Sequence[Message]:
     """Link the tool results of a chat with their calls.
 
-    Raises APIError unless the chat ends with a message to answer, or with the beginning of the
-    answer.
+    Raises APIError if a result has no call, or if the chat ends neither with a message to answer
+    nor with the beginning of the answer.
     """
     try:
         linked = link_results(messages)

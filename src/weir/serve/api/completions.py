@@ -38,7 +38,7 @@ from weir.serve.thoughts import ThoughtDelta
 from weir.serve.tools.parser import AnswerPart, CallStart, TextDelta, join_parts
 
 DEFAULT_LIMIT = 16
-"""The default number of tokens that continue a text, as with OpenAI."""
+"""The most tokens that continue a text if a request sets no limit, as in OpenAI's API."""
 
 router = APIRouter()
 

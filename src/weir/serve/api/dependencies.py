@@ -69,7 +69,7 @@ class Keys:
         return cls(hashes)
 
     def owner_of(self, key: str) -> str | None:
-        """Return the owner with a key (the hash of the key), or None if the key is wrong."""
+        """Return the owner with a key, named by the key's hash. None if the key is wrong."""
         digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
         # The hash is compared with all hashes, each in constant time.
         same = [known for known in self.hashes if hmac.compare_digest(known, digest)]
@@ -144,9 +144,9 @@ async def run_in_thread(
 
 @dataclass(frozen=True)
 class PageQuery:
-    """The page of a list that a client asks for, after an item; a dependency of routes.
+    """The page of a list that a client asks for: at most `limit` items after the item `after`.
 
-    `include` may name further fields of items, but none exist.
+    Routes use it as a dependency. `include` may name further fields of items, but none exist.
     """
 
     after: Annotated[str | None, Query()] = None

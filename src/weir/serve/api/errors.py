@@ -156,10 +156,11 @@ def ollama_error(error: APIError) -> dict[str, Any]:
 
 
 def _with_field(error: APIError) -> str:
-    """Return the message after the name of its field, unless the message contains the name.
+    """Return an error's message, with the name of the wrong field before it unless the message
+    contains the name.
 
-    The other APIs have no separate place for the field. The path within the field can differ there,
-    so it is left out.
+    Anthropic's and Ollama's errors have no separate place for the field. The path within the field
+    can differ in these APIs, so the path is left out.
     """
     message, param = str(error), error.body["error"]["param"]
     field = re.split(r"[.\[]", param or "", maxsplit=1)[0]
@@ -253,7 +254,8 @@ def _invalid(found: Sequence[Mapping[str, Any]]) -> APIError:
     if not param and kind == "model_type":
         message = "the body must be a JSON object"
     if kind == "extra_forbidden":
-        # The name is the client's, and may look like that of a type: "max-tokens".
+        # `param_of` leaves out a name that is not an identifier, because it can be the name of a
+        # type. This one is the client's, for example "max-tokens", and must not be left out.
         own, before = str(first["loc"][-1]), param_of(first["loc"][:-1])
         param = shorten(f"{before}.{own}" if before else own)
         message = f"Unrecognized request argument supplied: {param}"
@@ -277,7 +279,7 @@ def _accepted(found: Sequence[Mapping[str, Any]], param: str | None) -> list[str
 
 
 def _either(kinds: Sequence[str]) -> str:
-    """Join alternatives with "or". Some of them may be such lists themselves."""
+    """Join alternatives with "or". An alternative may itself contain "or"."""
     return (", or " if any(" or " in one for one in kinds) else " or ").join(kinds)
 
 

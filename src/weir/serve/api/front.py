@@ -1,6 +1,6 @@
 """The front of a cluster: one address that forwards each request to one of several servers.
 
-Every server is the one of `weir serve`, with all its limits. The front limits connections and
+Every server is like that of `weir serve`, with all its limits. The front limits connections and
 request heads, chooses a server, and copies bytes as fast as the receiver takes them. It does not
 use Ray, and does not read bodies.
 """
@@ -33,8 +33,8 @@ SECRET, ADDRESS = b"x-weir-front", b"x-weir-client"
 """Headers from the front to a server: the front's secret, and the client's address."""
 AT_HOME = ("/v1/responses", "/v1/conversations")
 SESSIONS = "/v1/sessions"
-"""Paths that belong to one server for each key (responses and conversations), and the paths of
-sessions.
+"""`AT_HOME`: the paths of responses and conversations. All requests to them with the same API key
+go to the same server, the server of the key. `SESSIONS`: the paths of sessions.
 
 Every server can read all sessions. A request that changes a session goes to the server of its key,
 because it may also change responses.
@@ -397,7 +397,7 @@ def _is_below(path: str, *places: str) -> bool:
 def _rank(what: bytes, number: int) -> bytes:
     """Rank a server for a key by rendezvous hashing.
 
-    The order is the same as long as the number of servers is. When that changes, most keys keep
-    their server.
+    The order of the servers stays the same as long as their number does not change. If it changes,
+    most keys keep their server.
     """
     return hashlib.sha256(b"%d\0" % number + what).digest()

@@ -45,8 +45,8 @@ WARNINGS = 16
 ATTEMPTS = 2 + LOOKUPS
 """The most times that a request is started.
 
-It is started again if the turn that it continues is dropped while it waits, or if the turn's
-snapshot is damaged. It then continues an earlier turn, and in the end none.
+It is started again if the turn that it continues is deleted while it waits, or if the turn's
+snapshot is damaged. It then continues an earlier turn, or no turn if no earlier one is left.
 """
 
 FULL = "too many requests are waiting for a row. Try again later."
@@ -64,7 +64,7 @@ class Renderer(ABC):
 
     @abstractmethod
     def stream(self, events: Events) -> AsyncIterator[bytes]:
-        """Write answers as server-sent events, while they are generated."""
+        """Write answers in parts, while they are generated."""
 
     media_type = "text/event-stream"
 
@@ -97,9 +97,10 @@ def make_request(
     """Make the request that a body asks for, without constraint and tools.
 
     Args:
+        match: finds the prompt of the request.
         limit: the field with the maximum number of tokens of an answer, and its value.
         logprobs: number of most likely tokens to report with each; None for no log-probabilities.
-        default: number of tokens of an answer if the body does not set it.
+        default: the maximum number of tokens of an answer if the body sets none.
     """
     limits, rows = client.limits, client.engine.load().rows
     name, tokens = limit
@@ -218,8 +219,8 @@ async def send_answers(
 
 def _warn_unpinned(http: Request, client: EngineClient, prompt: Prompt) -> str:
     """Log that the beginning of a new conversation does not fit into the pinned slots, and return
-    what to do about it. Returns an empty text if it fits, or if the warning was given in the
-    conversation's first turn. Does the same for pinned outputs, in every turn.
+    what to do about it. Returns an empty text if it fits. Later turns of the conversation are not
+    warned again. Does the same for pinned outputs of tools, in every turn.
     """
     pinned = client.pinned
     if prompt.unkept:
@@ -261,10 +262,10 @@ def warn(http: Request, skipped: Sequence[str], other: str = "") -> dict[str, st
 
 
 async def warn_query(request: Request, response: Response) -> None:
-    """Name the query parameters of a GET that have no effect; a dependency of all routes.
+    """Add the warning header to a GET with query parameters that have no effect.
 
-    They are not refused, because clients send some on their own: Codex adds its version to
-    `/v1/models`.
+    All routes that need a key depend on this. The parameters are not refused, because clients send
+    some on their own: Codex adds its version to `/v1/models`.
     """
     if request.method == "GET":
         response.headers.update(warn(request, [*map(show_name, unknown_query(request))]))
@@ -285,8 +286,8 @@ async def _submit(http: Request, request: GenerationRequest, param: str) -> Gene
 async def _events(http: Request, generation: Generation, param: str) -> Events:
     """Yield the events of a generation, and count them.
 
-    If the turn that the prompt continues is dropped before the generation starts, the prompt is
-    computed again.
+    If the turn that the prompt continues is deleted before the generation starts, another turn that
+    the prompt can continue is looked up.
     """
     client: EngineClient = http.app.state.client
     metrics: Metrics = http.app.state.metrics
@@ -368,7 +369,8 @@ def progress_of(generation: Generation) -> dict[str, Any]:
 def usage_of(generation: Generation, so_far: int | None = None) -> dict[str, Any]:
     """Return the token usage of a request: OpenAI's fields, and the state of its streams in `weir`.
 
-    For several answers, `bytes` and `folds` are sums, and the other fields are the largest.
+    For several answers, `bytes` and `folds` are sums, `tools` lists the calls of all answers, and
+    the other numbers are the largest of any answer.
     `so_far` is the number of tokens of all answers so far; None if all answers have ended.
     """
     prompt = generation.prompt

@@ -132,8 +132,8 @@ def check_pins(client: EngineClient, body: GenerationBody) -> list[str]:
 
 
 def check_recall(client: EngineClient, body: GenerationBody) -> int:
-    """Return how many tokens of recalled text a request gets. Raises APIError if it asks for some
-    and the server has no archive.
+    """Return how many tokens of recalled text a request may get. Raises APIError if it asks for
+    recalled text and the server has no archive.
     """
     if body.recall and RECALL not in client.own_tools:
         message = (

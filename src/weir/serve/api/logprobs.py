@@ -34,14 +34,12 @@ class LogprobFormatter:
         return str(self._tokenizer.decode([token]))
 
     def entries_of(self, event: AnswerEvent) -> list[dict[str, Any]]:
-        """Return the entries for an event's token. Empty if it has no token, or if no
-        log-probabilities were asked for.
-        """
+        """Return the `entries` of an event's token. Empty if the event has no token."""
         return self.entries(event.token) if isinstance(event, TokenEvent) else []
 
     def entries(self, token: SampledToken) -> list[dict[str, Any]]:
-        """Return the entry of a token with the most likely tokens. Empty for a token that ends the
-        answer.
+        """Return a list with the entry of a token and, in it, the most likely tokens. Empty if no
+        log-probabilities were asked for, or if the token ends the answer.
         """
         if token.logprob is None or token.id in self._stop_ids:
             return []

@@ -104,8 +104,8 @@ async def inspect(
 ) -> RowInspection | None:
     """Inspect the row of a running sequence between two steps; None if it has ended.
 
-    `known` has the last inspection of each sequence. It is returned if the engine's current step
-    takes long, as steps do that read a long prompt.
+    `known` has the last inspection of each sequence. If the engine's current step takes long, as
+    with a long prompt, the last inspection is returned, or None if there is none.
     """
     last = known.get(sequence)
     inspecting = asyncio.wrap_future(client.engine.inspect(sequence))

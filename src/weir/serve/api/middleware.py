@@ -30,8 +30,8 @@ STALL = 1.0
 
 def _origin_form(scope: Scope) -> dict[str, Any]:
     """Return `path` and `raw_path` for a request that names the whole address, as clients of
-    proxies do (RFC 9112, section 3.2.2). Empty for other requests. The host that counts is still
-    that of the header.
+    proxies do (RFC 9112, section 3.2.2). Empty for other requests. The host in the address is
+    ignored, because `Access` checks the one in the Host header.
     """
     path, raw = scope["path"], scope.get("raw_path") or b""
     if not path.startswith(("http://", "https://")):

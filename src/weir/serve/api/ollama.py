@@ -172,7 +172,9 @@ async def show(request: Request, client: Client, owner: Owner) -> Response:
 
 
 def own_name(client: EngineClient, name: str) -> str:
-    """Return the name of a model without the tag that Ollama's clients add."""
+    """Return the name of a model without the tag that Ollama's clients add, unless the model has a
+    name with this tag.
+    """
     plain = name.removesuffix(TAG)
     return plain if name != client.name and name not in client.aliases else name
 

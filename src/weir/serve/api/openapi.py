@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from weir.serve.api.errors import AnthropicErrorBody, ErrorBody, OllamaErrorBody
 
 Errors = dict[int | str, dict[str, Any]]
-"""The errors of every route, for a router."""
+"""Descriptions of errors by status, as FastAPI takes them for all routes of a router."""
 
 
 def describe_errors(kind: type[BaseModel]) -> Errors:
@@ -34,7 +34,7 @@ _REFERENCE = "#/components/schemas/{model}"
 def describe_body(
     kind: type[BaseModel], *, streams: bool = False, media_type: str = "text/event-stream"
 ) -> dict[str, Any]:
-    """Describe the body of a route, and the type that it streams."""
+    """Describe the request body of a route and, if it `streams`, the media type of its stream."""
     schema = kind.model_json_schema(ref_template=_REFERENCE)
     content = {"application/json": {"schema": schema}}
     required = any(field.is_required() for field in kind.model_fields.values())

@@ -37,7 +37,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         own = self.registry
         self.requests = Counter(
-            "weir_requests", "Requests that were answered.", ["route", "status"], registry=own
+            "weir_requests", "Requests by route and status.", ["route", "status"], registry=own
         )
         self.turns = Counter("weir_turns", "Answers, by how they ended.", ["ended"], registry=own)
         self.tokens = Counter(
@@ -64,7 +64,7 @@ class Metrics:
             self._folding += folded.seconds
 
     def collect(self) -> Iterator[Metric]:
-        """Read the metrics that come from the engine when they are asked for."""
+        """Yield the metrics that are read from the engine only when somebody asks for them."""
         engine = self._client.engine
         load, cache = engine.load(), engine.cache
         yield GaugeMetricFamily("weir_queue", "Turns that wait for a row.", load.waiting)

@@ -31,7 +31,7 @@ from weir.serve.tools.own import OwnTools
 def add_own_tools(client: EngineClient, body: GenerationBody, offer: ToolOffer) -> ToolOffer:
     """Add the server's tools that a request asks for to the client's tools.
 
-    Raises APIError for a tool that the server does not have.
+    Raises APIError if the server does not have a tool, or if two tools have the same name.
     """
     names = body.own_tools
     theirs = {tool.name for tool in offer.tools}
@@ -56,7 +56,7 @@ def refuse_own_tools(body: GenerationBody) -> None:
     """
     for name, calls in (("drop", body.drops), ("pin", body.pins)):
         if calls:
-            message = f"texts have no outputs of tools. Leave out weir.{name}, or send a chat"
+            message = f"a text prompt has no tool outputs. Leave out weir.{name}, or send a chat"
             raise APIError(400, message, param=f"weir.{name}", code="unsupported")
     for name, wanted in (("recall", body.recall), ("tell_forgotten", body.tells_forgotten)):
         if wanted:
@@ -114,10 +114,11 @@ async def add_constraint(
     param: str,
     variables: Mapping[str, Any] = NO_VARIABLES,
 ) -> GenerationRequest:
-    """Make the answers of a request follow its tools, and the schema in the field `param`, if any.
+    """Make the answers of a request follow the formats of its tools and of its schema, if any.
 
     Args:
-        held_to: the schema, and whether unknown keywords are refused.
+        held_to: the schema, and whether unknown keywords are refused; None if there is no schema.
+        param: the field with the schema, for errors.
         variables: further variables of the chat template.
     """
     client: EngineClient = http.app.state.client

@@ -26,7 +26,16 @@ ItemEvent = tuple[str, dict[str, Any]]
 
 
 class OutputItems:
-    """The items of one response."""
+    """The items of one response.
+
+    Args:
+        parser: finds tool calls in the answer; None if there are no tools.
+        make_id: returns the id of a call, given its number in the answer.
+        thoughts: finds thoughts in the answer; None if the model has none.
+
+    Attributes:
+        done: the items that have ended.
+    """
 
     def __init__(
         self,

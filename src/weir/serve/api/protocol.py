@@ -23,11 +23,12 @@ HEAD_SECONDS = 10.0
 SMALL_CHUNK = re.compile(rb"\r\n0*[0-9a-fA-F]{1,2}\r\n")
 """The head of a chunk with fewer than 256 bytes, after another chunk."""
 SMALL_CHUNKS = 2048
-"""The most small chunks in a body.
+"""The most small chunks in a body, counted from zero again every `HEAD_SECONDS`.
 
 Each takes as much time as a large one, and other requests wait for it.
 """
 PROBES = 3
+"""Number of probe writes that follow each other quickly."""
 PROBE_SECONDS = 0.05
 """Seconds between two probe writes after a client has closed its side of the connection."""
 LATER_SECONDS = 5.0
@@ -96,7 +97,11 @@ class BoundedConnection(H11Protocol):
         return True
 
     def _probe(self, left: int) -> None:
-        """Write something that the client ignores, if it is still there."""
+        """Write something that clients ignore, and again later, until the response is complete or
+        the connection is closed.
+
+        `left` is the number of writes that follow each other quickly, including this one.
+        """
         if self.transport.is_closing() or self.cycle.response_complete:
             return
         if self.conn.our_state is h11.SEND_RESPONSE:

@@ -107,8 +107,8 @@ class BodyLimiter:
             del self._bytes[holder]
 
     def end_slow(self, holder: str) -> None:
-        """End a slow body of a client that already sends as many bodies as it may, to make place
-        for another one.
+        """If a client already sends as many bodies as it may, end a slow one to make room for
+        another.
         """
         bodies = self._reading.get(holder, [])
         slow = next((body for body in bodies if body.is_slow), None)
@@ -247,7 +247,8 @@ def _check_headers(request: Request, media_type: str) -> None:
     """Refuse bodies with another media type, character set or encoding."""
     named = Message()
     named["content-type"] = request.headers.get("content-type", "")
-    # Pages in a browser may send any other type to any address without permission.
+    # Pages in a browser may send some other types, such as text/plain, to any address without
+    # permission.
     if named.get_content_type() != media_type and not _may_leave_out_type(request, media_type):
         what = "JSON" if media_type == JSON else "a file"
         raise APIError(415, f"the body must be {what}. Send Content-Type: {media_type}.")
@@ -266,7 +267,8 @@ def _may_leave_out_type(request: Request, media_type: str) -> bool:
     """Return whether a body is taken as JSON although its header does not say so.
 
     LiteLLM's client of Ollama's API sends no type or `BYTES`, and `curl -d` in Ollama's
-    documentation sends the type of a form. Browsers name the page that sends a request (`Origin`).
+    documentation sends the type of a form. Requests of web pages are never taken this way: browsers
+    add one of the `BROWSER_HEADERS` to them.
     """
     headers = request.headers
     if media_type != JSON or any(name in headers for name in BROWSER_HEADERS):
@@ -295,12 +297,12 @@ async def read_body(request: Request, kind: type[Body], owner: str) -> Body:
 async def read_content(
     request: Request, kind: type[Body], owner: str, field: str, what: str, numbers: int = 0
 ) -> tuple[Body, Any]:
-    """Read and validate a body like `read_body`, with its content separately.
+    """Read and validate a body like `read_body`. Returns the body and its content.
 
-    For a large body, the worker holds the content.
+    For a large body, the worker holds the content, and a handle is returned instead.
 
     Args:
-        field: the field with the content, which a large body is returned without.
+        field: the field with the content. If the body is large, it is returned with None there.
         what: the property of the body that is its content.
         numbers: entries of lists that are allowed besides `MAX_NODES`, for prompts of token ids.
     """
@@ -379,9 +381,9 @@ def parse_body(
 
 
 def _has_no_body(request: Request) -> bool:
-    """Return whether a request has no body.
+    """Return whether a request has no body, so that nothing has to be checked or read.
 
-    A request with an `Origin` header, as web pages send it, does not count.
+    False for a request with an `Origin` header, as web pages send it: its type is always checked.
     """
     headers = request.headers
     return headers.get("content-length", "0") == "0" and not any(
