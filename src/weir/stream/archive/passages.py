@@ -13,7 +13,7 @@ PASSAGE = 400
 _END = re.compile(
     r"""
     (?<! [.!?…‽] ) [.!?…‽]+ ["'”’»)\]]* (?= \s ) \s*  # a sentence ends, and white space follows
-    | [。！？｡؟।॥။]+ ["”’」』）]* \s*                     # a sentence ends, with or without white space
+    | [。！？｡؟।॥။]+ ["”’」』）]* \s*                     # a sentence ends, white space or not
     | \n \s*                                           # a line ends
     """,
     re.VERBOSE,
