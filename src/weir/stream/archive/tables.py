@@ -138,8 +138,8 @@ class ArchiveTables:
         self.limit = limit
 
     def create(self, db: sqlite3.Connection, schema: str = "") -> None:
-        """Create the tables in the main database, or in the attached one whose name and a dot are
-        `schema`, such as "archive.".
+        """Create the tables in the main database. For an attached database, `schema` is its name
+        and a dot, such as "archive.".
         """
         for statement in ARCHIVE_TABLES.format(schema).split(";\n"):
             db.execute(statement)
