@@ -22,7 +22,7 @@ class Heads:
     Attributes:
         kv_heads: heads of keys and values.
         group: query heads for each KV head.
-        key_dim, value_dim: numbers of a key and of a value.
+        key_dim, value_dim: the length of a key, and of a value.
         dtype: of keys and values.
     """
 
@@ -43,11 +43,12 @@ class SlabSpec:
     """The buffers of one layer; see `Slab` for what each is.
 
     Attributes:
-        heads: the sizes of its attention.
+        heads: the sizes of the layer's attention.
         slots: slots of a row, including quantized ones.
         masters: number of exact slots in the front whose original keys are kept; 0 for none.
         mass: whether to keep received attention.
-        two_weights: whether to keep a and b also in the form that `split_attention` reads.
+        two_weights: whether to also keep the log-weights a and b in the form that
+            `split_attention` reads.
         frames: whether to keep positions in the rolling frame.
         spans: whether to keep the spans of tokens on three axes.
         queries: number of tokens whose queries the slab stores for the next fold.

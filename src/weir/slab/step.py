@@ -137,11 +137,12 @@ class HeldPart:
 
 @dataclass(eq=False)
 class StepSlots:
-    """The slots of all steps of a cache, and the data that an engine keeps with them.
+    """The slots that all steps of a cache use, and the data that an engine keeps with them.
 
     Attributes:
         reason: why steps over these slots cannot have a constant shape; None if they can.
-        version: the version of all layers' lengths; when it changes, the rest is read again.
+        version: the version of the layers' states from which `slabs` and `spans` were read. When
+            the states have another version, both are read again.
         slabs: the slab of each part of a layer. They are replaced after a session is restored or
             rows are added.
         spans: for each part, the first slot that is read, and each row's first slot of the tail
@@ -172,9 +173,9 @@ class Step:
         waiting: number of tokens in each row's tail before this token [batch], int64.
         places: the position of each row's token in its stream [batch], int64.
         busy: the rows that have a token.
-        largest: output; the largest absolute key or value of each part of a layer and row, or of
-            each head of these [parts, batch] or [parts, batch, heads], float32. None until the step
-            has taken effect in the slots.
+        largest: output, float32; the largest absolute key or value. There is one number for each
+            part of a layer and each row [parts, batch], or one for each of their heads [parts,
+            batch, heads]. None until the step has taken effect in the slots.
         top: output; the largest of `largest`, if the engine has found it.
 
     Args:

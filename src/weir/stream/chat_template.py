@@ -44,7 +44,9 @@ KNOWN = 32
 SLACK = 64
 """Number of tokens by which the total can change if a text is cut in two."""
 SEVERAL = 256
-"""Number of parts between marks that are tokenized together if all of them are short."""
+"""Number of parts between the characters `MARK` that are tokenized together if all of them are
+short.
+"""
 LONGEST = 512
 """Largest number of characters of a control token; the longest known one has about thirty."""
 WINDOW = 65_536
@@ -135,7 +137,7 @@ class PromptEncoder:
         self._tokenizer = tokenizer
         self._most = most
         self._one_piece = threading.Lock()  # only for long texts; short ones do not wait
-        # Only tokenizers in Python must be called from one thread at a time.
+        # A tokenizer that is written in Python must not be called from two threads at once.
         self._lock = None if getattr(tokenizer, "is_fast", False) else threading.Lock()
         known = tokenizer.added_tokens_decoder.values()
         special = {token.content for token in known if token.special}
@@ -162,9 +164,10 @@ class PromptEncoder:
         return [mark(each) for each in value] if isinstance(value, list) else value
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Tokenize a text, cutting it at marks. Raises PromptTooLong if it has too many tokens.
+        """Tokenize a text, cutting it at each `MARK`.
 
         `special` adds the tokens that the tokenizer puts around a text, such as a start token.
+        Raises PromptTooLong if there are too many tokens.
         """
         if special and MARK not in text and len(text) <= PIECE:
             return self._checked(self._encode(text, special=True))
@@ -276,7 +279,7 @@ class PromptEncoder:
 
 
 def _mark(pattern: re.Pattern[str], text: str) -> str | None:
-    """Return a text with marks in all matches of a pattern; None if there are no matches.
+    """Return a text with `MARK` in all matches of a pattern; None if there are no matches.
 
     Parts are joined one window at a time, because a text can have a control token in every ten
     characters, and all parts together would take much more memory than the text.
@@ -309,7 +312,7 @@ def _find_cuts(pattern: re.Pattern[str], text: str) -> Iterator[list[int]]:
 
 
 def _split(text: str) -> Iterator[str]:
-    """Yield the parts of a text between marks, without empty ones."""
+    """Yield the parts of a text between the characters `MARK`, without empty ones."""
     start = 0
     while (end := text.find(MARK, start)) >= 0:
         if end > start:

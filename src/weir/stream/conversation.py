@@ -132,7 +132,9 @@ class Conversation:
     # --- the archive
 
     def use_archive(self, archive: Archive | None) -> None:
-        """Use another archive from now on, which belongs to another stream; None for no archive."""
+        """Use another archive from now on; None for no archive. At the next turn, the archive is
+        told where the stream continues.
+        """
         self.archive, self._resumed = archive, False
 
     @property
@@ -246,7 +248,7 @@ class Conversation:
             self.transcript.add(turn)
 
     def read_again(self, turns: Iterable[Turn]) -> None:
-        """Feed turns from the transcript, all of which the stream has not seen yet."""
+        """Feed turns from the transcript. The stream must not have seen any of their tokens."""
         for turn in turns:
             if turn.by_user:
                 self._feed(turn.text, turn.ids.tolist())

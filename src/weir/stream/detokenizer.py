@@ -99,7 +99,7 @@ def describe_tokens(
     """Return the text of each token, and whether it is a special token.
 
     The text of a character that has several tokens is given to the last of them. Bytes that are not
-    a character are U+FFFD.
+    a character, and control characters other than line breaks and tabs, are U+FFFD.
     """
     text = Detokenizer(tokenizer)
     found = []

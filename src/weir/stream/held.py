@@ -1,5 +1,5 @@
-"""Finds which places of a stream its cache still holds, for searches in the text that has left
-it.
+"""Finds which places of a stream its cache still holds, for searches in the text that has left the
+cache.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class HeldPlaces:
 
     @cached_property
     def _slots(self) -> tuple[np.ndarray[Any, np.dtype[np.int64]], int, int]:
-        """Return the numbers of all slots by `number_slots`, the number of pairs of a layer and KV
-        head, and the factor of `number_slots`.
+        """Return the number that `number_slots` gives each slot, the number of pairs of a layer and
+        KV head, and the factor by which `number_slots` multiplies tokens.
         """
         holding = self._stream.holding()
         slots, places = number_slots(holding)
@@ -84,7 +84,8 @@ class HeldRanges:
 
     Args:
         ranges: the bytes that `held_ranges` returned.
-        known: number of tokens that the stream had seen then; later tokens count as held.
+        known: number of tokens that the stream had seen when the ranges were written; later tokens
+            count as held.
     """
 
     def __init__(self, ranges: bytes, known: int) -> None:

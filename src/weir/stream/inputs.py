@@ -127,8 +127,9 @@ class Inputs:
     Attributes:
         ids: [batch, length], int64; `NO_ID` where a token has none.
         embeddings: vectors instead of the ids [batch, length, width], or None.
-        offsets: for a model whose positions have three axes, the place of each token within its
-            text token or image [batch, length, 5] (`models.offsets`); None if there are no images.
+        offsets: for a model whose positions have three axes, five numbers for each token [batch,
+            length, 5] that say where it is within its image (see `models.offsets`); None if there
+            are no images.
     """
 
     ids: Tensor

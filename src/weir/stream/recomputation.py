@@ -1,8 +1,8 @@
 """Recomputes the window for each new token, without a cache.
 
 This is StreamingLLM's quality oracle, the sliding window with re-computation (Xiao et al. 2024,
-Figure 1c): plain forwards over the last `budget` tokens, or the first and the last ones, at
-positions 0 to budget - 1.
+Figure 1c): plain forwards over the last `budget` tokens, at positions 0 to budget - 1. With sinks,
+the stream's first tokens replace the oldest of these.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weir.models import sink_at_work, transformers_model, window_of
 from weir.policies import Recompute
 
 AT_ONCE = 8192
-"""Largest number of tokens of one forward, which can have several windows."""
+"""Several windows are read in one forward if they have at most this many tokens together."""
 
 
 class Recomputation:

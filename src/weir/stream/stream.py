@@ -44,7 +44,8 @@ class Stream:
         seed: seed of all random draws, those of the policy and of sampling.
         archive: stores the text that the stream reads, for `recall`. It needs the `tokenizer`, and
             the stream must have one row. A copy of the stream has no archive.
-        tokenizer: converts tokens to text for the archive, and makes the request of `kvzip`.
+        tokenizer: converts tokens to text for the archive. Under `kvzip`, it also tokenizes the
+            words that ask the model to repeat the text.
 
     Attributes:
         model, seed: as given.
@@ -142,7 +143,7 @@ class Stream:
             The excerpts, the best first; none if nothing matches well enough.
 
         Raises:
-            WeirError: the stream has no archive.
+            WeirError: the stream has no archive, or the archive cannot be read.
         """
         if self._text is None:
             raise WeirError(
@@ -201,8 +202,11 @@ class Stream:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys, values and the data that belongs to them; fixed from the first token on.
-        Under `recompute`, bytes of the ids in the window.
+        """Bytes of keys, values and the data that belongs to them; fixed from the first token on,
+        except under policies that keep every token (see `StreamingCache.nbytes`).
+
+        Under `recompute`, bytes of the ids in the window. Under `kvzip`, until its text has been
+        read, bytes of a cache that holds all of the text.
         """
         return self._held.nbytes
 
@@ -232,8 +236,8 @@ class Stream:
                 however long it is. If an id in a piece is refused, the pieces before it have
                 already been fed.
             embeddings: fed instead of ids, [length, width] or [batch, length, width], as the
-                model's decoder reads them. `token_ids` are then their ids, which are used only for
-                `last` and an archive, or None.
+                model's decoder reads them. `token_ids` are then their ids, or None. These ids are
+                used only for `last` and an archive.
             offsets: for embeddings of a model whose positions have three axes (Qwen2-VL,
                 Qwen2.5-VL), the place of each embedding within its image, as `weir.models.offsets`
                 returns it; None if there are no images.
@@ -498,8 +502,9 @@ class Stream:
         return inputs.to(self._device)
 
     def _forward(self, inputs: Inputs, all_logits: bool) -> Iterator[Tensor]:
-        """Yield the logits after the tokens, piece by piece [batch, piece, vocabulary]. If tokens
-        of rows were refused, raises the NotFiniteError of the first such row at the end.
+        """Yield logits piece by piece: those after all tokens of the piece, or, without
+        `all_logits`, possibly only after the last [batch, length or 1, vocabulary]. If tokens of
+        rows were refused, raises the NotFiniteError of the first such row at the end.
         """
         size = PIECE
         if all_logits:

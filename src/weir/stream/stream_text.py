@@ -15,7 +15,7 @@ MOST_OPEN = 2048
 
 
 class StreamText:
-    """Turns tokens that a stream has read into lines of text, and adds them to an archive.
+    """Converts tokens that a stream has read to lines of text, and adds the lines to an archive.
 
     Args:
         archive: the archive that gets the text.

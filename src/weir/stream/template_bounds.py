@@ -198,7 +198,7 @@ class _CountingGenerator(CodeGenerator):
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """An environment for chat templates that counts what they make while `bounded`."""
+    """An environment for chat templates that counts what they make inside `bounded`."""
 
     code_generator_class = _CountingGenerator
     intercepted_binops = frozenset(["+", "*", "**", "%"])
@@ -258,7 +258,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Any, __obj: Any, *given: Any, **more: Any) -> Any:
         """Call a function or method, unless the result is too large."""
-        method = getattr(__obj, "__wrapped__", __obj)  # of str.format, which the sandbox wraps
+        # The sandbox wraps str.format. `__wrapped__` is the method in the wrapper.
+        method = getattr(__obj, "__wrapped__", __obj)
         owner = getattr(method, "__self__", None)
         owners = (owner,) if isinstance(owner, str | bytes | int) else ()
         checked = _foresee(getattr(method, "__name__", ""), (*owners, *given), more)

@@ -163,8 +163,8 @@ class Transcript:
         return self.turns[-1].end if self.turns else 0
 
     def after(self, seen: int) -> Iterator[Turn]:
-        """Return the turns after the first `seen` tokens of the stream; the first may be the end
-        of a turn.
+        """Return the turns after the first `seen` tokens of the stream. If these tokens end within
+        a turn, the first turn that is returned has the rest of its ids.
         """
         for turn in self.turns:
             if turn.end > seen:
@@ -220,7 +220,7 @@ class Transcript:
                 yield Found(number, turn.by_user, held, tuple(by))
 
     def close(self) -> None:
-        """Close the file. Raises WeirError if it lacks turns, and they cannot be written."""
+        """Close the file. Raises WeirError if turns are missing in it and cannot be written."""
         if self._file is None:
             return
         try:

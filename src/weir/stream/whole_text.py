@@ -19,7 +19,7 @@ from weir.errors import WeirError
 from weir.policies import KVzip
 
 REQUEST = "\n\nRepeat the text above, word for word:\n\n"
-"""The request in front of the first part."""
+"""The request in front of the first part of the text, which is repeated part by part."""
 NEXT_REQUEST = "\n\nGo on repeating the text above, word for word, after these words:\n\n"
 """The request in front of the other parts; the last tokens of the previous part follow it."""
 LEAD = 8
@@ -101,14 +101,16 @@ class WholeText:
         return kept
 
     def _scores(self, row: int, ids: Tensor) -> dict[int, Tensor]:
-        """Return the scores of a row by layer; empty if all tokens fit, and no scores are
-        needed.
+        """Return the scores of a row by layer. If all tokens fit, no scores are needed, and all are
+        0.
         """
         parts = [] if len(ids) <= self._policy.kept else self.repetitions(ids)
         return repetition_scores(self._model, self.cache, row, parts)
 
     def repetitions(self, ids: Tensor) -> list[Repetition]:
-        """Return the tokens that the model is fed to repeat a text [length], part by part."""
+        """Return the tokens that are fed to let the model repeat the text `ids` [length], part by
+        part.
+        """
         found = []
         for start in range(0, len(ids), self._policy.part):
             stop = min(start + self._policy.part, len(ids))

@@ -88,8 +88,8 @@ def load_or_train(path: Path, books: list[str], vocabulary: int) -> Tokenizer:
 
 
 def load_or_encode(path: Path, books: list[str], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """Load the ids in the `.npy` file at `path`. If there is none, encode the books and save it for
-    resumed runs.
+    """Load the ids in the `.npy` file at `path`. If there is none, encode the books and save their
+    ids for resumed runs.
     """
     if not path.exists():
         with replace_atomically(path) as new:

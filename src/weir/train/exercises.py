@@ -6,8 +6,8 @@ knows nothing about models.
 
 Text alone does not teach a small model to look things up. *Segments* are pieces of random tokens
 that are repeated in shuffled order. They teach it to find an earlier passage by content and to copy
-from there. *Recall* turns that into an answer: "Anna has 482." within book text, and later "Anna
-has" again.
+from there. *Recall* applies this to statements such as "Anna has 482." in book text: when "Anna
+has" comes again, the model must predict the number.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def book_sample(
 
 
 def passage(book: np.ndarray, length: int, rng: np.random.Generator) -> np.ndarray:
-    """Return `length` tokens from a random place."""
+    """Return `length` tokens from a random place of a book."""
     place = int(rng.integers(0, len(book) - length))
     return book[place : place + length].astype(np.int64)
 

@@ -27,9 +27,9 @@ COLUMNS = (
     "held_out_loss",
     "recall",
 )
-"""`loss` is that of only the text, without predictions from sink tokens, so that models with
-different sinks can be compared. `objective` is the loss of text and exercises that is minimized;
-the sink loss comes on top. The last two columns are filled at checkpoints.
+"""`loss` is the loss of the text alone, without predictions from sink tokens, so that models with
+different sinks can be compared. `objective` is the loss of text and exercises. Training minimizes
+the objective plus the weighted sink loss. The last two columns are filled at checkpoints.
 """
 
 

@@ -174,8 +174,8 @@ def sink_loss(model: PreTrainedModel, ids: torch.Tensor, share: float) -> torch.
     attention), in nats, or 0 where attention is above `share`.
 
     Large models learn on their own to put unused attention on their first tokens; a model of four
-    million parameters needs this loss. The mean runs over layers, heads and queries from position
-    64 on, so a head that attends to something useful pays little.
+    million parameters needs this loss. The mean is taken over all layers and heads, and over the
+    queries from position 64 on, so a head that attends to something useful adds little to it.
     """
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")  # the only one that returns attention weights

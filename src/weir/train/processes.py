@@ -1,8 +1,8 @@
 """Training in one process, or in several under `accelerate launch`: distributes rows and sums
 gradients.
 
-Every process has the whole model and computes its share of a step's samples; gradients are summed
-before the optimizers step, so all processes keep equal weights. This module knows nothing about
+Every process has the whole model and computes its share of a step's samples. Gradients are summed
+before the optimizers use them, so all processes keep equal weights. This module knows nothing about
 losses.
 """
 

@@ -70,7 +70,7 @@ class TrainingRecipe:
     """All settings of a run except its text and tokenizer.
 
     Attributes:
-        tokens: total tokens of text, books and exercises together; sinks do not count.
+        tokens: total tokens of books and exercises together; tokens of sinks do not count.
         rows, length: samples per step, and tokens of text in a sample; the model's window is
             `length` plus the sinks in front.
         shape: `llama`, `qwen3` (a Llama with normalized queries and keys) or `alibi` (an MPT: no
@@ -82,7 +82,7 @@ class TrainingRecipe:
         decay: weight decay of the matrices inside the layers.
         exercise_rows, exercise_weight: number of samples of a step that are exercises, and the
             weight of their loss relative to the books' loss.
-        only_segments: the share of the run in which all exercises are segments.
+        only_segments: the share of the run, at its beginning, in which all exercises are segments.
         sink: `none`, `zero`, `learnable`, `learnable:N` or `taught`; see `SinkKind`.
         sinks_after, sink_weight, sink_share: with `taught`, the share of the run after which the
             model is taught to put unused attention on the start token, the weight of that loss, and

@@ -150,17 +150,22 @@ class Archive:
             self.dropped += self._tables.add(db, self._owner, self.session, end, some)
 
     def resume(self, seen: int) -> None:
-        """Note that a stream of `seen` tokens continues this session.
+        """Record that a stream of `seen` tokens continues this session.
 
-        Text that the session has at later positions was read by an earlier stream, so it is no
-        longer in a cache.
+        Text that is archived at later positions was read by an earlier stream, so it is no longer
+        in a cache.
         """
         with self._refusing(), self._writing() as db:
             if (end := self._find_end()) is not None:
                 self._tables.unplace(db, self._owner, end.tree, seen)
 
     def rewind(self, seen: int) -> None:
-        """Delete the session's text at positions of a stream from `seen` on."""
+        """Remove the session's turns, from the first one on with a passage that begins at position
+        `seen` of the stream or later.
+
+        Turns on branches from which the session's branch was forked are not removed (see
+        `tables.py`). Turns that other sessions see stay in the file.
+        """
         with self._refusing(), self._writing() as db:
             if (end := self._find_end()) is not None:
                 self._tables.rewind(db, self._owner, self.session, end, seen)

@@ -13,7 +13,7 @@ PASSAGE = 400
 _END = re.compile(
     r"""
     (?<! [.!?…‽] ) [.!?…‽]+ ["'”’»)\]]* (?= \s ) \s*  # a sentence ends, and white space follows
-    | [。！？｡؟।॥။]+ ["”’」』）]* \s*                     # scripts without spaces
+    | [。！？｡؟।॥။]+ ["”’」』）]* \s*                     # a sentence ends, white space or not
     | \n \s*                                           # a line ends
     """,
     re.VERBOSE,
@@ -22,7 +22,7 @@ _SPACE = re.compile(r"\s+")
 
 
 def cut_sentences(text: str) -> list[str]:
-    """Cut a text after each sentence and line, with the white space after it."""
+    """Cut a text after each sentence and line. White space after a sentence belongs to it."""
     ends = [found.end() for found in _END.finditer(text)]
     starts = [0, *ends]
     return [text[a:b] for a, b in zip(starts, [*ends, len(text)], strict=True) if a < b]

@@ -16,9 +16,7 @@ Ids = np.ndarray[Any, np.dtype[np.int64]]
 ENDS = 16
 """Number of tokens at each end of a long text that are looked for."""
 SHORT = 3
-"""Number of tokens of a text up to which its first and last token are not both left out when it is
-looked for.
-"""
+"""A text of at most this many tokens is searched for with its first token, its last, or both."""
 
 
 def find_texts(ids: Sequence[int], texts: Sequence[str], encode: Encode) -> list[tuple[int, int]]:
@@ -40,8 +38,8 @@ def find_texts(ids: Sequence[int], texts: Sequence[str], encode: Encode) -> list
     tokens = np.asarray(ids, dtype=np.int64)
     found: list[tuple[int, int] | None] = []
     end = len(tokens)
-    # From the last to the first: a message follows its role, and definitions of tools, which may
-    # contain the same words, come first.
+    # Begin with the last text, and take the last place of each. Roles and definitions of tools may
+    # contain the same words, and they come before the messages.
     for text in reversed(texts):
         place = _find(tokens[:end], np.asarray(encode(text), dtype=np.int64))
         end = end if place is None else place[0]
@@ -52,7 +50,7 @@ def find_texts(ids: Sequence[int], texts: Sequence[str], encode: Encode) -> list
 
 def _find(ids: Ids, text: Ids) -> tuple[int, int] | None:
     """Find the last place of a text. Its first and last token can differ from those of the text
-    alone, because they can be joined with what is next to them.
+    alone, because the tokenizer can join them with the characters next to the text.
     """
     n = len(text)
     if n == 0:
@@ -70,8 +68,8 @@ def _find(ids: Ids, text: Ids) -> tuple[int, int] | None:
     if not len(lasts) or not len(firsts):
         return None
     stop = min(len(ids), int(lasts[-1]) + ENDS + 1)
-    # The beginning of a text can occur in it again. Take the one whose distance from the end is
-    # closest to the length of the text.
+    # The beginning of a text can occur in it again. Take the place whose distance from the end of
+    # the text is closest to its length.
     start = int(firsts[np.abs(firsts - (stop - n)).argmin()])
     return (max(0, start), stop) if start < stop else None
 

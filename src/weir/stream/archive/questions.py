@@ -20,11 +20,11 @@ MOST_NAMES = 3
 MOST_TERMS = 24
 """Number of words of one question that are searched for."""
 EDGE = 400
-"""Number of characters at each end of a long turn in which questions are searched for. The text in
-between was probably pasted.
+"""Number of characters at each end of a long turn. Only its first and its last sentence can be
+questions, if they are not longer than this. The text in between was probably pasted.
 """
 SHORT = 12
-"""A turn with at most so many words counts as a question in any form, like keywords."""
+"""In a turn of at most this many words, every sentence counts as a question. It may be keywords."""
 LONGEST = 600
 """Largest number of characters of a sentence that can be a question. A longer sentence is data."""
 _MARK = re.compile(r"[?？؟;]\s*[\"'”’»」』)]*\s*$")
@@ -36,7 +36,9 @@ _ASKS = re.compile(
 _QUOTES = "\"'“‘«„»「『>"
 """A sentence that begins with one of these characters quotes somebody else."""
 _NUMBER = 3
-"""A word with a digit and at least so many characters is a name. Shorter ones are counts."""
+"""A word with a digit counts as a name if it has at least this many characters. A shorter word is
+probably a count.
+"""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class Inquiry:
 def find_inquiries(text: str) -> list[Inquiry]:
     """Find the last questions of a turn, the last one first; none if it asks nothing."""
     if len(text) > LONGEST:
-        # People ask before or after a pasted text. Sentences that are cut are left out.
+        # People ask before or after a pasted text. A sentence that is cut at `EDGE` is left out.
         sentences = [*cut_sentences(text[:EDGE])[:-1][:1], *cut_sentences(text[-EDGE:])[1:][-1:]]
     else:
         sentences = cut_sentences(text)
@@ -117,8 +119,9 @@ def _part(sentence: str, terms: Sequence[Term]) -> tuple[Inquiry, ...]:
 def find_terms(sentence: str) -> tuple[Term, ...]:
     """Return the words that say what a sentence is about, each once; names and numbers are strong.
 
-    Adjacent words with capital letters are one name: "Alice Moreau" is not another person called
-    Alice. The first word of a sentence always has a capital letter, so it does not count as a name.
+    Adjacent names and numbers are one name: "Alice Moreau" is not another person called Alice. The
+    first word of a sentence always begins with a capital letter, so it counts as a name only if all
+    its letters are capitals.
     """
     found: dict[str, Term] = {}
     name: list[str] = []

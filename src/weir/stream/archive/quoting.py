@@ -1,7 +1,7 @@
 """Writes recalled passages into a turn as quotations that say who said each and when.
 
-Every line of a passage begins as a quoted line, so that a passage cannot end the quotation and
-pretend to be somebody else. Control tokens in it are treated as text when the turn is rendered.
+Every line of a passage begins with "> ", so that a passage cannot end the quotation and pretend to
+be somebody else. Control tokens in it are treated as text when the turn is rendered.
 """
 
 from __future__ import annotations

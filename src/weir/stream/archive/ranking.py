@@ -20,15 +20,17 @@ from weir.stream.archive.tables import INDEXES, ArchiveEnd, RunQuery
 from weir.stream.archive.words import FUNCTION_WORDS, index_form, split_words
 
 COMMON = 256
-"""A word that is in more than this many passages is common, and finds nothing on its own. No more
-of its passages are read, so that a search takes as long in a large archive as in a small one.
+"""A word that is in more than this many passages is common, and finds nothing on its own. Only its
+newest passages are read, so that a search takes as long in a large archive as in a small one.
 """
 WINDOW = 50_000
 """Number of newest passages that are searched for several words at once if one of these words is
 common.
 """
 CANDIDATES = 24
-"""Largest number of passages that are scored for one question."""
+"""Number of passages that are read at once for one question. If fewer than half as many can be
+answers, more are read.
+"""
 BACKGROUND = 1000
 """Number of imaginary passages without any of a question's words that are added to the number of
 passages, so that in a short conversation a word that was said twice is still rare.
@@ -36,7 +38,7 @@ passages, so that in a short conversation a word that was said twice is still ra
 NAME_BOOST = 3.0
 """Factor on the weight of names and numbers."""
 PART = 0.5
-"""Factor on the weight of a part of a name, relative to the whole name."""
+"""Factor on the weight of a word that is part of a longer name in the question."""
 UNSEEN = 0.6
 """Factor on the weight of a word that is not in the archive and is not a name, because the question
 may use other words than the passage.
@@ -60,8 +62,8 @@ ASKED = 0.5
 asked it, the factor is 0.
 """
 ANSWERED = 0.85
-"""Factor on the score of what the model has said, because the model is wrong where it contradicts
-the user.
+"""Factor on the score of what the model has said. If the model and the user contradict each other,
+the user is probably right.
 """
 
 
@@ -173,7 +175,8 @@ class ArchiveSearch:
                 if rank >= len(several) or len(excerpts) >= most:
                     continue
                 one = several[rank]
-                # Of passages that differ only in function words, only the later one stays.
+                # If the best sentences of two passages differ only in function words, only the
+                # passage that comes first here stays.
                 said = tuple(sorted(set(_content(one.sentence))))
                 if said not in seen:
                     seen.add(said)
@@ -400,9 +403,9 @@ class ArchiveSearch:
 
 
 def _without_superseded(found: list[_Candidate]) -> list[_Candidate]:
-    """Leave out statements that a later turn of the user contradicts.
+    """Leave out statements that a statement of the user replaces (`_supersedes`).
 
-    A small model that reads both statements repeats the old one about half of the time.
+    A small model that reads both statements repeats the replaced one about half of the time.
     """
     left: list[_Candidate] = []
     for one in found:
@@ -412,8 +415,8 @@ def _without_superseded(found: list[_Candidate]) -> list[_Candidate]:
 
 
 def _without_held(found: list[_Candidate]) -> list[_Candidate]:
-    """Leave out passages that the cache holds, and passages that answer worse than these, because
-    they would distract.
+    """Leave out passages that the cache holds. Passages that answer clearly worse than the best of
+    these are left out too, because they would only distract.
     """
     best = max((one.score for one in found if one.held), default=0.0)
     return [
@@ -422,11 +425,11 @@ def _without_held(found: list[_Candidate]) -> list[_Candidate]:
 
 
 def _supersedes(later: _Candidate, earlier: _Candidate) -> bool:
-    """Return whether a statement replaces an earlier one.
+    """Return whether a statement replaces another one with mostly the same words.
 
-    Only a statement of the user does, if it has nearly the same words and is not an addition. It
-    replaces any such statement of the model. It replaces a statement of the user only if it is
-    later and about equally good as an answer.
+    Only a statement of the user that is not an addition replaces others. It replaces statements of
+    the model even if they come later. It replaces a statement of the user only if that one comes
+    earlier and the two are about equally good as answers.
     """
     if later.row["role"] != "user" or earlier.row["role"] not in ("user", "assistant"):
         return False

@@ -4,8 +4,8 @@ Turns are on branches. A branch begins with a conversation or at a fork, and a t
 all branches that fork after it. Branches that fork from each other form a tree. Every row names its
 owner, and every query filters by owner, so that another owner's text looks absent.
 
-The tables use a SQLite connection, not a file, because a server keeps them in a separate file that
-is written in the same transaction as its sessions.
+The functions take a SQLite connection instead of a path. A server keeps the archive in a separate
+file, which it attaches to the connection of its sessions to write both in one transaction.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ CREATE VIRTUAL TABLE {{0}}archived_plain USING fts5({_INDEX.format(_WORDS)});
 TEXT_COST = 2.2
 """Bytes in the file for each byte of text, including its share of the indexes (measured: 1.8)."""
 ROW_COST = 220
-"""Bytes in the file for a turn and for each of its passages, apart from their text."""
+"""Bytes in the file for each turn, and for each passage, apart from its text."""
 DROPPED = 64
-"""Number of turns that are deleted at once to make room."""
+"""Largest number of turns that are deleted at once to make room."""
 
 RunQuery = Callable[..., list[sqlite3.Row]]
 """Runs a query with its values, and returns its rows by column name."""
@@ -100,7 +100,10 @@ class ArchivedTurn:
 
     Attributes:
         role: "user", "assistant", "tool" or "system"; "text" for a piece of a stream.
-        start, stop: its place in the stream; -1 if it is not in a stream.
+        text: what was said.
+        start, stop: its first position in the stream, and the one after its last; -1 if it is not
+            in a stream.
+        name: the name of the author or of the tool; empty for most.
         time: when it was said, in seconds since 1970.
     """
 
@@ -135,7 +138,9 @@ class ArchiveTables:
         self.limit = limit
 
     def create(self, db: sqlite3.Connection, schema: str = "") -> None:
-        """Create the tables in a database, `main` or an attached one; `schema` is "archive."."""
+        """Create the tables in the main database. For an attached database, `schema` is its name
+        and a dot, such as "archive.".
+        """
         for statement in ARCHIVE_TABLES.format(schema).split(";\n"):
             db.execute(statement)
 
@@ -158,6 +163,7 @@ class ArchiveTables:
         held: bytes = b"",
     ) -> int:
         """Add turns after an end, or as the first of a conversation. Their end is called `name`.
+        Turns without text, and turns that are larger than the limit, are left out.
 
         Returns the number of turns that were deleted to make room.
         """
