@@ -30,7 +30,7 @@ LINES = 5
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of every replica.
+    """The settings of every replica. Attributes that are not listed are options of `weir serve`.
 
     Attributes:
         place: the storage that all replicas share, for `open_storage`.
