@@ -139,13 +139,15 @@ class Scheduler:
         return batch
 
     def finish(self, sequence: TokenSequence, *, at_checkpoint: bool) -> None:
-        """Take a sequence's row away. The row can rest at the end of the sequence."""
+        """Take a sequence's row away. With `at_checkpoint`, the row then rests, and holds the state
+        at the end of the sequence.
+        """
         sequence.stage = Stage.FINISHED
         for sequences in (self.waiting, self.running):
             if sequence in sequences:
                 sequences.remove(sequence)
         if sequence.row is not None and at_checkpoint:
-            self.resting.pop(sequence.id, None)  # a turn may be requested again by its name
+            self.resting.pop(sequence.id, None)  # so that it becomes the last entry, if it is known
             self.resting[sequence.id] = sequence.row
 
 
