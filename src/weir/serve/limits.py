@@ -31,8 +31,8 @@ class Limits:
         body: bytes of the body of a request.
         bodies: bytes of the bodies of all requests in progress, plus `NODE` for each object. One
             client may take a share.
-        reading: bodies of one client that are read at once. If one more arrives, one that arrives
-            slowly is ended.
+        reading: bodies of one client that are read at once. If another one arrives, the server
+            stops reading one that arrives slowly, if there is one.
         parcel: bytes of a session's file that is imported or exported.
         prompt: tokens that one request may feed.
         answer: tokens of an answer.

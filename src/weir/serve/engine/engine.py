@@ -733,7 +733,7 @@ def compile_engine(engine: Engine, **options: Any) -> bool:
     """Run an engine's decode steps natively on a CPU, or under `torch.compile` on a GPU.
 
     Answers differ only by rounding. On a GPU, the program for each number of rows is compiled when
-    a call first has that many. Returns whether there may be such programs.
+    a call first has that many. Returns whether `torch.compile` is used.
     """
     compiles = compile_steps(engine.model, **options)
     if compiles:
