@@ -124,7 +124,7 @@ class ModelRunner:
 
         Returns:
             The logits after the last token of each row, in the order in which rows were given
-                [rows, vocabulary], and for each row that did not take its tokens the reason. The
+                [rows, vocabulary], and the reason for each row that did not take its tokens. The
                 logits of such a row have no meaning.
         """
         width = max(map(len, tokens.values()))
