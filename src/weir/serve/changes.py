@@ -41,7 +41,7 @@ class Outline:
 
     @classmethod
     def of(cls, root: str, messages: Sequence[Message]) -> Outline:
-        """Return the outline of a history. `root` is the root of its hashes."""
+        """Return the outline of a history. `root` is as for `hash_prefixes`."""
         roles = [message.role for message in messages]
         start = roles.index("assistant") if "assistant" in roles else len(roles)
         first = [n for n in range(start) if roles[n] == "system"]

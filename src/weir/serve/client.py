@@ -141,7 +141,9 @@ class CannotDrop(WeirError):
 
 @dataclass(frozen=True)
 class ToolOutput:
-    """An output of a tool that a stream has read, and the place of its tokens."""
+    """An output of a tool that a stream has read: the id of the call, and the place of the
+    output's tokens.
+    """
 
     call: str
     place: ResultPlace
@@ -152,6 +154,7 @@ class DroppedOutput:
     """An output of a tool that was dropped.
 
     Attributes:
+        call: the id of the call.
         tokens: how many tokens it has; fewer may have been in the cache.
         again: whether it had been dropped before.
     """
@@ -166,6 +169,7 @@ class PinnedOutput:
     """An output of a tool that was pinned.
 
     Attributes:
+        call: the id of the call.
         tokens: how many tokens it has.
         again: whether it had been pinned before.
         reread: whether some of its tokens have left the cache. Then the next answer reads the whole
@@ -285,7 +289,7 @@ class EngineClient:
         engine: the engine, whose thread this client runs from `open` on.
         worker: works on large requests; by default in threads.
         is_replica: whether other servers have the same sessions.
-        aliases: further names of the model; "*" for all names.
+        aliases: further names of the model; "*" if requests can use any name.
         notes_changes: whether a conversation whose system messages have changed continues with a
             note about the change, instead of being read again.
         recall: the most tokens of forgotten text to put before a message that asks for such text,
@@ -485,7 +489,7 @@ class EngineClient:
     def restart(self, generation: Generation, prompt: Prompt) -> None:
         """Submit a request again with another prompt, after it failed before its first token.
 
-        Its answers keep their names, and its turn keeps the session that the client was told.
+        Its answers keep their ids, and the turn is saved in the session that the client was told.
         """
         old = generation.queue
         queue = OutputQueue(old.loop, old.size, old.overrun)
@@ -563,8 +567,9 @@ class EngineClient:
     def _on_stop(
         self, request: GenerationRequest, prompt: Prompt, processor: OutputProcessor
     ) -> str | None:
-        """Let a call of one of the server's tools be executed, if a part of an answer ended with
-        one (`TokenSequence.on_stop`).
+        """If a part of an answer ended with a call of one of the server's tools, have the call
+        executed, and return None. Otherwise, return the reason why the answer ends
+        (`TokenSequence.on_stop`).
         """
         sequence, text = processor.sequence, processor.finish()
         parser = self.make_parser(request)
@@ -687,8 +692,8 @@ class EngineClient:
         return CallParser(self.renderer.call_format, names, request.calls_only, own)
 
     def _trim(self, prompt: Prompt) -> None:
-        """Delete the owner's least recently used session if a saved turn has begun a session above
-        the limit.
+        """Delete the owner's least recently used session if a saved turn has begun a session and
+        the owner now has too many.
         """
         begins = prompt.parent is None or prompt.parent.session != prompt.session
         if prompt.session is not None and begins:
@@ -734,7 +739,8 @@ class EngineClient:
         self.own_tools[tool.tool.name] = tool
 
     def drop_output(self, owner: str, session: str, call: str) -> DroppedOutput:
-        """Drop the output of a tool from a session, and from all histories that begin like it.
+        """Drop the output of a tool from a session, and from all of the owner's histories in which
+        the same messages lead to the output.
 
         The output is not read again in later turns. Dropping it a second time does nothing.
 
@@ -850,16 +856,16 @@ class EngineClient:
             )
 
     def pin_output(self, owner: str, session: str, call: str) -> PinnedOutput:
-        """Keep the output of a tool permanently in the cache of a session, and of all histories
-        that begin like it.
+        """Keep the output of a tool permanently in the cache of a session, and of all of the
+        owner's histories in which the same messages lead to the output.
 
-        If some of its tokens have left the cache, the next answer reads the output again. Pinning
-        it again does nothing.
+        If some of the output's tokens have left the cache, the next answer reads the output again.
+        Pinning an output a second time does nothing.
 
         Raises:
             UnknownSession: the owner has no such session.
-            NoOutput: the session has no such output, or it is not known where its tokens are.
-            CannotPin: it was dropped, there is no room, or outputs cannot be pinned here.
+            NoOutput: the session has no such output, or the place of its tokens is not known.
+            CannotPin: the output was dropped, there is no room, or outputs cannot be pinned here.
         """
         self.check_pins()
         outputs, sequence = self.list_outputs(owner, session)
@@ -936,7 +942,7 @@ class EngineClient:
         return f"Kept: {in_words(pinned.tokens, 'token')}.{more}"
 
     def _output_back(self, context: ToolContext, back: int, done: str) -> ToolOutput:
-        """Return the output that a model names by its age; 1 is the newest."""
+        """Return the output that a model names by counting back from the newest, which is 1."""
         outputs = self._outputs_of(context.prompt)
         if len(outputs) < back:
             are = "is" if len(outputs) == 1 else "are"
@@ -956,7 +962,8 @@ class EngineClient:
         """Describe the turns that had lost tokens when an answer ended.
 
         Args:
-            name: the id of the answer's turn. An answer that is not saved is left out.
+            name: the id of the answer's turn. If the turn is not saved, only the turns before it
+                are described.
             held: the tokens of the stream that were still in the cache.
             read: number of tokens that the row had read.
         """

@@ -29,10 +29,10 @@ class Limits:
 
     Attributes:
         body: bytes of the body of a request.
-        bodies: bytes of the bodies of all requests in progress, plus `NODE` for each object. One
-            client may take a share.
-        reading: bodies of one client that are read at once. If one more arrives, one that arrives
-            slowly is ended.
+        bodies: bytes of the bodies of all requests in progress, plus `NODE` for each object, list
+            and field. One client may take a share of them (`share_of`).
+        reading: bodies of one client that are read at once. If another one arrives, the server
+            stops reading one that arrives slowly, if there is one.
         parcel: bytes of a session's file that is imported or exported.
         prompt: tokens that one request may feed.
         answer: tokens of an answer.

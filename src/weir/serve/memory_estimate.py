@@ -100,7 +100,8 @@ def choose_pin(
 ) -> int:
     """Choose how many tokens of a beginning are pinned.
 
-    These are as many as fit in half of the free memory, and at most `MOST_PINNED`.
+    These are as many as fit if the server takes half of the free memory, and at most `MOST_PINNED`.
+    They are at least as many as `with_pin` pins without a number, up to `MOST_PINNED`.
 
     Args:
         policy: the policy, without pinned slots.

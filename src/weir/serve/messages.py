@@ -77,9 +77,10 @@ class Message:
 
     Attributes:
         role: "system", "user", "assistant" or "tool".
-        name: the name of the author, or of the function whose result it is; None for most.
-        result: the id of the call whose result it is.
-        place: the index of that call among the latest calls before it.
+        name: the name of the author, or of the function whose result the message is; None for most.
+        calls: the tool calls in it.
+        result: the id of the call whose result the message is; None if it is not a result.
+        place: for a result, the index of its call among the latest calls before it.
         where: the place of its tokens, if it is a result that was read; None if unknown.
     """
 
@@ -230,10 +231,11 @@ def _link(
 
 
 def hash_prefixes(root: str, messages: Sequence[Message]) -> list[str]:
-    """Return the hash of each prefix, which ends with one of the messages, in hexadecimal.
+    """Return, for each message, the hash of the history up to and including it, in hexadecimal.
 
     Args:
-        root: hash of the text before: of an earlier prefix, or of the model and its settings.
+        root: hash of what comes before the messages: the earlier part of the history, or the model
+            and its settings.
     """
     hashes = []
     for message in messages:

@@ -1,6 +1,6 @@
 """Regular expressions of names and ids in requests.
 
-Each has a sentence, because clients cannot read regular expressions.
+Each has a sentence for error messages, because most users cannot read regular expressions.
 """
 
 from __future__ import annotations

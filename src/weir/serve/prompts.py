@@ -102,20 +102,21 @@ class Prompt:
         owner: hash of the client's key; empty if the server needs none.
         parent: the saved turn that they continue; None at the beginning of a stream.
         session: the session of the new turn; None if it is not saved.
+        hash: hash of the history up to the answer; empty for a prompt of text or tokens.
         messages: the messages that are new since `parent`.
-        beginning: how many of `ids` are the stream's beginning, which is never evicted; only
-            without `parent`.
+        beginning: how many of `ids` are the stream's beginning (system message and tools), which a
+            policy can pin; 0 if there is a `parent`.
         header: how many at the end of `ids` are the header of the answer.
         prefill: the beginning of the answer, which the client has written.
         reread: the part of the history that is read again, and the reason; None if none is.
         note: a text before the new messages that says how the system messages have changed.
         systems: the system messages before the first answer.
-        outline: hash of the history without those; empty if it is not needed.
-        places: where the results among `messages` are in `ids`, by the index of their message.
+        outline: hash of the history without `systems`; empty if it is not needed.
+        places: where results of tools are in `ids`, each with the number that marked it.
         dropped: places in the stream of results that were read and then dropped.
         recalled: text that was recalled for the last message; None if there is none.
         kept: the places of pinned results in the stream, including those of this prompt.
-        unkept: how many tokens of pinned results do not fit.
+        unkept: how many tokens of pinned results are not kept, most often because they do not fit.
     """
 
     ids: list[int]
@@ -249,8 +250,8 @@ class PromptRenderer:
     ) -> Prompt:
         """Render a conversation from its beginning. Raises WeirError if the template refuses it.
 
-        Raises PromptTooLong without rendering if there are more messages than tokens, because every
-        template makes at least one token from a message.
+        Raises PromptTooLong without rendering if there are more messages than the prompt may have
+        tokens, because every template makes at least one token from a message.
         """
         if self._most is not None and len(messages) > self._most:
             raise PromptTooLong(self._most)
@@ -386,9 +387,10 @@ class PromptMatcher:
     def hold(self, messages: Sequence[Message]) -> Handle:
         """Hold a history to be processed.
 
-        If all threads hashed and rendered at once, the engine's thread would wait for the
-        interpreter after each of them. So one thread works on a long history, one on a short
-        history, and one on a history whose template is slow or does not finish.
+        If many threads hashed and rendered at once, the engine's thread would wait for the
+        interpreter after each of them. So short histories are processed one at a time. They wait
+        neither for long histories, which `worker` processes, nor for a template that is slow or
+        does not finish (`Worker`).
         """
         size = sum(len(message.content) for message in messages) + BESIDE * len(messages)
         return (self._short if size < LONG else self._long).hold(messages)
@@ -410,10 +412,11 @@ class PromptMatcher:
         Only prefixes that end with one of the newest `LOOKUPS` answers count. The same messages
         with other tools are a different history.
 
-        `drops` are the ids of calls whose outputs are dropped, before anything is read
-        (UnknownOutput if the history does not have one). `pins` are those whose outputs are kept
-        (CannotPin if they cannot be). `tell` writes a note for the model about the turn that the
-        prompt continues, which may be empty.
+        `drops` are the ids of calls whose outputs are dropped before anything is read. `pins` are
+        the ids of calls whose outputs are kept (CannotPin if that is not possible). If the history
+        has no output of one of these calls, raises UnknownOutput. `tell` writes a note for the
+        model about the turn that the prompt continues; the note may be empty. `recall` is the most
+        tokens of forgotten text to quote.
         """
         held = messages if isinstance(messages, Handle) else self.hold(messages)
         root = self._root_of(tools)
@@ -471,8 +474,9 @@ class PromptMatcher:
     def _find_pins(
         self, owner: str, pins: Sequence[str], chains: Mapping[str, str]
     ) -> dict[str, str]:
-        """Find the hashes of the histories that end with the outputs of some calls, and those
-        calls. Raises UnknownOutput, or CannotPin for an output that was dropped.
+        """Return the calls to pin, each by the hash of the history that ends with its output.
+
+        Raises UnknownOutput, or CannotPin for an output that was dropped.
         """
         dropped = self._store.dropped_chains(owner) if pins else ()
         for number, call in enumerate(pins):
@@ -485,8 +489,10 @@ class PromptMatcher:
     def _as_read(
         self, parent: TurnRecord, drops: Sequence[str], pins: Mapping[str, str]
     ) -> dict[str, str]:
-        """Drop and pin the outputs of some calls under the hashes with which they were read,
-        because a history whose system messages have changed has other hashes.
+        """Drop the outputs of some calls under the hashes with which they were read, and return
+        the calls to pin by such hashes.
+
+        This is needed because a history whose system messages have changed has other hashes.
         """
 
         def hash_of(call: str) -> str | None:
@@ -514,7 +520,7 @@ class PromptMatcher:
                 do not fit or their text is gone.
             pins: the hashes of the results that this request pins, and their calls; CannotPin if
                 one does not fit.
-            beginning: the tokens of the stream's beginning.
+            beginning: number of tokens of the stream's beginning.
         """
         wanted = self._store.pinned_chains(prompt.owner) | pins.keys()
         if not wanted:
@@ -581,7 +587,7 @@ class PromptMatcher:
         *,
         refused: bool,
     ) -> Prompt:
-        """Add to a prompt the reason why answers after the `known` messages are read again."""
+        """Add to a prompt the reason why answers after `known` messages are read again."""
         answered = prefixes[0][0] if prefixes else 0
         if known >= answered:
             return prompt
@@ -626,7 +632,7 @@ class PromptMatcher:
     ) -> Prompt | None:
         """Make a prompt that continues a saved turn, in its session if no other is named.
 
-        `drops`, `pins` and `tell` are as for `match`.
+        `drops`, `tell`, `recall` and `pins` are as for `match`.
         """
         held = self.hold(messages)
         chains: dict[str, str] = {}
@@ -689,8 +695,9 @@ class PromptMatcher:
     def _repeat(
         self, parent: TurnRecord, found: PinnedPlaces, beginning: int
     ) -> tuple[list[Message], list[ResultPlace]]:
-        """Find the text of pinned results that have left the cache, as far as they fit, and the
-        places of those that do not fit.
+        """Return the messages of pinned results that have left the cache, as far as they fit.
+
+        Also returns the places of the others, which do not fit or whose text is gone.
         """
         left = self._room.left(beginning) - count_tokens(found.held)
         repeated: list[Message] = []
@@ -753,9 +760,9 @@ def _visible(session: str) -> str:
 def _hash_answers(
     renderer: PromptRenderer, messages: Sequence[Message], root: str
 ) -> list[tuple[int, str]]:
-    """Return the numbers of messages up to each of the newest answers, newest first.
+    """Return the prefixes that end with the newest answers, the longest first.
 
-    Also returns the hashes of these prefixes.
+    Each is a number of messages, and the hash of these messages.
     """
     answers = [at for at, message in enumerate(messages[:-1]) if message.role == "assistant"]
     hashes = hash_prefixes(root, messages[: answers[-1] + 1]) if answers else []
@@ -765,7 +772,9 @@ def _hash_answers(
 def _hash_results(
     renderer: PromptRenderer, messages: Sequence[Message], root: str, calls: Sequence[str]
 ) -> dict[str, str]:
-    """Return the hash of the history up to the newest result of each call that has one."""
+    """Return, for each of some calls that has a result, the hash of the history up to its newest
+    result.
+    """
     hashes = hash_prefixes(root, messages)
     pairs = zip(messages, hashes, strict=True)
     return {one.result: hashed for one, hashed in pairs if one.result and one.result in calls}
@@ -789,9 +798,10 @@ def _render_all(
     root: str,
     dropped: Collection[str],
 ) -> Prompt:
-    """Make the prompt of a whole history, of which `known` messages have a hash.
+    """Make the prompt of a whole history.
 
     Args:
+        known: number of first messages whose hash is `chain`.
         root: the hash before all messages.
         dropped: hashes of histories that end with a result that is not read.
     """
@@ -833,7 +843,7 @@ def _with_places(
 
     Args:
         prompt: the rendered prompt, which has `skipped` other messages before these.
-        start: the place of its first token.
+        start: the place in the stream of the prompt's first token.
     """
     found = list(messages)
     for place in prompt.places:
@@ -918,6 +928,6 @@ def _read_text(renderer: PromptRenderer, text: str | Sequence[int], vocabulary: 
 
 
 def _with_shared_ids(prompt: Prompt) -> Prompt:
-    """Let equal ids be one object. Those from another process take 40 bytes instead of 8."""
+    """Let equal ids be one object. Ids from another process take 40 bytes each instead of 8."""
     same: dict[int, int] = {}
     return replace(prompt, ids=list(map(same.setdefault, prompt.ids, prompt.ids)))

@@ -1,8 +1,8 @@
 """The turn of a response: find the saved turn that it continues, and the input to feed.
 
-A response names the turn it continues, so no search is needed and only new input is fed. The whole
-history is fed again if instructions or tools have changed, or if the turn's checkpoint was deleted
-to make room.
+A response names the turn it continues, so no search is needed and only new input is fed. If the
+instructions or tools have changed, or if the turn's checkpoint was deleted to make room, the
+longest saved prefix of the whole history is searched for, and everything after it is fed.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class ResponseTurn:
         conversation: the conversation that is continued, locked until the request ends.
         session: the session of the turn, if the HTTP client names one.
         is_stored: whether the response can be continued and retrieved.
+        tools: all tools that are described to the model.
         variables: further variables of the chat template.
         drops: ids of calls whose outputs are dropped.
         pins: ids of calls whose outputs stay in the cache permanently.
@@ -108,7 +109,7 @@ class ResponseTurn:
             before = self._history(self.previous)
         system = [] if self.instructions is None else [Message("system", self.instructions)]
         messages = link_results([*system, *before, *messages_of(self.items)])
-        # Any message may follow the turn that is searched for.
+        # The prefix that is found can be the whole history, because nothing has to be answered.
         prefixes = client.matcher.find_saved(self.owner, messages, self.tools)
         if prefixes is None:
             return None, self.items

@@ -192,7 +192,9 @@ async def _make_turn(
     items: list[Item] | Handle,
     session: str | None,
 ) -> ResponseTurn:
-    """Return the turn of a new response. References in its input are replaced with the items."""
+    """Return the turn of a new response. References in its input are replaced with the items
+    that they name.
+    """
     given: list[Item] = items.get() if isinstance(items, Handle) else items
     references = {item["id"] for item in given if item["type"] == "item_reference"}
     if references:

@@ -64,8 +64,8 @@ class TurnPage(PageQuery):
 async def sessions(client: Client, owner: Owner) -> dict[str, Any]:
     """List all sessions, most recently used first."""
     found = await run_in_thread(client.store.list_sessions, owner)
-    # The store sorts sessions by when their turns were used, which includes importing and forking.
-    # Clients see when the newest turn ended, so the list is sorted by that.
+    # The store sorts sessions by when their turns were last used, and importing or forking counts
+    # as a use. Clients see only `used`, when the newest turn ended, so the list is sorted by it.
     shown = (session for session in found if not is_hidden(session.id))
     found = sorted(shown, key=lambda session: session.used)
     return {"object": "list", "data": [session_object(session) for session in reversed(found)]}

@@ -32,7 +32,7 @@ class EventStream(Response):
 
     Args:
         frames: the bytes to send, in parts.
-        overrun: set when the client has read too little.
+        overrun: set when too much of the answer waits for the client. The response then ends.
         stall: seconds that the client may leave sent data unread.
         close: called at the end, even if the client has disconnected.
         headers: additional headers.

@@ -29,9 +29,13 @@ SWITCHES = ("enable_thinking", "thinking")
 def find_variables(client: EngineClient, body: GenerationBody) -> dict[str, Any]:
     """Find the template variables that a request sets.
 
-    Raises APIError for a variable that the template does not use. If the template has no variable
-    for the effort, the effort has no effect, and a warning says so. It is not refused, because
-    agents send an effort with every request.
+    Raises APIError for a variable that the template does not use, and for `enable_thinking` if the
+    template cannot turn thoughts on and off.
+
+    A reasoning effort is passed to the template's variable for efforts. If the template can only
+    turn thoughts on and off, the effort "none" turns them off, and any other effort turns them on.
+    If it cannot do that either, the effort has no effect. A warning names what has no effect. An
+    effort is never refused, because agents send one with every request.
     """
     own = client.renderer.variables - RESERVED
     known = {name for name in own if not name.endswith("_token")}

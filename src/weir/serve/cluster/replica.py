@@ -30,13 +30,14 @@ LINES = 5
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of every replica.
+    """The settings of every replica. Attributes that are not listed are options of `weir serve`.
 
     Attributes:
         place: the storage that all replicas share, for `open_storage`.
         name: the name of the model in the API.
         most: number of checkpoints that a replica keeps in memory.
         keys: SHA-256 hashes of the API keys.
+        threads: number of CPU threads for PyTorch; None for PyTorch's default.
         loading: arguments of `load`.
         secret: the secret by which a replica recognizes the front, which forwards requests to it
             (`api/front.py`).

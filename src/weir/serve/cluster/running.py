@@ -60,8 +60,7 @@ class Replicas:
     """The replicas of a cluster.
 
     Args:
-        settings: the settings of each. The secret that a replica recognizes the front by is made
-            here.
+        settings: the settings of each replica. `secret` and `host` are replaced.
         number: number of replicas.
     """
 

@@ -3,8 +3,8 @@
 A turn is in a session once its record exists. Its snapshot is written before the record, and the
 entries by which others find it are written after. If two replicas answer one session at once, both
 add to it, as two requests to one server do, so nothing is locked and no turn is lost. A replica
-keeps the turns of a session that it has used in memory, and reads others on demand. Names and
-owners that come from clients are hashed, and never part of a path.
+keeps in memory the turns of sessions that it has used, and reads others on demand. Names and owners
+that come from clients are hashed, and never part of a path.
 
 The files:
     form.json                                the model and policy of all rows
@@ -111,8 +111,8 @@ class SharedTurns(TurnTables):
     # --- writing
 
     def add(self, turns: Sequence[Turn], what: str = "one turn") -> None:
-        """Add turns to one session, parents first, either all or none. The oldest above the limit
-        go.
+        """Add turns to one session, parents first, either all or none. If the session then has
+        too many, the oldest are deleted.
         """
         owner, session = turns[0][1].owner, turns[0][1].session
         turns = turns[-self._kept :]

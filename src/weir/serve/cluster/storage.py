@@ -85,7 +85,10 @@ class Storage:
 
 
 class LocalStorage(Storage):
-    """A folder on a file system that all machines mount. fsspec would not sync its files."""
+    """A folder on a file system that all machines mount.
+
+    Files are not written with fsspec, which would not wait until they are on the disk.
+    """
 
     def __init__(self, root: Path) -> None:
         import fsspec

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("weir.serve")
 PREFILL_CHUNK = 128
-"""Number of tokens of prompts that are read between two decode calls."""
+"""The most tokens of prompts that are read between two decode calls."""
 PREFIXES = 8
 """Number of prompt states that are kept in memory (`PrefixStates`)."""
 IDLE_SECONDS = 0.05
@@ -124,7 +124,7 @@ class ModelRunner:
 
         Returns:
             The logits after the last token of each row, in the order in which rows were given
-                [rows, vocabulary], and for each row that did not take its tokens the reason. The
+                [rows, vocabulary], and the reason for each row that did not take its tokens. The
                 logits of such a row have no meaning.
         """
         width = max(map(len, tokens.values()))
@@ -220,7 +220,7 @@ class Engine:
         self._keeps: list[tuple[TokenSequence, ResultPlace, Future[bool]]] = []
         self._forgotten: list[str] = []  # checkpoints whose `PrefixState`s the next step drops
         self._stopping = False
-        self._changed = threading.Condition()  # guards all of the above, and wakes `run`
+        self._changed = threading.Condition()  # guards what other threads change, and wakes `run`
 
     @torch.no_grad()
     def warm_up(self) -> None:
@@ -230,7 +230,7 @@ class Engine:
         A first call compiles or loads code for seconds, during which all clients would wait.
         """
         self.runner.run({0: [0] * self.scheduler.prefill_chunk})
-        self.runner.run({0: [0]})  # steps of several rows are not native
+        self.runner.run({0: [0]})  # one row and several may run different code
         self.runner.run({row: [0] for row in range(self.scheduler.rows)})
         self.cache.reset()
 
@@ -381,7 +381,9 @@ class Engine:
                 self._drop_from(sequence)
 
     def _drop_from(self, sequence: TokenSequence) -> None:
-        """Drop those tokens from a sequence's row that it has already read."""
+        """Drop from a sequence's row the tokens of `sequence.dropped` that the row has already
+        read.
+        """
         if sequence.row is None or not sequence.dropped:
             return
         seen = self.cache.origin + self.cache.seen[sequence.row]
@@ -433,7 +435,7 @@ class Engine:
             sequence.stage = Stage.PREFILL
 
     def _mark_header(self, sequence: TokenSequence, header: int) -> None:
-        """Mark the last tokens that a sequence has not read yet as the header of its answer."""
+        """Mark the last `header` of a sequence's unread tokens as the header of its answer."""
         assert sequence.row is not None
         answer = self.cache.origin + self.cache.seen[sequence.row] + len(sequence.unread)
         before = self.cache.marks[sequence.row]
@@ -708,8 +710,8 @@ class Engine:
 
 
 def _key_of(sequence: TokenSequence, owner: str) -> PrefixKey:
-    """Return the key of the prompt states that a sequence may continue from, under which its own
-    are kept, too.
+    """Return the key of the prompt states that a sequence may continue from. The sequence's own
+    states are kept under the same key.
     """
     if sequence.parent is not None:
         return PrefixKey(owner, sequence.parent, 0, 0, sequence.kept_ranges)
@@ -731,7 +733,7 @@ def compile_engine(engine: Engine, **options: Any) -> bool:
     """Run an engine's decode steps natively on a CPU, or under `torch.compile` on a GPU.
 
     Answers differ only by rounding. On a GPU, the program for each number of rows is compiled when
-    a call first has that many. Returns whether there may be such programs.
+    a call first has that many. Returns whether `torch.compile` is used.
     """
     compiles = compile_steps(engine.model, **options)
     if compiles:

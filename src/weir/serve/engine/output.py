@@ -32,8 +32,9 @@ class StreamStats:
         seen: tokens so far, including the last one of the answer.
         held: slots in use in the fullest layer, including tokens that wait for a fold.
         bytes: bytes of the row, which never change.
-        pinned: tokens of its beginning that are never evicted.
-        beginning: number of tokens of its beginning.
+        folds: number of folds so far.
+        pinned: tokens of the stream's beginning that are never evicted.
+        beginning: number of tokens of the stream's beginning.
         forgotten: tokens that no layer and KV head holds any longer.
         pinned_outputs: tokens of pinned outputs of tools.
     """
@@ -51,7 +52,7 @@ class StreamStats:
     def of(cls, cache: StreamingCache, row: int, held: int) -> StreamStats:
         """Make the stats of a row whose last token is sampled and not fed yet.
 
-        `held` is how many of its tokens are still held.
+        `held` is how many tokens of the stream are still held.
         """
         report, seen = cache.report(row), cache.seen[row]
         pools = [pool for plan in cache.plans for pool in plan.spec.pipe.pools]
@@ -109,13 +110,15 @@ class ToolUse:
 
 @dataclass(frozen=True)
 class FinishEvent:
-    """The end of an answer, which is saved.
+    """The end of an answer. If the answer must be saved, it has been saved.
 
     Attributes:
+        answer: the index of the answer in the request.
         text: the rest of the answer, which was held back until now.
         reason: "stop" or "length".
-        tokens: number of its tokens, including an end token.
-        used: the calls of the server's tools in it.
+        tokens: number of the answer's tokens, including an end token.
+        stats: tokens and bytes of the stream.
+        used: the calls of the server's tools in the answer.
         lost: descriptions of the turns that have lost tokens (`describe_forgotten`).
     """
 
@@ -212,8 +215,8 @@ class AnswerRound:
     """The text of a part of an answer.
 
     Attributes:
-        opens_thoughts: whether it begins inside thoughts; None for the first part, for which the
-            prompt says it.
+        opens_thoughts: whether the part begins inside thoughts; None for the first part, where this
+            depends on the end of the prompt.
     """
 
     text: str
@@ -228,7 +231,8 @@ class OutputProcessor:
         make_detokenizer: makes the detokenizer of a part of the answer.
 
     Attributes:
-        on_saved: called when the answer is saved, before the client is told that it ended.
+        on_saved: called at the end of the answer, after it was saved (if it must be), and before
+            the client is told that it ended.
         describe: describes the turns that have lost tokens, from the tokens that are still held and
             the number that were read.
         stats: the stats of its stream; set with the last token.
@@ -304,7 +308,7 @@ class OutputProcessor:
         return [*self.rounds, AnswerRound(self.finish(), self.opens_thoughts)]
 
     def on_finish(self, reason: str) -> None:
-        """Send the end of the answer, which is saved."""
+        """Send the end of the answer. If the answer must be saved, it has been saved."""
         try:
             self.finish()
             self.on_saved()

@@ -27,8 +27,8 @@ class PrefixKey:
             differently if it differs. 0 if there is a parent, because the parent's row has the
             number.
         seed: the seed of the row's random draws; 0 if there is a parent, for the same reason.
-        kept: ranges of places whose tokens the row must keep, such as results of tools, among the
-            tokens that it has read.
+        kept: ranges of places whose tokens the row must keep, such as results of tools. For a state
+            that has read none of these tokens, empty.
     """
 
     owner: str
@@ -110,7 +110,7 @@ class PrefixStates:
         return found
 
     def add(self, new: PrefixState) -> None:
-        """Keep a state, and drop a state that has read less of the same prompt.
+        """Keep a state, and drop states that have read less of the same prompt.
 
         A state at the end of a beginning is not replaced by a longer one, because other
         conversations with the same beginning start from it.

@@ -44,13 +44,15 @@ class SamplingParams:
     """The sampling parameters of one answer. The schemas of requests check their bounds.
 
     Attributes:
-        repetition: logits of tokens that came before are divided by it if they are positive, and
-            multiplied if not (CTRL, section 4.1); 1 does nothing.
+        sampling: the temperature, and limits such as `top_k`.
+        repetition: logits of tokens that came before are divided by this number if they are
+            positive, and multiplied if not (CTRL, section 4.1); 1 does nothing.
         presence: subtracted once from the logits of tokens in this answer.
         frequency: subtracted for each time that a token occurs in this answer.
         bias: added to the logits of tokens, by token id.
         logprobs: number of most likely tokens to report with every token; None for no
             log-probabilities at all.
+        seed: seed of the answer's random draws.
     """
 
     sampling: Sampling = field(default_factory=Sampling)
@@ -65,8 +67,8 @@ class SamplingParams:
 def read_defaults(config: GenerationConfig | None) -> tuple[SamplingParams, list[str]]:
     """Return the sampling parameters in a model's generation configuration, and its unused options.
 
-    Only a configuration with `do_sample` changes anything. Otherwise the defaults are OpenAI's:
-    temperature 1, all tokens.
+    Only a valid configuration with `do_sample` changes anything. Otherwise the defaults are
+    OpenAI's: temperature 1, all tokens.
     """
     given = {} if config is None else config.to_diff_dict()
     if not given.get("do_sample"):

@@ -139,13 +139,15 @@ class Scheduler:
         return batch
 
     def finish(self, sequence: TokenSequence, *, at_checkpoint: bool) -> None:
-        """Take a sequence's row away. The row can rest at the end of the sequence."""
+        """Take a sequence's row away. With `at_checkpoint`, the row then rests, and holds the state
+        at the end of the sequence.
+        """
         sequence.stage = Stage.FINISHED
         for sequences in (self.waiting, self.running):
             if sequence in sequences:
                 sequences.remove(sequence)
         if sequence.row is not None and at_checkpoint:
-            self.resting.pop(sequence.id, None)  # a turn may be requested again by its name
+            self.resting.pop(sequence.id, None)  # so that it becomes the last entry, if it is known
             self.resting[sequence.id] = sequence.row
 
 
@@ -158,7 +160,7 @@ def group_prefills(reading: list[TokenSequence], chunk: int) -> list[TokenSequen
     Args:
         reading: sequences with unread prompts; the one read longest ago comes first, and is always
             chosen.
-        chunk: tokens of a call, including padding.
+        chunk: the most tokens of a call, including padding.
     """
     short = [s for s in reading if not (s.num_read or s.alone) and len(s.unread) <= chunk]
     if reading[:1] != short[:1]:
@@ -177,7 +179,7 @@ def fits_one_call(tokens: Mapping[int, int], limit: int) -> bool:
     Args:
         tokens: number of tokens to feed, by row. Rows between the first and the last are computed,
             too.
-        limit: tokens of the call, including padding.
+        limit: the most tokens of the call, including padding.
     """
     computed = (max(tokens) + 1 - min(tokens)) * max(tokens.values())
     return computed <= limit and computed <= 2 * sum(tokens.values())

@@ -36,7 +36,10 @@ class Listener(Protocol):
         """Take the next token of the answer. Return "stop" if the answer ends with it."""
 
     def on_finish(self, reason: str) -> None:
-        """Handle the end of the sequence, which is saved. `reason` is "stop" or "length"."""
+        """Handle the end of the sequence. If it must be saved, it has been saved.
+
+        `reason` is "stop" or "length".
+        """
 
     def on_failure(self, error: Exception) -> None:
         """Handle a failure of the sequence. The checkpoint it started from is unchanged."""
@@ -47,10 +50,13 @@ class TokenSequence:
     """One answer to one prompt.
 
     Attributes:
+        id: the name of the sequence, and of the checkpoint at its end.
         parent: the checkpoint at which it starts; None for a new stream.
         prompt_ids: tokens to feed before the answer, at least one.
         max_tokens: maximum number of tokens of the answer, at least 1.
         stop_ids: tokens that end the answer.
+        sampler: samples the answer's tokens.
+        listener: is told about each token, and about the end.
         holder: the client whose share of the rows it uses (`Scheduler`): a key or, without keys, an
             address.
         seed: seed of the row's random draws, if the stream is new.
@@ -66,7 +72,13 @@ class TokenSequence:
             it ends, or None if it continues with tokens from `Engine.resume`. Until then the
             sequence keeps its row and waits. Without this function, such a token always ends the
             answer.
+        dropped: places in the stream of tokens that are dropped from the row. The engine adds those
+            of later calls of `Engine.drop`.
+        kept: places of results that the row keeps permanently, in order. The engine adds those of
+            later calls of `Engine.keep`.
+        cancelled: whether the next step must end the sequence; any thread may set it.
         stage: its progress. The engine alone sets this field and the following ones.
+        row: the row of the cache; None before the sequence has one.
         pending: tokens of `parent` that are fed before those of the prompt.
         unread: tokens still to be fed before the answer.
         num_read: tokens that the row has read, including `pending` ones and those of a
@@ -76,8 +88,6 @@ class TokenSequence:
         output_ids: the answer so far, with the tokens that `Engine.resume` has brought; the last
             of them has not been fed yet.
         num_brought: how many of `output_ids` were brought, and not sampled.
-        dropped: places in the stream of tokens that are dropped from the row (`Engine.drop`).
-        kept: places of results that the row keeps permanently, in order (`Engine.keep`).
         prefilled: for a fork, the state and logits [vocabulary] at the end of the prompt.
     """
 

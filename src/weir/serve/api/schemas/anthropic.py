@@ -30,7 +30,7 @@ BILLING = "x-anthropic-billing-header:"
 The block differs in each request, and is left out.
 """
 GAP = "\n"
-"""Separator between the text blocks of a message, except an assistant's."""
+"""Separator between text blocks. The blocks of an assistant's message are joined without it."""
 
 
 class TextBlock(Lenient):
@@ -122,7 +122,7 @@ class AnthropicMessage(Lenient):
         return self
 
     def messages(self) -> list[Message]:
-        """Convert to the server's own type: each result is a message."""
+        """Convert to the server's own type. Each tool result becomes a separate message."""
         if isinstance(self.content, str):
             return [Message(self.role, self.content)]
         texts = [block.text for block in self.content if isinstance(block, TextBlock)]
@@ -238,7 +238,8 @@ class CountBody(GenerationBody):
     def _note_parts(self) -> CountBody:
         """Note the parts that have no effect.
 
-        This happens here because a large body is returned without its messages.
+        This happens here, because the worker, which parses large bodies, returns them without
+        their messages.
         """
         if self._billing:
             self.note("system (the billing header)")
@@ -277,7 +278,10 @@ class CountBody(GenerationBody):
 
     @property
     def held_to(self) -> tuple[dict[str, Any], bool] | None:
-        """The schema of answers, and whether unknown keywords are refused; None for text."""
+        """The schema of answers, and whether unknown keywords of the schema are refused.
+
+        None if any text is allowed.
+        """
         found = self.output_format
         if found is None and self.output_config is not None:
             found = self.output_config.format

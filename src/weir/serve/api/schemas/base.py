@@ -72,7 +72,9 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _keep_one_unknown(cls, value: Any) -> Any:
-        """Keep the first of many unknown fields, so that there is only one error."""
+        """Remove unknown fields, except the first that asks for something, so that there is at
+        most one error about them.
+        """
         if not isinstance(value, dict):
             return value
         known = {field.alias or name for name, field in cls.model_fields.items()}

@@ -1,9 +1,9 @@
 """Bodies of chat and text completions.
 
 Unknown fields of a body are refused, as with OpenAI, unless they ask for nothing. Unknown fields of
-messages and their parts have no effect, and a warning names them. Fields of type `Any` have no
-effect. Fields marked `Only` ask for features that weir does not have, so they may be left out or
-have the listed values.
+messages and their parts have no effect, and a warning names them. Fields marked `Only` ask for
+features that weir does not have, so they may be left out or have the listed values.
+`function_call` and `audio` of a message are refused. Other fields of type `Any` have no effect.
 """
 
 from __future__ import annotations
@@ -78,13 +78,17 @@ HONORED_OPTIONS = {
     "presence_penalty",
     "frequency_penalty",
 }
-"""Options in Ollama's `options` that have an effect, with their names here."""
+"""Options in Ollama's `options` that have an effect, by the names of these bodies' fields
+(`OPTIONS` renames some).
+"""
 SKIPPED_OPTIONS = "skipped_options"
 ZERO_ASKS = {"keep_alive", "repeat_last_n", "id_slot", "typical_p"}
 """Fields without an effect that ask for something when they are 0. Other fields are off at 0."""
 MAX_OPTIONS = 64
 Limit = Annotated[Whole, Field(ge=-2, lt=2**63), AfterValidator(check_limit)]
-"""Tokens of an answer. -1 and -2 mean as many as the server allows, as in llama.cpp and Ollama."""
+"""The most tokens of an answer. -1 and -2 mean as many as the server allows, as in llama.cpp and
+Ollama.
+"""
 Variable = Annotated[str, StringConstraints(max_length=1024)] | bool | Whole | float | None
 """A variable of a chat template."""
 Effort = Annotated[str, StringConstraints(max_length=64)]
@@ -102,7 +106,7 @@ def _wrong_at(field: str, words: str) -> ValidationError:
 def _renamed(
     error: ErrorDetails, names: Mapping[tuple[str | int, ...], tuple[str, ...]]
 ) -> InitErrorDetails:
-    """Make an error at the place that the client wrote."""
+    """Copy an error, with the client's name for the field (`names`) in place of the new name."""
     loc, kind = error["loc"], error["type"]
     known = kind in get_args(ErrorType)
     return InitErrorDetails(
@@ -221,9 +225,9 @@ class WeirOptions(Strict):
 
     `tell_forgotten` lets the model read a note that says what has left its cache.
 
-    `recall` is the most tokens of earlier text that the server may put before the message if the
-    message asks for text that has left the cache; 0 for none. If it is left out, the server's
-    setting applies.
+    `recall` is the most tokens of earlier text that the server may put before the user's new
+    message if that message asks for text that has left the cache; 0 for none. If it is left out,
+    the server's setting applies.
     """
 
     recall: Annotated[Whole, Field(ge=0, le=MAX_RECALL)] | None = None
@@ -341,7 +345,7 @@ class GenerationBody(Strict):
 
     @classmethod
     def _names_given(cls, value: Any) -> dict[tuple[str | int, ...], tuple[str, ...]]:
-        """Return the paths of renamed fields, by their new paths."""
+        """Return where the client wrote the fields that `_rename` renames, by their new paths."""
         if not isinstance(value, dict):
             return {}
         options = value.get("options")
@@ -359,7 +363,8 @@ class GenerationBody(Strict):
     def _note_unknown(self) -> Self:
         """Note unknown fields of messages and items.
 
-        This happens here because a large body is returned without its messages.
+        This happens here, because the worker, which parses large bodies, returns them without
+        their messages.
         """
         found = (
             one
@@ -561,7 +566,9 @@ class ChatBody(CompletionBody):
 
     @model_validator(mode="after")
     def _check_end(self) -> Self:
-        """Accept options that say whether to continue the last message, if that is done anyway."""
+        """Refuse an option about continuing the last message if it asks for something else than
+        what the server does anyway.
+        """
         continues = self.messages[-1].role == "assistant"
         for name, asked in (
             ("continue_final_message", self.continue_final_message),

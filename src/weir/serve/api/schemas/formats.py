@@ -51,7 +51,10 @@ class ResponseFormat(Strict):
 
     @property
     def held_to(self) -> tuple[dict[str, Any], bool] | None:
-        """The schema of answers, and whether unknown keywords are refused; None for text."""
+        """The schema of answers, and whether unknown keywords of the schema are refused.
+
+        None if any text is allowed.
+        """
         named = self.json_schema
         if named is not None and named.schema_ is not None:
             return named.schema_, bool(named.strict)
@@ -72,7 +75,7 @@ class Function(Noted):
 
 
 class OfFunction(Strict):
-    """An object that names its type, which can only be a function."""
+    """An object with a type, which must be `function`."""
 
     type: Literal["function"]
 
@@ -194,11 +197,11 @@ class ToolOffer:
 
     Attributes:
         tools: all tools that are described to the model.
-        choice: whether the model calls any; None if the client does not say.
+        choice: whether the model may or must call a tool; None if the client does not say.
         names: names of the tools that the model may call; None for all.
         parallel: whether the model may make more than one call.
         schema_param: the field of the request with the schema of a tool, with `{}` for its index.
-        choice_param: the field with `names`.
+        choice_param: the field of the request that `names` comes from.
         own: names of the tools that the server runs; they are among `tools`, too.
     """
 

@@ -65,8 +65,8 @@ def link_calls(messages: list[OllamaMessage]) -> list[Message]:
     """Convert messages to the server's own type.
 
     A result belongs to the call that its `tool_call_id` names. Most clients of this API send no
-    ids. A result without an id belongs to the first call without a result in the last message with
-    calls. If `tool_name` is given, only calls of this function count.
+    ids. A result without an id belongs to a call of the latest message that has calls: to the
+    first one that has no result yet. If `tool_name` is given, only calls of this function count.
     """
     found: list[Message] = []
     waiting: list[tuple[str, str]] = []  # the ids and names of calls without a result
@@ -88,8 +88,8 @@ def link_calls(messages: list[OllamaMessage]) -> list[Message]:
 
 
 class OllamaBody(GenerationBody):
-    """Fields of every request for an answer. Answers are streamed unless the client turns that
-    off.
+    """Fields of every request for an answer. Answers are streamed unless the client turns
+    streaming off.
     """
 
     max_tokens: Limit | None = None
@@ -119,7 +119,10 @@ class OllamaBody(GenerationBody):
 
     @property
     def held_to(self) -> tuple[dict[str, Any], bool] | None:
-        """The schema of answers, and whether unknown keywords are refused; None for text."""
+        """The schema of answers, and whether unknown keywords of the schema are refused.
+
+        None if any text is allowed.
+        """
         if not self.format:
             return None
         return ({"type": "object"}, True) if self.format == "json" else (dict(self.format), False)

@@ -202,9 +202,9 @@ class OtherResultItem(Lenient):
 
 
 class McpCallItem(Lenient):
-    """A call of a tool of an MCP server with its result, in a history.
+    """A call of an MCP server's tool, together with the result, in a history.
 
-    The model reads it as a call of a function and its result.
+    The model reads this item as a function call and the result of the call.
     """
 
     type: Literal["mcp_call"]
@@ -415,7 +415,10 @@ class TextFormat(Strict):
 
     @property
     def held_to(self) -> tuple[dict[str, Any], bool] | None:
-        """The schema of answers, and whether unknown keywords are refused; None for text."""
+        """The schema of answers, and whether unknown keywords of the schema are refused.
+
+        None if any text is allowed.
+        """
         if self.schema_ is not None:
             return self.schema_, bool(self.strict)
         return None if self.type == "text" else ({"type": "object"}, True)
@@ -441,7 +444,8 @@ class Reasoning(Noted):
 
 
 def split_at_compaction(items: list[Item]) -> tuple[str | None, list[Item]]:
-    """Return the id of the response that the last compaction stands for, and the items after it.
+    """Return the id of the response that the last compaction stands for, and the items after the
+    compaction.
 
     Without a compaction, returns None and all items.
     """
@@ -491,7 +495,8 @@ class ResponseBody(GenerationBody):
     def _note_items(self) -> Self:
         """Note the items that have no effect.
 
-        This happens here because a large body is returned without its input.
+        This happens here, because the worker, which parses large bodies, returns them without
+        their input.
         """
         if isinstance(self.input, list):
             for n, item in enumerate(self.input):
