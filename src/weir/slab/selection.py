@@ -218,8 +218,8 @@ def _observed(
         result = None if counted is None else AttentionResult(*counted)
     if result is None:
         if bias is not None and bias.shape[4] > 1:
-            # If all rows have the same layout, a query sees everything before the tail, so the bias
-            # is zero there.
+            # The bias is cropped to the slots that are read. If the queries are causal, it is also
+            # zero before the queries' own slots, because each query sees everything there.
             bias = bias[..., -queries.shape[3] if causal else slots.start :]
         result = observed_attention(queries, *slots.read(), b, params, bias)
     if result is None or not slots.start:
