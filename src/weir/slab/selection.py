@@ -141,9 +141,9 @@ def compute_attention(
             kv_heads, group, length, slots up to `stop`], or a shape that broadcasts to it; None for
             none.
         causal: whether the queries belong to the last slots, and each sees all slots up to its own.
-        observe: what to observe in addition to the answers. The result does not have it if
-            observing now takes longer than computing it later, or needs more than `AT_ONCE` logits
-            in memory.
+        observe: what to observe in addition to the answers. The result has it only if a function
+            can observe it while it computes the answers: in float32 on a CPU, if a equals b, there
+            are no cap and no sinks, and at most `AT_ONCE` logits.
         by: which functions are allowed: weir's kernels and PyTorch, or only PyTorch, as in a step
             under `torch.compile`.
 

@@ -462,7 +462,9 @@ class QuantizedSlots(Slots):
         return QuantizedSlots.of(self.pieces, {**self.others(), "a": a, "b": b})
 
     def picked(self, index: Tensor) -> Slots:
-        """Return copies of the slots `index`; quantized ones are not converted."""
+        """Return copies of the slots `index`. They stay quantized if all slots are one quantized
+        piece.
+        """
         if (
             self.pieces is None
             or len(self.pieces) > 1

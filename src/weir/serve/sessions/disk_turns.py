@@ -59,9 +59,10 @@ class DiskTurns(TurnTables):
 
     Args:
         folder: created if missing.
-        limit: bytes of all snapshots. One more may exist while it is written. Above the limit, or
-            when the disk is full before that, the least recently used turns are deleted. None for
-            no limit, in which case nothing is ever deleted.
+        limit: bytes of all snapshots. New snapshots are written before old ones are deleted, so
+            there can be more for a short time. Above the limit, or when the disk is full before
+            that, the least recently used turns are deleted. None for no limit, in which case
+            nothing is ever deleted.
     """
 
     unit = "bytes"
