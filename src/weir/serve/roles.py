@@ -62,14 +62,15 @@ class SystemPlaces:
     def place(self, messages: Sequence[Message], *, at_start: bool) -> list[Message]:
         """Move system messages to places that the template accepts.
 
-        System messages before the first answer come first. Some agents send a system message after
-        the first user message, with the same text in all conversations. At the beginning, it is
-        part of what the conversations share, and is read only once.
+        If the template accepts a system message at the beginning, the system messages before the
+        first answer are moved there. Some agents send a system message after the first user
+        message, with the same text in all conversations. At the beginning, it is part of what the
+        conversations share, and is read only once.
 
-        System messages at the beginning are joined. A later one that the template does not accept
-        is appended to the user message directly before it. If there is none, it is put before the
-        text of the user message directly after it. If there is none either, it becomes a user
-        message.
+        If the template accepts only one system message at the beginning, those at the beginning are
+        joined. Any other system message that the template does not accept is appended to the user
+        message directly before it. If there is no such user message, it is put before the text of
+        the user message directly after it. If there is none either, it becomes a user message.
 
         Args:
             at_start: whether the conversation begins with these messages.
@@ -104,7 +105,9 @@ class SystemPlaces:
         return placed
 
     def _takes(self, placed: list[Message], *, began: bool) -> bool:
-        """Return whether a system message may come next."""
+        """Return whether a system message may come next. `began` says whether another message has
+        come before.
+        """
         if began:
             return self.later
         return self.first and (self.several or not placed)

@@ -2,7 +2,7 @@
 
 The row knows which tokens it holds, and the records of turns contain the ids of all tokens of these
 turns. Either may have tokens that the other lacks: a row can hold the beginning of a stream whose
-first turns are no longer kept, and no slot holds most of the tokens in the records.
+first turns are no longer kept, and most of the tokens in the records are no longer in any slot.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ BLOCK = 32
 NAMED = 64
 """Number of newest turns with lost tokens whose messages are shown."""
 CONTEXT = 4
-"""Number of tokens before a block that are decoded with it, for spaces and multi-token
-characters.
+"""Number of tokens before a block that are decoded with it.
+
+Spaces, and characters that consist of several tokens, depend on the tokens before.
 """
 
 
@@ -39,6 +40,9 @@ def running_turns(
 ) -> list[TurnTokens]:
     """Return the tokens of a running sequence and of earlier turns, as far back as they are
     kept.
+
+    Empty if the turn that the sequence continues is not kept, because the places of the sequence's
+    tokens are then unknown.
     """
     turns = [] if sequence.parent is None else store.ancestry(owner, sequence.parent)
     if sequence.parent is None or turns:
@@ -108,11 +112,11 @@ class MemoryReporter:
         The last pool in the list is "new", for tokens that wait for the next fold.
 
         Args:
-            turns: the tokens of its stream, by turns, as far back as they are kept.
+            turns: the tokens of the row's stream, by turns, as far back as they are kept.
             most: number of held tokens to list: those that the most layers and heads hold.
             latest: number of tokens at the end of the stream to list, held or not.
             doing: "reading" or "answering" for a running turn; None between turns.
-            names: describes the messages of a turn by its name; None if they are not known.
+            names: describes the messages of a turn, given its id; None if they are not known.
         """
         seen = holding.seen  # for a prompt that is being read, only the part that was read
         if doing != "reading" and turns:

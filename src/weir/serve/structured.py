@@ -197,7 +197,9 @@ def add_guidance(schema: Mapping[str, Any], spaces: str, *, strict: bool) -> dic
 
 
 def check_schema(schema: Any) -> None:
-    """Check that a schema can be compiled in limited time (BadSchema)."""
+    """Raise BadSchema for a schema that may take too long to compile, or has numbers that
+    llguidance rounds.
+    """
     size = 0
     try:
         # In parts, and only up to the limit, because a client's schema may have megabytes.

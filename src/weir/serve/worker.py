@@ -43,13 +43,14 @@ With the default thresholds, the collector runs several times while a large body
 time scans everything that was created so far. This takes longer than parsing.
 """
 RATE = 1_000_000
-"""Bytes per second: a call is ranked as if it had come later, by its bytes divided by this number.
-So a small call that comes soon after a large call of the same client goes first.
+"""Number of bytes for which a call counts as if it had come one second later, in the order of a
+client's calls. So a small call that comes soon after a large call of the same client goes first.
 """
 PIECE = 1_048_576
 """Bytes of a message that are sent at a time.
 
-Python copies the data that a pipe receives, but only one piece at a time.
+Python copies what it receives from a pipe. Because messages are sent in pieces, it never copies
+more than one piece at a time.
 """
 M_MMAP_THRESHOLD = -3
 """The number of an option of glibc's `mallopt`: the size from which a buffer is requested directly
@@ -59,7 +60,9 @@ holder_of_call: ContextVar[str] = ContextVar("holder_of_call", default="")
 """The client that a call is for."""
 
 _Step = tuple[Callable[..., Any], tuple[Any, ...]]
-"""A function, and its arguments after the value that it is called with."""
+"""A function, and its arguments after the first two: the opened value, and the value that a handle
+holds.
+"""
 
 
 class Worker:
@@ -133,7 +136,8 @@ class Handle:
     def map(self, function: Callable[..., Any], *given: Any) -> Handle:
         """Call a function with the value, and hold the result.
 
-        An exception of the function may be raised only when the result is used.
+        The function may be called later, when the result is used. Its exceptions are then raised
+        there.
         """
         return Handle(self._worker, self.call(function, *given))
 
@@ -229,7 +233,8 @@ class WorkerProcess(Worker):
             _value_of(process.ask(_Message((_keep, (given,)))))
 
     def call(self, function: Callable[..., Any], *given: Any) -> Any:
-        """Call a function. Raises Busy if the process is lost, and WeirError if it takes too long.
+        """Call a function. Raises Busy if the process is lost, and WeirError if the call takes too
+        long.
 
         A bytearray is sent unchanged, and emptied as soon as it is sent, because a large body must
         not stay here while a process works on it.
@@ -254,7 +259,7 @@ class WorkerProcess(Worker):
         self.call(function, *given)
 
     def hold(self, value: Any) -> Handle:
-        """Hold a value as bytes that only the processes read."""
+        """Hold a value as bytes, which are unpacked only where the value is used."""
         return _Packed(self, pickle.dumps(value, 5))
 
     def close(self) -> None:
@@ -333,7 +338,7 @@ class WorkerOfMany:
         theirs.close()
 
     def _restart(self) -> None:
-        """Start the process again. This process has threads by now, and cannot be copied."""
+        """Start the process again, but not as a copy, because the server has threads by now."""
         self.pipe.close()
         self._start("spawn")
         _Message((_keep, (self.opened,))).send(self.pipe)
@@ -380,11 +385,11 @@ class _Message:
 
     @property
     def size(self) -> int:
-        """Its size in bytes, while it has not been sent."""
+        """The size in bytes of a message that has not been sent yet."""
         return len(self._data) + sum(buffer.raw().nbytes for buffer in self._buffers)
 
     def send(self, pipe: Connection) -> None:
-        """Send it, and release its buffers."""
+        """Send the message, and release its buffers."""
         raws = [buffer.raw() for buffer in self._buffers]
         pipe.send_bytes(pickle.dumps([len(self._data), *(raw.nbytes for raw in raws)]))
         for raw in (memoryview(self._data), *raws):

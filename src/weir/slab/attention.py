@@ -3,10 +3,11 @@
     z(q) = sum_i e^(l_i + a_i) v_i / (e^s + sum_i e^(l_i + b_i))
     l_i = softcap(<q, k_i> * scale) + bias_i
 
-where s is the sink logit of the query's head (-inf without sinks). In every version, the error of
-an answer is bounded by rounding, whatever the logits are. Unless said otherwise, queries are
-[batch, kv_heads, group, length, key_dim], keys and values [batch, kv_heads, slots, dim], weights
-[batch, kv_heads, slots], and a bias broadcasts with [batch, kv_heads, group, length, slots].
+where z(q) is the *answer* to the query q, and s is the sink logit of its head (-inf without sinks).
+In every version, the error of an answer is bounded by rounding, whatever the logits are. Unless
+said otherwise, queries are [batch, kv_heads, group, length, key_dim], keys and values [batch,
+kv_heads, slots, dim], weights [batch, kv_heads, slots], and a bias broadcasts with [batch,
+kv_heads, group, length, slots].
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def attention_mass(
     """
     if params.softcap is None and params.sinks is None and keys.device.type == "cpu":
         found = _received(_softmax_in_place(_flat_logits(queries, keys, params, b, bias)), b)
-        if not bool(found.isnan().any()):  # which happens if a query sees nothing
+        if not bool(found.isnan().any()):  # NaN if a query sees nothing
             return found
     below = _logits(queries, keys, params, _per_slot(b) if bias is None else bias + _per_slot(b))
     # The logits are the largest tensor of a fold. So they are overwritten, and one product weighs
@@ -118,9 +119,9 @@ class AttentionResult(NamedTuple):
 
     Attributes:
         answers: [batch, kv_heads, group, length, value_dim].
-        received: the `attention_mass` of each part of the queries, which are cut into parts of
-        equal
-            length [batch, kv_heads, parts, slots], float32; None if not observed.
+        received: the queries are cut into one or more parts of equal length, and this is the
+            `attention_mass` of each part [batch, kv_heads, parts, slots], float32; None if not
+            observed.
         shares: each slot's share of each query's attention [batch, kv_heads, group, length, slots],
             float32; None if not kept.
     """
@@ -157,8 +158,8 @@ def observed_attention(
     """Compute answers and received attention with plain products around one softmax.
 
     On a CPU, this takes as long as `fused_attention`, and the mass is bit-identical to
-    `attention_mass`. It is for float32 without capping and sinks, with a = b. The bias can cover
-    only the last slots, if it is zero for all others. Returns None if a query sees nothing.
+    `attention_mass`. It is for float32 without capping and sinks, with a = b. The bias can leave
+    out the first slots, if it is zero for them. Returns None if a query sees nothing.
     """
     weights = _softmax_in_place(_flat_logits(queries, keys, params, b, bias))
     mass = _received(weights, b)
@@ -196,8 +197,8 @@ def attention_weights(logits: Tensor, b: Tensor, params: AttentionParams) -> tup
 
 
 def attention_softmax(logits: Tensor, b: Tensor, params: AttentionParams) -> Tensor:
-    """Compute only the shares of `attention_weights`. Without sinks, this is one softmax, which is
-    faster.
+    """Compute only the shares of `attention_weights`. On a CPU and without sinks, this is one
+    softmax, which is faster.
     """
     if params.sinks is not None or logits.device.type != "cpu":
         return attention_weights(logits, b, params)[0]
@@ -211,8 +212,8 @@ def attention_shares(logits: Tensor, b: Tensor, lse: Tensor) -> Tensor:
     """Compute the share of some slots in each query's attention, in the shape of their `logits`,
     float32.
 
-    `lse` has the denominators over all slots (`attention_weights`). Shares are 0 if a query sees
-    nothing.
+    `lse` has the logarithms of the denominators over all slots (`attention_weights`). Shares are 0
+    if a query sees nothing.
     """
     below = logits + _per_slot(b)
     return below.sub_(lse.masked_fill(lse.isneginf(), 0.0)[..., None]).exp_()
@@ -239,8 +240,9 @@ def fused_attention(
         out = weights.bmm(at_least_float32(values.flatten(0, 1)))
         return out.view(batch, kv_heads, group, length, -1).to(values.dtype)
     if bias is not None and (bias.device.type != "cpu" or queries.dtype == torch.float64):
-        # Only the CPU accepts a float32 bias, and only with half-precision queries. With float64
-        # queries, it silently returns wrong answers (PyTorch 2.9 to 2.13).
+        # Only the CPU accepts a float32 bias for queries of another dtype, and only for queries in
+        # half precision. For float64 queries, it silently returns wrong answers (PyTorch 2.9 to
+        # 2.13).
         bias = bias.to(queries.dtype)
     gqa = group > 1
     if length == 1:
@@ -321,7 +323,7 @@ def _flat_logits(
     """Compute logits without capping, as a new tensor [batch * kv_heads, group * length, slots].
 
     It has three dimensions, because PyTorch multiplies these with less overhead than four, which
-    matters in a decode step. The bias can cover only the last slots.
+    matters in a decode step. A bias for fewer slots than the keys have belongs to the last slots.
     """
     batch, kv_heads, group, length, key_dim = queries.shape
     slots = keys.shape[2]

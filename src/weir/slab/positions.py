@@ -8,8 +8,9 @@ turn in float64, so position 4,000,000 is as exact as position 0.
 
 Models with *three axes* (Qwen2-VL's M-RoPE: Wang et al. 2024, section 2.1) rotate some pairs of
 dimensions by a position in time, and others by height and width. For a text token, all three are
-the same. Each token has a *span*: the position where its text token or image begins, and its
-extent. A shift is the same on all axes, so it preserves the geometry of an image.
+the same. Each token has a *span*: a position and an extent. For a text token, these are its own
+position and 1. For a patch of an image, they are the position where the image begins, and the
+extent of the image. A shift is the same on all axes, so it preserves the geometry of an image.
 """
 
 from __future__ import annotations

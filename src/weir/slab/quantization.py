@@ -10,9 +10,10 @@ bit for bit, in every dtype. So nothing more is lost, however often a slot is pa
 holds because the peak is rounded to bfloat16 before it is used, and the number with the largest
 absolute value always gets the largest code.
 
-Four-bit codes round the *rotated* vector, its product with a Hadamard matrix, which spreads large
-numbers over all others (QuaRot, Ashkboos et al. 2024, section 3; arXiv:2404.00456). The matrix is
-orthogonal and its own inverse, so attention can instead rotate queries and answers (`hadamard`).
+The format `int4` rounds the *rotated* vector, its product with a Hadamard matrix, which spreads
+large numbers over all others (QuaRot, Ashkboos et al. 2024, section 3; arXiv:2404.00456). The
+matrix is orthogonal and its own inverse, so attention can rotate queries and answers (`hadamard`)
+instead of rotating every vector back.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from weir import kernels
 PEAK = torch.bfloat16
 """The dtype of peaks, which has the range of float32 in two bytes."""
 _LARGEST = {torch.float16: 65280.0, torch.float64: torch.finfo(torch.bfloat16).max}
-"""The largest number of bfloat16 that is also in the range of the dtype."""
+"""By dtype, the largest number of bfloat16 that is also in the range of the dtype."""
 _LEAST = 2.0**-100
 """The smallest peak."""
 _LARGEST_BLOCK = 256
@@ -114,8 +115,8 @@ class Format:
         for what, dim, code in (("keys", key_dim, self.keys), ("values", value_dim, self.values)):
             if code.halves and dim % 2:
                 return (
-                    f"{self.name} packs two numbers of {what} in a byte, but heads of {dim} have "
-                    "an odd number. Use int8."
+                    f"{self.name} packs two numbers of {what} in a byte, so the size of heads must "
+                    f"be even, got {dim}. Use int8."
                 )
             if code.group is not None and dim % code.group:
                 return (
@@ -196,7 +197,7 @@ def quantize_into(x: Tensor, code: Code, numbers: Tensor, peaks: Tensor) -> None
 
 
 def steps(peaks: Tensor, code: Code) -> Tensor:
-    """Return the distance of neighboring levels, for peaks of any shape, float32."""
+    """Return the size of a step (peak / levels), for peaks of any shape, float32."""
     return peaks.float() / code.levels
 
 
@@ -319,6 +320,7 @@ def _make_signs(size: int, device: torch.device) -> Tensor:
     return signs
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # or each step makes one
+# Without this decorator, every compiled step would make the matrix again.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _signs(size: int, device: torch.device) -> Tensor:
     return _make_signs(size, device)

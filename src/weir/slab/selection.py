@@ -141,9 +141,9 @@ def compute_attention(
             kv_heads, group, length, slots up to `stop`], or a shape that broadcasts to it; None for
             none.
         causal: whether the queries belong to the last slots, and each sees all slots up to its own.
-        observe: what to observe in addition to the answers. The result does not have it if
-            observing now takes longer than computing it later, or needs more than `AT_ONCE` logits
-            in memory.
+        observe: what to observe in addition to the answers. The result has it only if a function
+            can observe it while it computes the answers: in float32 on a CPU, if a equals b, there
+            are no cap and no sinks, and at most `AT_ONCE` logits.
         by: which functions are allowed: weir's kernels and PyTorch, or only PyTorch, as in a step
             under `torch.compile`.
 
@@ -218,8 +218,8 @@ def _observed(
         result = None if counted is None else AttentionResult(*counted)
     if result is None:
         if bias is not None and bias.shape[4] > 1:
-            # If all rows have the same layout, a query sees everything before the tail, so the bias
-            # is zero there.
+            # The bias is cropped to the slots that are read. If the queries are causal, it is also
+            # zero before the queries' own slots, because each query sees everything there.
             bias = bias[..., -queries.shape[3] if causal else slots.start :]
         result = observed_attention(queries, *slots.read(), b, params, bias)
     if result is None or not slots.start:

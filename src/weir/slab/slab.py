@@ -190,8 +190,8 @@ class Slab:
         Args:
             keys: the keys.
             values: the values.
-            lines: the `slot_lines` of the slots, with quantized slots counted, for as many slots
-                per row as `self.keys` has.
+            lines: the `slot_lines` of the slots. Slots are numbered from the first quantized slot
+                on, and `size` is the number of slots in `self.keys`.
         """
         if self.first:
             lines = lines - self.first
@@ -301,7 +301,8 @@ class Slab:
             t[row].fill_(_FILL.get(name, 0))
 
     def drop(self, row: int, gone: Tensor, emptied: Tensor) -> None:
-        """Zero the keys, values and weights of some slots of a row, and empty some of these slots.
+        """Zero the keys and values of some slots of a row, take their weight away, and mark some of
+        these slots as empty.
 
         Args:
             row: the row.

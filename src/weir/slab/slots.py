@@ -53,8 +53,9 @@ class Slots:
         position: places in the stream [batch, kv_heads, slots], int64; -1 where a slot is empty.
         mass: attention received so far (in a slab, up to the last fold) [batch, kv_heads, slots],
             float32; None unless a pool of the pipe asks for it.
-        span: the position where the token's word or image begins, and its length [batch, kv_heads,
-            slots, 2], int64; None unless the model has three axes of positions and slots are moved.
+        span: where the token, or the image that it is a part of, begins on the axes, and its length
+            there [batch, kv_heads, slots, 2], int64; None unless the model has three axes of
+            positions and slots are moved.
         slab: the `Slab` of which these slots are a view; None for slots that are not in a slab, or
             whose tensors were replaced (`dataclasses.replace`, which is how a pool sets weights).
         place: the first slot of that view in the slab; None without a slab.
@@ -461,7 +462,9 @@ class QuantizedSlots(Slots):
         return QuantizedSlots.of(self.pieces, {**self.others(), "a": a, "b": b})
 
     def picked(self, index: Tensor) -> Slots:
-        """Return copies of the slots `index`; quantized ones are not converted."""
+        """Return copies of the slots `index`. They stay quantized if all slots are one quantized
+        piece.
+        """
         if (
             self.pieces is None
             or len(self.pieces) > 1

@@ -1,7 +1,7 @@
 """SQLite database, in a file or in memory.
 
-One connection writes, and its commits survive a power cut. Another reads without waiting for
-commits.
+A database in a file has two connections. One writes, and its commits survive a power cut. The other
+reads without waiting for commits. A database in memory has one connection for both.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Database:
         path: path of the file; None for memory.
         tables: SQL that creates the tables of a new database.
         version: version of the tables (`PRAGMA user_version`).
-        create: whether the file may be missing.
+        create: whether the file may be missing or empty.
 
     Attributes:
-        lost: why an attached database was given up, by its name.
+        lost: why an attached database was given up, by the name of that database.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class Database:
             )
         with contextlib.ExitStack() as undo:
             try:
-                # Only the user who runs the server may read it. SQLite gives its logs the same
-                # rights.
+                # Only the user who runs the server may read the file. SQLite gives its logs the
+                # same rights.
                 flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
                 os.close(os.open(path, flags, 0o600))
                 self._writer = _connected(path)
@@ -104,8 +104,8 @@ class Database:
         """Attach another database, in a file or in memory, that is written in the same
         transactions.
 
-        Its tables must have names that do not occur here. Raises `sqlite3.Error` if it cannot be
-        opened.
+        Its tables must have names that do not occur in this database. Raises `sqlite3.Error` or
+        OSError if it cannot be opened.
         """
         if path is not None:
             flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -120,7 +120,7 @@ class Database:
                     one.execute(f"PRAGMA {name}.journal_mode = WAL")
 
     def detach(self, name: str) -> None:
-        """Detach an attached database, even if it is only partly attached."""
+        """Detach an attached database, even if only one of the connections has attached it."""
         self._attached.discard(name)
         for one in {id(one): one for one in (self._writer, self._reader)}.values():
             with contextlib.suppress(sqlite3.Error):
@@ -134,7 +134,7 @@ class Database:
             self._writer.close()
 
     def shorten(self) -> None:
-        """Checkpoint the write-ahead log, as far as there is room."""
+        """Move the write-ahead log into the database file, as far as the disk has room for it."""
         with self._writing, contextlib.suppress(sqlite3.Error):
             self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 

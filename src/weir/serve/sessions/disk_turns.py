@@ -1,9 +1,9 @@
 """Turns in a folder: SQLite tables in `weir.db`, and a snapshot file for each turn.
 
 The order of writes makes a crash safe at any point. The snapshot file is written and synced, gets
-its name, and the folder is synced. Only then is the row that names it committed. A file without a
-row belongs to a turn that was never reported to a client as finished, and is deleted at the next
-start. A crash never leaves a row without its file.
+its name, and the folder is synced. Only then is the table row that names it committed. A file
+without a table row belongs to a turn that was never reported to a client as finished, and is
+deleted at the next start. A crash never leaves a table row without its file.
 """
 
 from __future__ import annotations
@@ -59,9 +59,10 @@ class DiskTurns(TurnTables):
 
     Args:
         folder: created if missing.
-        limit: bytes of all snapshots. One more may exist while it is written. Above the limit, or
-            when the disk is full before that, the least recently used turns are deleted. None for
-            no limit, in which case nothing is ever deleted.
+        limit: bytes of all snapshots. New snapshots are written before old ones are deleted, so
+            there can be more for a short time. Above the limit, or when the disk is full before
+            that, the least recently used turns are deleted. None for no limit, in which case
+            nothing is ever deleted.
     """
 
     unit = "bytes"
@@ -103,7 +104,7 @@ class DiskTurns(TurnTables):
         self._lock = -1
 
     def _open(self, database: Database) -> None:
-        """Check that the rows have this format, and delete files that a killed process left."""
+        """Check that the saved turns have this format, and delete what a killed process left."""
         try:
             with database.writing() as db:
                 written = json.dumps(self.store_format.to_json())
@@ -115,7 +116,9 @@ class DiskTurns(TurnTables):
             raise WeirError(f"cannot use {self.folder}: {error}") from None
 
     def _delete_leftovers(self, db: sqlite3.Connection) -> None:
-        """Delete turns without a record, rows without their file, and files without a row."""
+        """Delete turns that have no record, are in no session, or have no complete file, and files
+        that belong to no turn.
+        """
         db.execute(
             "DELETE FROM nodes WHERE name NOT IN (SELECT node FROM records) OR "
             "name NOT IN (SELECT node FROM members)"
@@ -170,7 +173,7 @@ class DiskTurns(TurnTables):
             raise WeirError(f"turn {name} cannot be continued and was deleted: {error}") from None
 
     def _delete_damaged(self, row: sqlite3.Row) -> None:
-        """Delete a turn, unless its row now names another file."""
+        """Delete a turn, unless its table row now names another file."""
         if self.db.query("SELECT 1 FROM nodes WHERE file = ?", row["file"]):
             with contextlib.suppress(WeirError):
                 self.remove([row["name"]])
@@ -199,9 +202,9 @@ class DiskTurns(TurnTables):
     def make_room(self, size: int, keep: int) -> bool:
         """Delete old turns until the disk has room for this many bytes.
 
-        The newest `keep` turns stay. Nothing is deleted if the folder has no limit, because only a
-        limit allows deletion. Nothing is deleted either if that would not help: because there are
-        too few turns, or because the disk refuses bytes that it reports as free.
+        The `keep` most recently used turns stay. Nothing is deleted if the folder has no limit,
+        because only a limit allows deletion. Nothing is deleted either if that would not help:
+        because there are too few turns, or because the disk refuses bytes that it reports as free.
         """
         if self.has_room(size) or self._limit is None:
             return self.has_room(size)

@@ -50,7 +50,10 @@ once.
 HEADER = 16_000_000
 """Additional bytes of a file's header, for escaped quotes and the places of checkpoints."""
 FACTS = ("node", "parent", "chain", "last", "seen", "usage", "created")
-"""Fields of a record that are in the file; owner and session are not."""
+"""Fields of a record that are in the file under the same names and with the same values.
+
+`messages`, `ids` and `kept` are also there, but are converted. Owner and session are not there.
+"""
 
 
 def write_export(path: Path, turns: Sequence[Turn], store_format: StoreFormat) -> None:
@@ -113,7 +116,9 @@ def read_export(path: Path, store_format: StoreFormat, limit: int | None, owner:
 
 
 def check_facts(_: Any, path: Path, limit: int | None) -> None:
-    """Check the text about turns in a file in a worker, because it may be long."""
+    """Check the text about turns in a file. This is called in a worker, because the text may be
+    long.
+    """
     with _opened(path, limit):
         pass
 
@@ -133,7 +138,8 @@ def _opened(path: Path, limit: int | None) -> Iterator[tuple[Any, Any]]:
             header = int.from_bytes(begun.read(8), "little")
             if header > MAX_FACTS + HEADER:
                 raise ValueError(f"its header has {header:,} bytes")
-            # Listing hundreds of thousands of empty tensors takes seconds.
+            # Refuse a header with too many entries, because listing hundreds of thousands of empty
+            # tensors takes seconds.
             NodeCounter(MAX_FACTS).feed(begun.read(header))
         with safe_open(str(path), framework="pt") as file:
             text = (file.metadata() or {})[KEY]
@@ -208,7 +214,7 @@ def _read_checkpoint(
     if turn["seen"] != checkpoint.state.facts["seen"] + 1:
         raise WeirError("it does not end where its checkpoint ends")
     if [place[:2] for place in turn["kept"]] != checkpoint.state.facts["marks"].get("kept", []):
-        raise WeirError("its outputs of tools differ from those of its checkpoint")
+        raise WeirError("the tool results that it keeps are not those of its checkpoint")
     if len(turn["ids"]) > turn["seen"]:
         raise WeirError("it has more tokens than its stream")
     return checkpoint
@@ -254,8 +260,8 @@ class _PlaceFacts(_Listed):
 
 
 class _MessageFacts(_Listed):
-    """A message (`Message.to_json`). A message with calls or a result has more than three parts,
-    and one whose result was read has all parts.
+    """A message (`Message.to_json`). A message that has calls or is the result of a call has six
+    parts. A result that the model has read also has its place in the stream (`where`).
     """
 
     counts = (3, 6, 7)

@@ -102,8 +102,8 @@ class SessionManager:
         if records:
             self._require_free(owner, session)
         self._remove(owner, session, [record.node for record in records])
-        # Some turns were already deleted to make room, but not their responses. Delete these, too,
-        # except the responses of turns that a fork still has.
+        # Turns that were deleted earlier, to make room, still have responses. Delete these
+        # responses, too, but keep the responses of turns that a fork still has.
         names = self._responses.list_responses(owner, session)
         turns = {name: self._store.find_turn(owner, name.removeprefix("resp_")) for name in names}
         self._responses.delete_responses(owner, [n for n, turn in turns.items() if turn is None])

@@ -29,8 +29,8 @@ LOG = logging.getLogger("weir.serve")
 
 
 class _PrefixNotes(FileFacts):
-    """The facts in a file, apart from the row: those of the state's `PrefixKey`, and the tokens
-    that the row has read.
+    """The facts in a file, apart from the state of the row: `owner`, `beginning` and `seed` as in
+    the `PrefixKey`, and the tokens that the row has read.
     """
 
     owner: str
@@ -55,7 +55,7 @@ class PrefixFolder:
             self._files = SnapshotFolder(path)
         except OSError as error:
             raise WeirError(f"cannot use {path}: {error.strerror}") from None
-        self._names: dict[PrefixState, str] = {}  # once filled, only the thread uses it
+        self._names: dict[PrefixState, str] = {}  # after `read_all`, only the writer uses it
         self._writer = ThreadPoolExecutor(1, "weir-prefixes")
 
     def close(self) -> None:

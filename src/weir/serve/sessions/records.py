@@ -184,6 +184,7 @@ class SessionSummary:
     """A session as lists show it.
 
     Attributes:
+        id: the name of the session.
         head: the id of its newest turn.
         turns: number of its turns that are kept.
         created, used: when the oldest kept turn and the newest turn ended, in seconds since 1970.
@@ -202,7 +203,9 @@ class SessionSummary:
 
 
 def find_path(node: str, parents: Mapping[str, str | None]) -> list[str]:
-    """Return a turn and its ancestors, the oldest first, as far as `parents` contains them."""
+    """Return the ids of a turn and its ancestors, the oldest first, as far as `parents` contains
+    them.
+    """
     path: dict[str, None] = {}
     at: str | None = node
     while at is not None and at in parents and at not in path:

@@ -109,8 +109,10 @@ class ResponseStore:
 
     Args:
         path: path of the file; None for memory.
-        most: maximum bytes of an owner's responses; the same for an owner's conversations, and
-            for the items of these together. The oldest are deleted first.
+        most: maximum bytes of all responses of an owner. The same limit applies to all
+            conversations of an owner without their items, and to all items of these conversations.
+            Above the limit, the oldest responses or items are deleted, or the conversations that
+            were used least recently.
     """
 
     def __init__(self, path: Path | None = None, most: int = 64_000_000) -> None:
@@ -270,8 +272,9 @@ class ResponseStore:
         Args:
             owner: the owner of the conversation.
             conversation: its id.
-            after: the id of the item before the first one of the list; None for the whole list.
-            most: number of items.
+            after: the id of the item before the first one that is listed; None to begin with the
+                first item, or with the newest one if `newest` is set.
+            most: the largest number of items.
             newest: whether the newest items come first.
 
         Returns:
@@ -338,8 +341,8 @@ class ResponseStore:
         self._trim(db, "items", owner)
 
     def _trim(self, db: sqlite3.Connection, table: str, owner: str) -> None:
-        """If an owner exceeds the limit, delete its oldest rows until nine tenths of the limit are
-        left.
+        """If an owner's rows exceed the limit, delete those with the lowest numbers until the rest
+        takes at most nine tenths of the limit.
         """
         ((held,),) = db.execute(
             f"SELECT coalesce(sum(bytes), 0) FROM {table} WHERE owner = ?", (owner,)

@@ -4,9 +4,10 @@ A turn is saved completely, state and record, or not at all. No client is told t
 it is safely saved. When there is no more room, the least recently used turns are deleted. A session
 exists as long as it has a turn.
 
-A turn may be in several sessions, because a fork shares its ancestors. It is deleted when it is no
-longer in any session. The session in its record is the first one that it joined and is still in.
-Another owner's turns look absent.
+A turn may be in several sessions, because a fork shares its turns with the other session (but in
+storage that replicas share, a fork has copies). A turn is deleted when it is no longer in any
+session. The session in its record is the first one that it joined and is still in. Another owner's
+turns look absent.
 """
 
 from __future__ import annotations
@@ -51,8 +52,9 @@ class SessionStore:
     Args:
         place: where turns are saved; None for memory.
         keep: number of turns. In memory, this many are saved (None: `DEFAULT_KEPT`). In another
-            place, this many of the newest turns are not deleted when the disk is full, and up to
-            this many turns that do not fit on it stay in memory until there is room (None: 0).
+            place, this many of the most recently used turns are not deleted when the disk is full,
+            and up to this many turns that do not fit on the disk stay in memory until there is room
+            (None: 0).
         queue: number of turns that can wait to be written. If there are more, `save` waits.
     """
 
@@ -202,7 +204,7 @@ class SessionStore:
     # --- finding
 
     def find_history(self, owner: str, chain: str) -> TurnRecord | None:
-        """Return the owner's newest turn that ends a conversation with this hash."""
+        """Return the owner's newest turn at the end of a history with this hash."""
         return self.find_turn(owner, chain, "chain")
 
     def find_turn(self, owner: str, value: str, column: str = "node") -> TurnRecord | None:
@@ -213,8 +215,8 @@ class SessionStore:
     def ancestry(self, owner: str, node: str) -> list[TurnTokens]:
         """Return the tokens that led to a turn of the owner, the oldest first.
 
-        They begin with the stream, or after the last turn that is not kept or whose tokens are
-        unknown.
+        They begin at the start of the stream. If some of these turns are not kept, or their tokens
+        are unknown, they begin after the last such turn.
         """
         found: list[TurnTokens] = []
         parent: str | None = node
@@ -338,7 +340,11 @@ class SessionStore:
             return [n for place in self._places for n in place.remove(nodes, owner, session)]
 
     def make_scratch_folder(self) -> TemporaryDirectory[str]:
-        """Make a folder for a large file in transit. The next start deletes what a crash leaves."""
+        """Make a folder for a file that is being exported or imported, which may be large.
+
+        If the store is in a folder, the new folder is inside, and the next start of the server
+        deletes what a crash has left there.
+        """
         if self.place.scratch is not None:
             self.place.scratch.mkdir(mode=0o700, exist_ok=True)
         return TemporaryDirectory(prefix="weir-", dir=self.place.scratch)

@@ -44,7 +44,8 @@ class StoreFormat:
 
     @cached_property
     def _buffers(self) -> Counter[int]:
-        """The bytes of one slot, by the number of slots: the sum over all buffers with this number.
+        """For each number of slots that a buffer can have, the bytes of one slot, added up over all
+        buffers with this number of slots.
 
         Buffers whose size does not depend on the number of tokens count as buffers of one slot.
         """

@@ -115,8 +115,8 @@ class TurnArchive:
                 )
 
     def _held_of(self, checkpoint: Checkpoint) -> bytes:
-        """Return the number of tokens at the end of the turn (eight bytes), and then the places of
-        the stream that the row held.
+        """Return how many tokens the row had read at the end of the turn (in eight bytes), followed
+        by the places of the stream that it still held (`find_held`).
         """
         state = checkpoint.state
         seen = int(state.facts["seen"])

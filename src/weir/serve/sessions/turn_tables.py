@@ -1,8 +1,8 @@
 """Turns in SQLite tables: a record of each, and its state as a snapshot in memory or in a file.
 
-Above a limit, the least recently used turns are deleted. Every query names the owner, so that
-another owner's turns look absent. Names that come from clients are values in tables, never parts of
-a path.
+Above a limit, the least recently used turns are deleted. Turns are found by owner, so that another
+owner's turns look absent; `load` takes only the id of a turn that was found before. Names that come
+from clients are values in tables, never parts of a path.
 """
 
 from __future__ import annotations
@@ -167,9 +167,10 @@ SELECT name, file, bytes, (SELECT owner FROM records WHERE node = name) AS owner
 ) AS alone FROM nodes WHERE name IN (SELECT value FROM json_each(?1)) AND (?2 IS NULL OR EXISTS (
     SELECT 1 FROM members WHERE node = name AND (owner, session) = (?2, ?3)
 ))"""
-"""The turns of a list (?1) that are in a session (?2, ?3), and whether each is in no other session.
+"""The turns of a list (?1) that are in a session (its owner ?2 and its name ?3), and for each turn,
+whether it is in no other session.
 
-If ?2 is NULL, all turns of the list, as if no other session had them.
+If ?2 is NULL, these are all turns of the list, and each counts as if no other session had it.
 """
 
 _JOIN = "INSERT INTO members (owner, session, node) VALUES (?, ?, ?)"
@@ -197,7 +198,7 @@ class TurnTables:
 
     def _begin(self, db: Database, limit: int | None) -> None:
         self.db = db
-        # By table and owner; filled on demand.
+        # What `marked_chains` returns, by table and owner; filled on demand.
         self._chains: dict[tuple[str, str], frozenset[str]] = {}
         self.exclusive = threading.RLock()  # `nbytes` is changed only by its holder
         self._limit = limit
@@ -219,7 +220,9 @@ class TurnTables:
         return None
 
     def _keep(self, checkpoint: Checkpoint) -> tuple[str, int, str]:
-        """Store a snapshot. Returns its file, its bytes and their SHA-256."""
+        """Store a snapshot. Returns the name of its file, its size in `unit`, and the SHA-256 of
+        its bytes; in memory, a name that no other snapshot has, 1, and an empty text.
+        """
         file = new_name()
         self._states[file] = checkpoint
         return file, 1, ""
@@ -252,8 +255,8 @@ class TurnTables:
         return free is None or free >= size
 
     def make_room(self, size: int, keep: int) -> bool:
-        """Make room for this many bytes, without deleting the newest `keep` turns. Returns whether
-        there is room now.
+        """Make room for this many bytes, without deleting the `keep` most recently used turns.
+        Returns whether there is room now.
         """
         return self.has_room(size)
 
@@ -302,7 +305,8 @@ class TurnTables:
 
     def ancestry(self, owner: str, node: str) -> tuple[list[TurnTokens], str | None]:
         """Return the tokens of a turn and its ancestors, as far back as they are stored, the oldest
-        first, and the parent of the oldest.
+        first, and the parent of the oldest turn. If not even `node` is stored, return no tokens,
+        and `node`.
         """
         rows = self.db.query(_ANCESTRY, node, owner)
         found = [TurnTokens(row["node"], row["seen"], row["ids"]) for row in rows]
@@ -394,7 +398,8 @@ class TurnTables:
     ) -> None:
         """Insert the rows of a turn, and delete those of an earlier turn with its name."""
         node = record.node
-        db.execute("DELETE FROM nodes WHERE name = ?", (node,))  # and its rows elsewhere
+        # The foreign keys also delete the turn's rows in the other tables.
+        db.execute("DELETE FROM nodes WHERE name = ?", (node,))
         db.execute(
             "INSERT INTO nodes VALUES (?, ?, ?, ?, ?, ?)",
             (node, *snapshot, pending, self._touch(node)),
@@ -416,10 +421,10 @@ class TurnTables:
     def list_results(
         self, owner: str, node: str, call: str | None, most: int
     ) -> list[tuple[str, ResultPlace]]:
-        """Return the newest results of tools that a turn and its ancestors have read.
+        """Return the newest results of tools that a turn and its ancestors have read: the results
+        of one call, or of all calls (None).
 
-        Those of one call, or of all calls (None). Each comes with the id of its call, and with its
-        place in the stream.
+        Each comes with the id of its call, and with its place in the stream.
         """
         rows = self.db.query(
             f"{_LINE} SELECT call, start, stop, results.chain FROM line JOIN results "
@@ -458,8 +463,8 @@ class TurnTables:
     def mark_result(self, table: str, owner: str, chain: str) -> None:
         """Add a result to the table `dropped` or `pinned`. A dropped result is no longer pinned.
 
-        Raises WeirError if the table already has `MAX_DROPPED` results of this owner that are still
-        in use.
+        Raises WeirError if the table already has `MAX_DROPPED` results of this owner, and the kept
+        turns have read all of them.
         """
         with self.exclusive, self.changing() as db:
             count = f"SELECT count(*) FROM {table} WHERE owner = ?"

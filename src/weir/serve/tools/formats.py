@@ -153,7 +153,9 @@ MISTRAL_ARGS = CallFormat("[TOOL_CALLS]", "", between="[ARGS]", short_ids=True)
 
 
 def template_variables(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
-    """Return the variables that a model's chat template uses. Empty without a template."""
+    """Return the variables that a model's chat template uses. Empty without a template, or if the
+    template cannot be parsed.
+    """
     if tokenizer.chat_template is None:
         return frozenset()
     try:

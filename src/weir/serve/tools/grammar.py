@@ -51,8 +51,8 @@ def tool_grammar(
     again = several and not form.is_list
 
     def body(call: str, *, several: bool) -> str:
-        """Return the rule for what follows a trigger. Without a trigger, the answer is text or a
-        call.
+        """Return the rule for what follows a trigger: a call or the list of all calls, and then the
+        format's `close`. In a format without a trigger, this is a call alone.
         """
         if form.is_list:
             more = f'("," " "? {call})*' if several else ""
@@ -116,7 +116,11 @@ _OPENING = {
 
 
 def _terminals(trigger: str, *, is_token: bool) -> list[str]:
-    """Return terminals: text with and without the trigger of a call, and text up to a trigger."""
+    """Return the terminals: TEXT is any text, QUIET has no trigger of a call, and `until` ends with
+    the first trigger.
+
+    In a format without a trigger, TEXT and QUIET do not begin like a call, and there is no `until`.
+    """
     anything, escaped = r"(.|\n)*", re.escape(trigger)
     if not trigger:
         return [rf"TEXT: /([^{{]{anything})?/", rf"QUIET: /([^{{]{anything})?/"]

@@ -133,12 +133,13 @@ class CallParser:
     def finish(self, *, cut: bool = False) -> list[AnswerPart]:
         """Parse the end of the answer.
 
-        A call whose name is complete starts, without arguments. A call without a complete name is
-        dropped. Text that was held back as the beginning of a trigger is text.
+        If the answer ends after the name of a call, but before its arguments, the call is returned
+        without arguments. A call whose name is not complete is dropped. Text that was held back
+        because it could have been the beginning of a trigger is returned as text.
 
         Args:
-            cut: whether the answer ran into its limit. If so, the beginning of a trigger at its end
-                belongs to a call, and is dropped.
+            cut: whether the answer ran into its limit. If so, the beginning of a trigger at the end
+                of the answer belongs to a call, and is dropped.
         """
         cut = cut or self.calls_only
         rest, self._rest = self._rest, ""
