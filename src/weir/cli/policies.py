@@ -47,7 +47,7 @@ POLICIES: dict[str, dict[str, str]] = {
         "tova": "what the last token attends to, with little bookkeeping",
         "keydiff": "tokens with unusual keys, without attention scores",
         "keyformer": "tokens that got much attention, with noise for variety",
-        "lacache": "a ladder: each layer keeps different old tokens",
+        "lacache": "a ladder: neighboring layers keep different old tokens",
     },
     "weir's own": {
         "weir": "the default: endless reading that also finds older facts",

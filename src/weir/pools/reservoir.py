@@ -37,11 +37,6 @@ class Reservoir(SizedPool, Sample):
     weighted: bool = False
     per_head: bool = False
 
-    @property
-    def heads_agree(self) -> bool:
-        """Whether all heads have the same sample."""
-        return not self.per_head
-
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
         """Admit arrivals as if one after the other.
 

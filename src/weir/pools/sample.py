@@ -31,6 +31,11 @@ class Sample(Pool):
     per_head: bool
 
     @property
+    def heads_agree(self) -> bool:
+        """Whether all heads have the same sample."""
+        return not self.per_head
+
+    @property
     def ends_pipe(self) -> bool:
         """Whether it is weighted, so that its slots represent all tokens that came."""
         return self.weighted

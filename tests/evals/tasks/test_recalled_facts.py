@@ -118,6 +118,8 @@ def test_the_first_name_of_an_answer_counts(said, verdict):
 
 
 def test_the_search_finds_what_was_told_and_nothing_of_what_was_not(nano):
+    with pytest.raises(WeirError, match="half of found must be first or second, got 'third'"):
+        FoundFacts(half="third").run(subject_of(nano), quiet)
     found = FoundFacts("1000 20000", samples=16).run(subject_of(nano), quiet)
     by = {(cell["form"], cell["distance"]): cell for cell in found["by_form"]}
     assert found["found"] > 0.9

@@ -192,12 +192,16 @@ def test_tova_averages_over_the_heads_of_the_layer(monkeypatch):
                     same(score, mean)
 
 
-@pytest.mark.parametrize("front", ["header(4)", "reservoir(6)", "sink(2) | recent(4)"])
+@pytest.mark.parametrize(
+    "front", ["header(4)", "reservoir(6)", "uniform(6, per_head=false)", "sink(2) | recent(4)"]
+)
 def test_tova_stands_behind_what_is_the_same_in_all_heads(front):
     policy(f"{front} | tova(8)")
 
 
-@pytest.mark.parametrize("front", ["heavy(4)", "reservoir(6, per_head=true)", "tova(4, true)"])
+@pytest.mark.parametrize(
+    "front", ["heavy(4)", "reservoir(6, per_head=true)", "uniform(6)", "tova(4, true)"]
+)
 def test_tova_is_refused_behind_what_each_head_has_its_own(front):
     name = front.partition("(")[0]
     with pytest.raises(WeirError, match=f"{name} before it keeps different ones in each"):

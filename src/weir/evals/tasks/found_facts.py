@@ -62,6 +62,8 @@ class FoundFacts(Task):
             "search_ms" and "search_ms_most", the median and the longest processor time of a search;
             "archive_bytes" per token.
         """
+        if self.half not in ("first", "second"):
+            raise WeirError(f"half of found must be first or second, got {self.half!r}")
         words = str(self.distances).split()
         if not words or not all(word.isdecimal() for word in words):
             raise WeirError("distances of found must be numbers of tokens, separated by spaces")

@@ -77,8 +77,8 @@ class BoundedConnection(H11Protocol):
             self._small += len(SMALL_CHUNK.findall(data))
         if self.bounded and self._small > SMALL_CHUNKS:
             self._refuse(
-                f"a body can have at most {SMALL_CHUNKS:,} chunks of fewer than 256 bytes. Send "
-                "larger chunks"
+                f"a body can have at most {SMALL_CHUNKS:,} chunks of fewer than 256 bytes in "
+                f"{HEAD_SECONDS:.0f} seconds. Send larger chunks"
             )
             return
         super().data_received(data)
