@@ -331,6 +331,45 @@ def test_deleting_a_session_deletes_what_only_it_has():
         assert not fork._query(f"SELECT * FROM archived_{index}('otter OR code OR t1')")
 
 
+@pytest.mark.parametrize("seen", [30, 25, 20, 10, 0])
+def test_a_fork_goes_back_to_before_it_was_forked(seen):
+    """Rewinding removes turns from the fork only, and later turns can follow at the same places."""
+    texts = [CODE, ANIMAL, "The boat of Peter Tanner was built in 1764."]
+    questions = [
+        "What is the secret access code of Alice Moreau?",
+        "Which animal does Zoe Finch like?",
+        "In which year was the boat of Peter Tanner built?",
+    ]
+    archive = fill(weir.Archive(), *texts[:2])
+    fork = archive.fork("other")
+    fill(archive, "The house number of Mary Holt is 12.")
+    fork.add("user", texts[2], start=20, stop=30)
+    fork.rewind(seen)
+    stays = -(-seen // 10)
+    for number, (text, question) in enumerate(zip(texts, questions, strict=True)):
+        assert found(fork, question) == ([text] if number < stays else [])
+        assert found(archive, question) == ([text] if number < 2 else [])
+    assert found(archive, "What is the house number of Mary Holt?") != []
+    assert found(fork, "What is the house number of Mary Holt?") == []
+    fork.add("user", "The dog of Anna Berg is called Rufus.", start=seen, stop=seen + 10)
+    assert found(fork, "What is the dog of Anna Berg called?") != []
+    assert found(archive, "What is the dog of Anna Berg called?") == []
+
+
+def test_a_session_that_goes_on_leaves_the_places_of_other_sessions():
+    archive = fill(weir.Archive(), CODE)
+    fork = archive.fork("other")
+    fork.add("user", ANIMAL, start=10, stop=20)
+    archive.add("user", "The boat of Peter Tanner was built in 1764.", start=10, stop=20)
+    archive.resume(10)
+    places = {
+        text: (start, stop)
+        for text, start, stop in archive._query("SELECT text, start, stop FROM archived_passages")
+    }
+    assert places[CODE] == (0, 10) and places[ANIMAL] == (10, 20)
+    assert list(places.values())[2] == (-1, -1)
+
+
 def test_sessions_of_one_file_do_not_see_each_other(tmp_path):
     with fill(weir.Archive(tmp_path / "a.db", "one"), CODE):
         pass
@@ -360,7 +399,7 @@ def test_another_owner_sees_and_deletes_nothing():
     assert ArchiveSearch(query, "mallory", end).search(questions, held, 8) == []
     assert tables.find_end(query, "mallory", "turn") is None
     tables.forget(db, "mallory", ["turn"])
-    tables.unplace(db, "mallory", end.tree, -1)
+    tables.unplace(db, "mallory", end, -1)
     tables._delete_turns(db, "mallory", [1])
     assert ArchiveSearch(query, "alice", end).search(questions, held, 8)
 

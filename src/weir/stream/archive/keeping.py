@@ -157,14 +157,13 @@ class Archive:
         """
         with self._refusing(), self._writing() as db:
             if (end := self._find_end()) is not None:
-                self._tables.unplace(db, self._owner, end.tree, seen)
+                self._tables.unplace(db, self._owner, end, seen)
 
     def rewind(self, seen: int) -> None:
         """Remove the session's turns, from the first one on with a passage that begins at position
         `seen` of the stream or later.
 
-        Turns on branches from which the session's branch was forked are not removed (see
-        `tables.py`). Turns that other sessions see stay in the file.
+        Turns that other sessions see stay in the file.
         """
         with self._refusing(), self._writing() as db:
             if (end := self._find_end()) is not None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from weir.stream.archive.passages import PASSAGE, cut_sentences
 from weir.stream.archive.questions import Inquiry, Term
-from weir.stream.archive.tables import INDEXES, ArchiveEnd, RunQuery
+from weir.stream.archive.tables import INDEXES, LINE, ArchiveEnd, RunQuery
 from weir.stream.archive.words import FUNCTION_WORDS, index_form, split_words
 
 COMMON = 256
@@ -150,9 +150,7 @@ class ArchiveSearch:
     def _find_line(self) -> dict[int, int]:
         """Find the branches that are visible from the end, and the last visible turn of each."""
         rows = self._query(
-            "WITH RECURSIVE line (branch, turn) AS (VALUES (?1, ?2) UNION ALL "
-            "SELECT parent, fork FROM archived_branches JOIN line ON number = branch "
-            "WHERE parent IS NOT NULL AND owner = ?3) SELECT branch, turn FROM line",
+            f"{LINE} SELECT branch, turn FROM line",
             self._end.branch,
             self._end.turn,
             self._owner,

@@ -86,6 +86,14 @@ ROW_COST = 220
 DROPPED = 64
 """Largest number of turns that are deleted at once to make room."""
 
+LINE = (
+    "WITH RECURSIVE line (branch, turn) AS (VALUES (?1, ?2) UNION ALL "
+    "SELECT parent, fork FROM archived_branches JOIN line ON number = branch "
+    "WHERE parent IS NOT NULL AND owner = ?3)"
+)
+"""Begins a query with the branches that are visible from an end, and the last visible turn of each.
+The first three values are the branch and turn of the end, and the owner."""
+
 RunQuery = Callable[..., list[sqlite3.Row]]
 """Runs a query with its values, and returns its rows by column name."""
 
@@ -354,27 +362,33 @@ class ArchiveTables:
     def rewind(
         self, db: sqlite3.Connection, owner: str, name: str, end: ArchiveEnd, start: int
     ) -> None:
-        """Let a session end before the first turn of its branch that is at or after a position, and
-        delete the later turns that are not visible from another end.
+        """Let a session end before its first turn that is at or after a position, which can be on a
+        branch from which its branch was forked. Delete the later turns that are not visible from
+        another end.
         """
-        first = db.execute(
-            "SELECT min(turn) FROM archived_passages WHERE tree = ? AND branch = ? AND start >= ? "
-            "AND owner = ?",
-            (end.tree, end.branch, start, owner),
-        ).fetchone()[0]
-        if first is not None:
+        found = db.execute(
+            f"{LINE} SELECT line.branch, archived_passages.turn FROM line JOIN archived_passages "
+            "ON archived_passages.branch = line.branch AND archived_passages.turn <= line.turn "
+            "WHERE start >= ?4 AND owner = ?3 ORDER BY archived_passages.turn LIMIT 1",
+            (end.branch, end.turn, owner, start),
+        ).fetchone()
+        if found is not None:
+            branch, first = found
             db.execute(
-                "UPDATE archived_ends SET turn = ? WHERE owner = ? AND name = ?",
-                (min(end.turn, first - 1), owner, name),
+                "UPDATE archived_ends SET branch = ?, turn = ? WHERE owner = ? AND name = ?",
+                (branch, first - 1, owner, name),
             )
             self._prune(db, owner, end.tree)
 
-    def unplace(self, db: sqlite3.Connection, owner: str, tree: int, start: int) -> None:
-        """Record that turns from a position on are no longer in a stream."""
+    def unplace(self, db: sqlite3.Connection, owner: str, end: ArchiveEnd, start: int) -> None:
+        """Record that the turns that are visible from an end are no longer in a stream, from a
+        position on.
+        """
         db.execute(
-            "UPDATE archived_passages SET start = -1, stop = -1 "
-            "WHERE tree = ? AND start >= ? AND owner = ?",
-            (tree, start, owner),
+            f"{LINE} UPDATE archived_passages SET start = -1, stop = -1 WHERE start >= ?4 AND "
+            "owner = ?3 AND turn <= (SELECT turn FROM line WHERE line.branch = "
+            "archived_passages.branch)",
+            (end.branch, end.turn, owner, start),
         )
 
 
