@@ -180,7 +180,7 @@ def test_the_demo_writes_the_table_of_the_quick_start(weir: Weir, tmp_path: Path
     weir("weir demo --out demo-out")
     written = rows((tmp_path / "demo-out" / "table.md").read_text("utf-8"))
     page = (ROOT / "docs" / "quickstart.md").read_text("utf-8")
-    shown = rows(page.partition("right after 1,000 tokens |")[2].partition("\n\n")[0])
+    shown = rows(page.partition("correct after 1,000 tokens |")[2].partition("\n\n")[0])
     assert len(written) == len(shown) == 7
     for (policy, ppl, *others), (named, figure, *facts) in zip(written, shown, strict=True):
         assert [policy, *others] == [named, *facts]

@@ -393,7 +393,7 @@ def write_excerpt(result: dict[str, Any], folder: Path) -> None:
         first, *others = story["distances"]
         heads += [f"facts after {first:,} tokens", *(f"{distance:,}" for distance in others)]
     elif story:
-        heads += [f"right after {story['away']:,} tokens"]
+        heads += [f"correct after {story['away']:,} tokens"]
     rows = [
         [
             code_cell(policy["policy"]),
