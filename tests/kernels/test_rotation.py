@@ -22,8 +22,9 @@ def test_keys_are_turned_to_rounding(dim, far):
     """Compare with float64. At most the first 64 of the `dim` numbers of a key are rotated.
 
     The bound adds up these errors: the fraction of a turn, at most 1/2, is rounded to float32
-    (pi EPS in radians). What is left of the angle, at most pi / 4, is multiplied by 2 pi with two
-    roundings. Sine and cosine are off by EPS, and every product and sum is rounded once.
+    (pi EPS in radians). After whole quarters are taken off, at most 1/8 of a turn is left. It is
+    multiplied by 2 pi, which gives at most pi / 4, with two roundings. Sine and cosine are off by
+    EPS, and every product and sum is rounded once.
     """
     rotary = Rotary(1e4 ** (-torch.arange(min(dim, 64) // 2, dtype=torch.float64) / 32))
     generator = torch.Generator().manual_seed(dim + far)

@@ -90,7 +90,7 @@ def test_in_every_family(name: str) -> None:
     usual = read(model, "streaming_llm(16)", text)
     with compiled(model) as taken:
         found = read(model, "streaming_llm(16)", text)
-    # Models with linear biases, and models whose keys weir rotates, take the usual steps.
+    # Families outside transformers' attention interface (Falcon, MPT, BLOOM) take the usual steps.
     assert taken == ([] if name in OWN_ATTENTION else [2] * STEPS)
     check_same(usual, found, model)
 

@@ -1,8 +1,8 @@
 """A table of operations that computes something other than the model is not run, in any precision.
 
-Each case changes one field of a correct table, as an error in a kernel or in a table would. The
-check before the first step must notice it. Correct tables must pass, with weights and slots of
-every kind: if the check refused them, steps would only be slow, and nobody would see an error.
+Each case changes one field of a correct table, which has the effect of an error in a table or in a
+kernel. The check before the first step must notice it. Correct tables must pass, with weights and
+slots of every kind: if the check refused them, steps would only be slow, without an error.
 """
 
 from __future__ import annotations

@@ -457,7 +457,7 @@ CLASSES: dict[str, tuple[type, Callable[..., Any], str]] = {
 def test_a_class_whose_forward_was_replaced(
     name: str, late: bool, taken, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the first step, or in the middle of the stream."""
+    """The forward is replaced before the first step, or in the middle of the stream."""
     kind, forward, reason = CLASSES[name]
     if kind is modeling_llama.LlamaDecoderLayer:
         own = kind.forward

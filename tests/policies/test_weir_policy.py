@@ -115,7 +115,8 @@ def test_with_longer_windows_in_some_heads_it_is_dense_until_the_shortest_are_fu
         for policy in ("dense", "weir(300, slots=exact)", "weir(300, slots=exact, heads=alike)")
     )
     close_runs(alike, dense, model)
-    # One of eight heads gets the context window (512 tokens) less a chunk of 2.
+    # One of eight heads gets the context window (512 tokens) less a chunk of 2. The others share
+    # what is left of the budget.
     shortest = (8 * 300 - (512 - 2)) // 7
     close_runs(measured[:, :shortest], dense[:, :shortest], model)
     assert not torch.allclose(measured[:, 285:], dense[:, 285:], atol=1e-3)
