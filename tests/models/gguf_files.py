@@ -1,4 +1,4 @@
-"""Writes GGUF files of small models, with tensors named and changed as llama.cpp's converter does."""
+"""Writes GGUF files of small models. Tensors are named and changed as by llama.cpp's converter."""
 
 from __future__ import annotations
 

@@ -292,7 +292,7 @@ def test_blocks_are_the_dense_numbers_in_the_same_order(tmp_path, name, kind):
 
 
 def test_the_private_names_that_are_read_exist() -> None:
-    """If a release of PyTorch removes a private name that weir uses, this test fails and shows it."""
+    """If a release of PyTorch removes a private name that weir uses, this test fails by name."""
     assert torch.nn.Linear(1, 1)._non_persistent_buffers_set == set()
     made: list[str] = []
     hook = torch.nn.modules.module.register_module_parameter_registration_hook

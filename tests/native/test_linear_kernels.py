@@ -1,4 +1,4 @@
-"""A model's linear layers use weir's kernel only for numbers of rows at which timings show a gain."""
+"""Linear layers use weir's kernel only for the numbers of rows at which timings show a gain."""
 
 from __future__ import annotations
 

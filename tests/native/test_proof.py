@@ -60,7 +60,7 @@ def read(model: PreTrainedModel, change: Change | None = None) -> tuple[Tensor, 
 
 
 def layer_of(model: Any) -> Any:
-    """Return the second layer, so that looking at the first one is not enough to notice a change."""
+    """Return the second layer. Most cases change it, so checking only the first is not enough."""
     return model.model.layers[1]
 
 

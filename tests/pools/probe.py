@@ -35,7 +35,7 @@ class Probe(Ranked):
     told: list[Any] = field(default_factory=list, compare=False)
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
-        """Fold as any ranked pool. First call `look` with all tokens that the pool holds and gets."""
+        """Call `look` with all tokens that the pool holds and gets, and fold as any ranked pool."""
         self.told.append(self.look(fold.in_order(held, new), fold))
         return super().fold(held, new, fold)
 

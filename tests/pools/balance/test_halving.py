@@ -64,7 +64,7 @@ def exact(keys: Tensor, values: Tensor) -> Tensor:
 
 
 def off(how: Halving, tokens: int) -> float:
-    """Return the largest distance of a mean over all draws from the exact sum, in standard errors."""
+    """Return how far a mean over all draws is from the exact sum, at most, in standard errors."""
     keys, values = gaussian(tokens)
     found = sums(keys, values, halves(how, keys, values, SEEDS))
     error = found.std(dim=0) / math.sqrt(SEEDS)

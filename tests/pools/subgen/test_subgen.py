@@ -256,7 +256,7 @@ def estimates(held: Slots) -> tuple[Tensor, Tensor]:
 
 
 def truth(flow: Flow, seen: int, pool: SubGen) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return both exact sums, each followed by the variance that Algorithm 1's estimate must have."""
+    """Return both exact sums, each followed by the variance of Algorithm 1's estimate of it."""
     keys, values = flow.keys[0, 0, :seen].double(), flow.values[0, 0, :seen].double()
     e = (keys @ QUERY).exp()
     lengths = values.square().sum(dim=1)
