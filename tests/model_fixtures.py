@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 if not torch.cuda.is_available():
-    # Before anything imports Triton, which transformers does: kernels for a GPU are tested on the
-    # CPU, in its interpreter.
+    # Triton's interpreter runs GPU kernels on the CPU, to test them. This must be set before
+    # anything imports Triton, and importing transformers does.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from reference.naive import VOCABULARY, Naive, make_llama, pipe_of, recent_of, sink_of
@@ -32,13 +32,13 @@ def llama() -> PreTrainedModel:
 
 @pytest.fixture(scope="session")
 def shallow() -> PreTrainedModel:
-    """The same with one layer, for long streams."""
+    """A small Llama with only one layer, for long streams."""
     return make_llama(layers=1, seed=1)
 
 
 @pytest.fixture
 def kernel_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Native engines wait until their kernel is compiled, so that their first step is native."""
+    """Make native engines wait until their kernel is compiled, so that the first step is native."""
     monkeypatch.setattr("weir.native.engine.NativeStep.wait", True)
 
 
@@ -53,7 +53,7 @@ def smollm2() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 @pytest.fixture(params=[1, 2], ids="{} threads".format)
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    """One thread of PyTorch, and two; the number of them."""
+    """Run the test with one thread of PyTorch and with two. Yields the number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
     yield request.param
@@ -62,8 +62,10 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 @pytest.fixture
 def notices(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What weir says while it compiles. Not read from standard error: PyTorch's compiler, which may
-    still run in a thread of an earlier test, puts back the one that it found there.
+    """Collect the notices that weir writes, for example while it compiles.
+
+    They are not read from `sys.stderr`, because PyTorch's compiler may still be running in a thread
+    of an earlier test. When it ends, it sets `sys.stderr` back to the object that it found there.
     """
     said: list[str] = []
     monkeypatch.setattr(written, "write", said.append)
@@ -73,13 +75,13 @@ def notices(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def fresh_llama() -> Callable[..., PreTrainedModel]:
-    """Models of a test's own: `make_llama`."""
+    """Return `make_llama`, for tests that change their model."""
     return make_llama
 
 
 @pytest.fixture
 def ids() -> Callable[..., Tensor]:
-    """Random token ids [batch, length], the same for the same seed."""
+    """Return a function that draws token ids [batch, length]; equal seeds give equal ids."""
 
     def draw(batch: int, length: int, seed: int = 0) -> Tensor:
         generator = torch.Generator().manual_seed(1000 + seed)
@@ -90,13 +92,13 @@ def ids() -> Callable[..., Tensor]:
 
 @pytest.fixture
 def naive() -> type[Naive]:
-    """The class `Naive`."""
+    """Return the class `Naive`."""
     return Naive
 
 
 @dataclass
 class Twins:
-    """The naive pools, for tests that build pipes of them."""
+    """Functions that create naive pools, and pipes of them."""
 
     sink: Callable[..., Any] = sink_of
     recent: Callable[..., Any] = recent_of
@@ -105,5 +107,5 @@ class Twins:
 
 @pytest.fixture
 def twins() -> Twins:
-    """Naive `sink(n)`, `recent(n)`, and `pipe(...)` of such."""
+    """Return the naive `sink(n)` and `recent(n)`, and `pipe(...)`, which combines naive pools."""
     return Twins()

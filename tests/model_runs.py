@@ -1,7 +1,8 @@
-"""What must hold of every policy in a model, for the tests of pools and policies to ask.
+"""Checks that every policy must pass in a model. The tests of pools and policies call them.
 
-A batch's rows read as they would alone, a restored stream goes on bit for bit, and a model reads as
-with naive pools. Knows nothing about any pool.
+They check that each row of a batch gives the results it gives alone, that a restored stream
+continues bit for bit, and that a model gives the logits it gives with the naive pools. Nothing here
+depends on a particular pool.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ def fed(
     sizes: list[int] | None = None,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Logits of all tokens, fed in forwards of the given sizes [batch, length, vocabulary]."""
+    """Feed tokens in forwards of the given sizes, and return the logits of all of them [batch,
+    length, vocabulary].
+    """
     start, parts = 0, []
     for size in sizes or [tokens.shape[1]]:
         stop = start + size
@@ -40,7 +43,9 @@ def fed(
 
 
 def holds_as(held: weir.StreamingCache | weir.Stream, twin: Naive) -> None:
-    """Every head of every layer holds the same tokens as in the naive loop; of the first row."""
+    """Check that every head of every layer holds the same tokens as in the naive loop. Only the
+    first row is compared.
+    """
     config = twin.model.config
     heads = range(config.num_key_value_heads)
     for layer, head in itertools.product(range(config.num_hidden_layers), heads):
@@ -49,7 +54,9 @@ def holds_as(held: weir.StreamingCache | weir.Stream, twin: Naive) -> None:
 
 
 def reads_as(stream: weir.Stream, twin: Naive, tokens: Tensor, whole: int = 0) -> None:
-    """The stream and the naive loop read the same [1, length], `whole` tokens of it at once."""
+    """Check that the stream and the naive loop return the same logits for tokens [1, length] and
+    hold the same tokens at the end. The naive loop reads the first `whole` tokens at once.
+    """
     parts = [stream.feed(tokens[:, :whole], all_logits=True)] if whole else []
     parts.append(stream.feed(tokens[:, whole:], all_logits=True))
     told = [twin.feed(tokens[0, :whole].tolist(), at_once=True)] if whole else []
@@ -60,7 +67,7 @@ def reads_as(stream: weir.Stream, twin: Naive, tokens: Tensor, whole: int = 0) -
 
 @torch.no_grad()
 def reads_exactly(model: PreTrainedModel, policy: str, tokens: Tensor, **options: Any) -> None:
-    """What fits the budget is read as the plain model reads it [batch, length]."""
+    """Check that logits of tokens [batch, length] that fit in the budget are the plain model's."""
     stream = weir.Stream(model, policy, chunk=5, **options)
     close_runs(stream.feed(tokens, all_logits=True), model(tokens).logits, model)
 
@@ -73,15 +80,16 @@ def rows_read_alone(
     sizes: list[int] | None = None,
     **options: Any,
 ) -> None:
-    """Each row of a batch reads and holds what it would by itself.
+    """Check that each row of a batch has the logits, and holds the tokens, that it would have and
+    hold in a batch of its own.
 
     Args:
         model: the model.
         policy: the policy.
         tokens: [batch, length].
-        pads: of each row, how many tokens at its beginning are padding.
-        sizes: in which the batch is fed; a row alone is fed at once.
-        options: of the caches.
+        pads: for each row, how many tokens at its beginning are padding.
+        sizes: how many tokens of the batch are fed in each forward. A row alone is fed at once.
+        options: options of the caches.
     """
     mask = torch.ones_like(tokens)
     for row, padding in enumerate(pads):
@@ -98,25 +106,29 @@ def rows_read_alone(
 
 
 def _tokens(position: Tensor) -> list[list[int]]:
-    """The places [kv_heads, slots] that are held, by head, from the oldest on."""
+    """Return the sorted positions of the tokens that each head holds, from positions [kv_heads,
+    slots] that are negative for empty slots.
+    """
     return [sorted(place for place in head if place >= 0) for head in position.tolist()]
 
 
 def restored_goes_on(
     model: PreTrainedModel, policy: str, tokens: Tensor, saved_at: int, folder: Path, chunk: int
 ) -> set[int]:
-    """A stream that was saved and restored reads on and holds what the saved one does, bit for bit.
+    """Check that a stream that was saved and restored goes on bit for bit like the original one:
+    with the same logits, and the same contents of slots.
 
     Args:
         model: the model.
         policy: the policy.
         tokens: [batch, length].
-        saved_at: after how many of them the stream is saved.
-        folder: for the file.
+        saved_at: after how many tokens the stream is saved.
+        folder: a folder for the file.
         chunk: tokens between folds.
 
     Returns:
-        The bytes of its cache when it was saved, and of either in the end.
+        The sizes in bytes of the stream's cache when it was saved, and of both streams' caches at
+        the end.
     """
     stream = weir.Stream(model, policy, chunk=chunk)
     stream.feed(tokens[:, :saved_at])
@@ -137,7 +149,9 @@ def restored_goes_on(
 def has_one_size(
     model: PreTrainedModel, policy: str, pieces: list[Tensor], slots: int, chunk: int
 ) -> weir.Stream:
-    """The slabs have the announced slots and the tail's, and as many bytes after every piece."""
+    """Check that each slab has `slots` slots and those of the tail, and that the cache has the same
+    size in bytes after every piece. Return the stream.
+    """
     stream = weir.Stream(model, policy, chunk=chunk)
     sizes = set()
     for piece in pieces:

@@ -33,7 +33,7 @@ class Trace:
 
     Attributes:
         on: whether calls are noted.
-        files: by file, the functions that were called first.
+        files: for each file, the first of its functions that was called.
     """
 
     def __init__(self) -> None:
@@ -69,10 +69,10 @@ class Trace:
 
 
 def token_path() -> list[str]:
-    """Return the files of `Stream.feed` with one token, whose tail is full so that it folds."""
+    """Return the files of `Stream.feed` with one token that fills the tail, so that it folds."""
     model, _ = weir.load("nano")
     stream = weir.Stream(model, "sink(4) | recent(28)", chunk=8)
-    stream.feed(torch.arange(5, 5 + 55))  # the kernels are compiled, and a token fits the tail
+    stream.feed(torch.arange(5, 5 + 55))  # compiles the kernels; leaves room for one token
     assert stream.cache.rows.waiting == [7]
     trace = Trace()
     with trace.installed():
@@ -117,7 +117,7 @@ def request_path() -> list[str]:
                     trace.on = False
 
     with trace.installed(), serving(make_client()) as server:
-        ask(server.url.removesuffix("/v1"))  # what is done once, for the first request
+        ask(server.url.removesuffix("/v1"))  # so that work for the very first request is done
         return trace.of(lambda: ask(server.url.removesuffix("/v1")))
 
 

@@ -1,4 +1,4 @@
-"""Arrays of kernels stay until their addresses are no longer used."""
+"""Arrays that kernels access by address stay alive until the address is no longer used."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ MAKERS = ("empty", "zeros", "ones")
 
 
 def _freed_too_early(function: ast.FunctionDef) -> set[str]:
-    """Arrays that a function makes, takes the address of, and names no more in its last loop."""
+    """Return the arrays that a function creates, takes the address of, and does not mention again
+    in or after its last loop. numba could free them before that loop.
+    """
     made: set[str] = set()
     addressed: set[str] = set()
     last: dict[str, int] = {}

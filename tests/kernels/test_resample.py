@@ -1,4 +1,4 @@
-"""The kernel of weighted reservoirs gives what the reference gives, bit for bit."""
+"""The kernel for weighted reservoirs returns bit for bit what the PyTorch version returns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_its_samples_and_sums_are_those_of_the_reference(count, entries, monkeyp
     total = torch.rand(2, 3, count, generator=generator, dtype=torch.float64) * 10
     before = total.clone()
     weight = torch.exp(8 * torch.randn(2, 3, 64, generator=generator, dtype=torch.float64))
-    weight[:, :, ::5] = 0.0  # arrivals that are none, or wait
+    weight[:, :, ::5] = 0.0  # the weight of places where no token arrives
     into = torch.randint(count, (2, 3, 64), generator=generator)
     u = torch.rand(2, 64, 3, entries, generator=generator, dtype=torch.float64).transpose(1, 2)
     monkeypatch.delenv(kernels.VARIABLE, raising=False)

@@ -1,4 +1,4 @@
-"""Keys are turned by a kernel as exactly as arithmetic allows, wherever in a stream they are."""
+"""The kernel that rotates keys is exact up to rounding, at any position in a stream."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ EPS = 2.0**-24
 @pytest.mark.parametrize("dim", [64, 80, 2])
 @pytest.mark.parametrize("far", [1, 1000, 4_000_000])
 def test_keys_are_turned_to_rounding(dim, far):
-    """Compared with float64; `dim` is of keys, of which the first 2, 64 numbers are turned.
+    """Compare with float64. At most the first 64 of the `dim` numbers of a key are rotated.
 
-    A turn is rounded to float32 (by half a turn's rounding, 2 pi EPS / 2 radians), then multiplied
-    (at most pi / 4, rounded twice); sine and cosine are off by EPS, and each product and sum by
-    EPS of itself.
+    The bound adds up these errors: the fraction of a turn, at most 1/2, is rounded to float32
+    (pi EPS in radians). After whole quarters are taken off, at most 1/8 of a turn is left. It is
+    multiplied by 2 pi, which gives at most pi / 4, with two roundings. Sine and cosine are off by
+    EPS, and every product and sum is rounded once.
     """
     rotary = Rotary(1e4 ** (-torch.arange(min(dim, 64) // 2, dtype=torch.float64) / 32))
     generator = torch.Generator().manual_seed(dim + far)
-    wide = torch.randn(2, 3, 50, dim + 3, generator=generator)  # and not as far apart as in `out`
+    wide = torch.randn(2, 3, 50, dim + 3, generator=generator)  # strides differ from `out`
     keys, by = wide[:, :, 5:42, :dim], torch.randint(-9, far, (2, 3, 37), generator=generator)
     out = torch.full((2, 3, 90, dim), math.nan)
     rotate_keys(keys, by, rotary._per_turn, out[:, :, 40:77])
@@ -36,7 +37,7 @@ def test_keys_are_turned_to_rounding(dim, far):
     cos, sin = angles.cos(), angles.sin()
     one, two = keys[..., :half].double(), keys[..., half : 2 * half].double()
     exact = torch.cat([one * cos - two * sin, two * cos + one * sin], dim=3)
-    # float64's own angles are off far out.
+    # At far positions, the angles in float64 are inexact as well.
     slack = (math.pi + 2 * math.pi / 4 + 4) * EPS + far * 2.0**-50
     bound = slack * (one.abs() + two.abs()).repeat(1, 1, 1, 2)
     got = out[:, :, 40:77]
@@ -69,7 +70,7 @@ def test_keys_are_written_in_another_precision_as_by_pytorch():
 
 def test_frequencies_may_be_on_another_device():
     class Elsewhere(torch.Tensor):
-        """What is on a GPU."""
+        """A tensor that behaves as if it were on a GPU."""
 
         def numpy(self):
             raise TypeError("can't convert cuda tensor to numpy")

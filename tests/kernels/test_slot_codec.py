@@ -1,4 +1,4 @@
-"""Vectors in 8 and 4 bits are written and read by kernels as PyTorch does it, bit for bit."""
+"""Kernels write and read vectors in 8 and 4 bits as PyTorch does, bit for bit."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def test_int8_has_the_same_bits(seed, power, dim, count):
     x = x * 2.0 ** (power + torch.randint(-3, 3, x.shape[:3], generator=generator))[..., None]
     if count > 2:
         x[:, :, 0] = 0.0
-        x[:, :, 1] = x[:, :, 1].sign() * 63.5  # halves of a step, rounded to the even one
+        x[:, :, 1] = x[:, :, 1].sign() * 63.5  # halfway between two steps: rounded to even
         x[:, :, 1, 0] = 127.0
         x[:, :, 2] = torch.finfo(torch.float32).max
-    if count > 4:  # peaks between two numbers of bfloat16, rounded to the even one
+    if count > 4:  # peaks halfway between two bfloat16 numbers: rounded to even
         x[:, :, 3:5] = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8])[:, None]
     numbers, peaks = quantize(x, INT8)
-    # Vectors, numbers and peaks lie as far apart as they like.
+    # The strides of vectors, numbers and peaks can be any.
     codes = torch.full((2, 3, 20, dim + 2), 99, dtype=torch.int8)[..., :dim]
     tops = torch.zeros(2, 3, 20, 3, dtype=torch.bfloat16)[..., :1]
     here = slice(4, 4 + x.shape[2])
@@ -54,7 +54,8 @@ def test_int8_has_the_same_bits(seed, power, dim, count):
 
 
 def test_a_peak_halfway_between_two_is_rounded_to_the_even_one():
-    # Of 1 and 1 + 2^-7 the even one is below, of 1 + 2^-7 and 1 + 2^-6 above.
+    # 1 + 2^-8 is halfway between 1 (even) and 1 + 2^-7. 1 + 3 * 2^-8 is halfway between 1 + 2^-7
+    # and 1 + 2^-6 (even).
     x = (1 + torch.tensor([1, 3]) * 2.0**-8).view(1, 1, 2, 1)
     numbers, peaks = torch.zeros(x.shape, dtype=torch.int8), torch.zeros(x.shape).bfloat16()
     quantize_into(x, INT8, numbers, peaks)
@@ -101,7 +102,7 @@ def vectors(dim):
 def test_int4_has_the_same_bits(dim):
     x = vectors(dim)
     assert dispatch.quantize("int4", x) is not None and dispatch.dequantize("int4", x) is not None
-    # Side by side with other vectors, as slots lie in a slab.
+    # Between other vectors, as slots are stored in a slab.
     numbers = torch.zeros(2, 3, 80, dim // 2, dtype=torch.uint8)
     peaks = torch.zeros(2, 3, 80, 1, dtype=torch.bfloat16)
     quantize_into(x, INT4, numbers[:, :, 5:75], peaks[:, :, 5:75])

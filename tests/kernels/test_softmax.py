@@ -1,4 +1,4 @@
-"""The softmax of kernels is exact to a few roundings of float32, however far logits lie apart."""
+"""The kernels' softmax is exact up to a few roundings of float32, however far apart logits are."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ EPS = 2.0**-24
 
 @pytest.mark.parametrize("count", [2, 33])
 def test_shares_are_right_to_rounding(count):
-    """The largest logit is 0, so that none is rounded. The reduced argument and the polynomial are
-    off by two roundings each, a sum by one for each number at most, and its inverse and the last
-    product by one.
+    """The largest logit is 0, so subtracting it rounds nothing. The reduced argument and the
+    polynomial are each off by two roundings, the sum by at most one rounding for each number, and
+    the sum's inverse and the final product by one each.
     """
     for low in np.linspace(-86, -0.01, 87):
         row = np.linspace(low, 0, count).astype(np.float32)
@@ -28,8 +28,9 @@ def test_shares_are_right_to_rounding(count):
 
 
 def test_the_two_parts_of_ln_2_are_not_added_first():
-    """Beside 1, e^-20 and less change no sum, so that only the exponential is rounded: its argument
-    and its polynomial. With ln 2 in one part, it is off by four roundings with FMA and 68 without.
+    """Adding e^-20 or less to 1 does not change the 1, so the only roundings are those of the
+    exponential's argument and of its polynomial. If ln 2 were a single number, the result would be
+    off by four roundings with FMA (fused multiply-add) and by 68 without.
     """
     for low in np.linspace(-86, -20, 67, dtype=np.float32):
         row, exact = np.array([low, 0], np.float32), np.exp(np.float64(low))

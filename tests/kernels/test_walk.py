@@ -1,4 +1,4 @@
-"""The balancing walk's kernels make the signs of the reference, one for one."""
+"""The kernels of the balancing walk return exactly the signs of the PyTorch version."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LIBRARIES = {"numba": "fast", "triton": "gpu"}
 
 @pytest.fixture(params=["numba", pytest.param("triton", marks=pytest.mark.slow)])
 def library(request: pytest.FixtureRequest) -> str:
-    """A library that walks; skips the test where it is not installed."""
+    """Return the library whose kernel is tested; skip the test if it is not installed."""
     extra = LIBRARIES[request.param]
     pytest.importorskip(request.param, reason=f"not installed: pip install '.[{extra}]'")
     if request.param == "triton":
@@ -31,13 +31,15 @@ def library(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def walk(library: str) -> Callable[..., Tensor]:
-    """Its walk."""
+    """Return the function `walk` of the tested library's kernel."""
     return import_module(f"weir.kernels.{'cpu' if library == 'numba' else 'gpu'}.walk").walk
 
 
 @st.composite
 def walks(draw, blocks: int = 4, tokens: int = 70) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Arguments of a walk: products that are far from symmetric, sums that cancel, any gain."""
+    """Draw arguments of a walk: products that are far from symmetric, sums in which large terms
+    cancel, and gains of any size.
+    """
     shape = draw(st.sampled_from([(draw(st.integers(1, blocks)),), (2, draw(st.integers(0, 2)))]))
     n = draw(st.integers(1, tokens))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
@@ -46,7 +48,7 @@ def walks(draw, blocks: int = 4, tokens: int = 70) -> tuple[Tensor, Tensor, Tens
     gain = 10.0 ** (torch.rand(shape, generator=generator) * 12 - 9)
     u = torch.rand(*shape, n, generator=generator, dtype=torch.float64)
     if draw(st.booleans()):
-        u[..., 0] = -1.0  # as halves=authors has it
+        u[..., 0] = -1.0  # the value that halves=authors uses
     free = torch.rand(*shape, n, generator=generator) < draw(st.sampled_from([0.0, 0.7, 1.0]))
     return products, gain, u, free
 

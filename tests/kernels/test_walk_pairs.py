@@ -1,7 +1,9 @@
-"""The kernel that walks through pairs decides as the formula does, where rounding leaves it clear.
+"""The kernel that walks through pairs chooses the sign that the formula gives, unless the decision
+is so close that rounding can change it.
 
-Its products are off by the rounding of a logit and of sums; with them the sum that a walk leans
-against, and the chance of a sign by as much times the gain. Between the two a sign is either's.
+The kernel's products are off by the rounding of a logit and of sums. The error of a walk's running
+sum is the sum of these errors, and the error of the probability of a sign is the gain times that.
+If a random number is within this error of the probability, both signs are accepted.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ CONSTANT, GAMMA, STEEPEST = 0.025, 4.0, 60.0
 
 
 def differences(keys, values, a, b, rate):
-    """Inner products of the differences of pairs, and how large what they are made of is, float64
-    [blocks, pairs, pairs]; and the largest exponent [blocks].
+    """Compute the inner products of the differences of pairs, and the sums of the absolute values
+    of their terms, both float64 [blocks, pairs, pairs]; and the largest exponent [blocks].
     """
     keys, values, a, b = (t.double() for t in (keys, values, a, b))
     keys = keys - keys.mean(dim=1, keepdim=True)
@@ -53,7 +55,7 @@ def differences(keys, values, a, b, rate):
     pairs=st.integers(1, 30),
     dims=st.sampled_from([(64, 64), (40, 24), (3, 17)]),
     weighed=st.booleans(),
-    small=st.sampled_from([1.0, 0.01]),  # values beside which the denominator counts, or it alone
+    small=st.sampled_from([1.0, 0.01]),  # with 0.01, the denominator outweighs the values
     lanes=st.sampled_from([8, 16]),
 )
 def test_each_sign_is_against_the_sum_so_far(seed, blocks, pairs, dims, weighed, small, lanes):

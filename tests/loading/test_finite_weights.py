@@ -1,4 +1,4 @@
-"""Weights that are not finite are found, whatever their dtype, sign and place."""
+"""NaN and infinity in weights are found, whatever the dtype, the sign and the place."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_blocks_are_looked_at_without_being_written_out(kind, monkeypatch):
     monkeypatch.setattr(block_weights, "write_out", None)
     check_finite("a", model)
     held = layer.codes if kind.endswith("16") else layer.scales
-    # The last number of the first panel: a NaN in any of the types of 16 bits.
+    # The last number of the first panel. 0x7FFF is a NaN in float16 and in bfloat16.
     numbers = held.view(torch.int16) if held.dtype == torch.uint8 else held
     numbers.view(-1)[15] = 0x7FFF
     with pytest.raises(WeirError, match=r"its weight 0\.weight has numbers"):

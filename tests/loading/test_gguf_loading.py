@@ -39,7 +39,7 @@ print(peak() - before)
 
 
 def write_large(path: Path, width: int, layers: int) -> Path:
-    """Write a Llama of random Q8_0 blocks, which takes no time to quantize."""
+    """Write a Llama of random Q8_0 blocks, so that no time is spent on quantizing."""
     small = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=300,
@@ -72,7 +72,9 @@ def write_large(path: Path, width: int, layers: int) -> Path:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's figures")
 @pytest.mark.parametrize("given", [(), ("dtype=bfloat16",)])
 def test_a_process_takes_little_more_memory_than_the_weights(tmp_path, given):
-    """At most 1.3 times what the weights take: the file's bytes, or two a number in bfloat16."""
+    """Loading takes at most 1.3 times the memory of the weights. They take as many bytes as the
+    file, or two bytes for each number in bfloat16.
+    """
     if not given and dispatch.linear_blocks(torch.empty(1, 32)) is None:
         pytest.skip("needs numba, and VNNI or AVX2")
     small = write_large(tmp_path / "small.gguf", 64, 1)
@@ -102,7 +104,7 @@ def test_a_bar_takes_one_line_of_a_terminal(file, capsys, monkeypatch):
         logging.disable_progress_bar()
     told = capsys.readouterr().err
     assert "Loading some.gguf" in told and "\n" not in told.strip()
-    assert told.endswith("\r")  # and is removed at the end
+    assert told.endswith("\r")  # the bar is removed at the end
 
 
 def test_a_name_is_that_of_a_gguf_file(file, tmp_path):
@@ -124,7 +126,7 @@ def test_an_encoder_is_not_read_from_a_gguf_file(file):
 
 
 def test_a_file_of_the_wrong_kind_of_blocks_is_refused(tmp_path):
-    """64 numbers a row are no block of 256."""
+    """A row of 64 numbers cannot be cut into blocks of 256."""
     of = gguf.GGMLQuantizationType.Q4_K
     weight = {"blk.0.ffn_up.weight": torch.ones(4, 256)}
     path = write_tensors(tmp_path / "a.gguf", "llama", weight, quantized("Q8_0"))
@@ -140,7 +142,7 @@ def test_a_file_of_the_wrong_kind_of_blocks_is_refused(tmp_path):
         weir.models.gguf.check_readable(weir.models.gguf.read_header(path))
 
 
-@pytest.mark.filterwarnings("ignore:.*numba and a processor with AVX2")  # on lesser ones
+@pytest.mark.filterwarnings("ignore:.*numba and a processor with AVX2")  # on older processors
 @pytest.mark.parametrize("weights", ["q8_0", "q4_1"])
 def test_other_weights_are_made_from_the_dense_numbers(file, weights):
     model, _ = weir.load(str(file), weights=weights, device="cpu")

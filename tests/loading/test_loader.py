@@ -1,4 +1,6 @@
-"""`weir.load`: models by name, and one sentence for each that cannot be had."""
+"""`weir.load` loads models by name. For a model that cannot be loaded, it raises an error of one
+sentence.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ NANO = ASSETS / "nano"
 
 @pytest.fixture
 def folder(llama, tmp_path) -> Path:
-    """A small model with a tokenizer."""
+    """Return a folder with a small model and a tokenizer."""
     llama.save_pretrained(tmp_path / "model")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(NANO / name, tmp_path / "model")
@@ -40,7 +42,7 @@ def folder(llama, tmp_path) -> Path:
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch):
-    """Nobody is asked for anything."""
+    """Keep tests from sending requests to the Hub."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
 
 
@@ -109,7 +111,7 @@ def test_a_name_that_is_nowhere_is_named(name):
 
 
 def test_a_hub_that_cannot_be_reached_is_told_at_once(monkeypatch):
-    """transformers would try again for half a minute."""
+    """transformers would retry for half a minute, so weir asks the Hub itself first, and once."""
     asked = []
 
     def ask(self: Any, name: str, **given: Any) -> None:
@@ -184,7 +186,7 @@ def cut(folder: Path) -> None:
 
 
 def untold(folder: Path) -> None:
-    """A GPT-2 without tokenizer files."""
+    """Turn the model into a GPT-2 without tokenizer files."""
     without("tokenizer.json", "tokenizer_config.json")(folder)
     config(model_type="gpt2")(folder)
 
@@ -371,7 +373,9 @@ def test_a_model_may_be_spread_and_then_has_no_device_of_its_own(folder):
 
 @pytest.mark.parametrize("key", ["{}_implementation", "_{}_implementation_internal"])
 def test_a_folder_s_configuration_reaches_no_kernel_of_the_hub(folder, monkeypatch, key):
-    """Names under which transformers would load code that nobody trusted."""
+    """The configuration names kernels for which transformers would load code from the Hub, although
+    the user did not allow that.
+    """
     asked: list[Any] = []
     monkeypatch.setattr(
         "transformers.modeling_utils.lazy_import_flash_attention", lambda *a, **k: asked.append(a)
@@ -385,7 +389,7 @@ def test_a_folder_s_configuration_reaches_no_kernel_of_the_hub(folder, monkeypat
             warnings.simplefilter("always")
             model = load()
         assert model.config._attn_implementation in ("eager", "sdpa")
-        # Newer versions of transformers take no such key as the second.
+        # Newer versions of transformers ignore the second key.
         expected = {"someone/kernel", "sonicmoe"} if key == "{}_implementation" else set()
         assert expected <= {str(each.message).split(",")[0].split()[-1] for each in told}
     assert not asked

@@ -1,4 +1,4 @@
-"""GGUF files of small models, with tensors as llama.cpp's converter names and changes them."""
+"""Writes GGUF files of small models. Tensors are named and changed as by llama.cpp's converter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 Store = Callable[[str, np.ndarray], tuple[np.ndarray, Any]]
-"""Returns the bytes that a file gets for a tensor, and its ggml type; None for a plain one."""
+"""Returns the array that a file stores for a tensor, and its ggml type; None as the type for an
+array that is stored as it is.
+"""
 
 ARCHITECTURES = {
     "mixtral": "llama",
@@ -28,12 +30,12 @@ ARCHITECTURES = {
     "granitemoeshared": "granitemoe",
     "minimax_m2": "minimax-m2",
 }
-"""What files call a model type, where it is not the same."""
+"""Model types of transformers whose architecture has another name in GGUF files, with this name."""
 
 INTERLEAVED = {"llama", "granite", "granitemoe", "olmo", "smollm3", "arcee"}
-"""Architectures whose rotations mix neighbors in llama.cpp."""
+"""Architectures in which llama.cpp rotates pairs of neighboring numbers of queries and keys."""
 ABOVE_ONE = {"gemma", "gemma2", "gemma3", "nemotron"}
-"""Architectures whose norms multiply by a weight plus one, which files store as the sum."""
+"""Architectures whose norms multiply by a weight plus one. Files store the sum."""
 
 
 def architecture_of(model: PreTrainedModel) -> str:
@@ -42,7 +44,9 @@ def architecture_of(model: PreTrainedModel) -> str:
 
 
 def interleave(weight: Tensor, heads: int) -> Tensor:
-    """Reorder rows of a query or key projection so that the two of a rotation are neighbors."""
+    """Reorder the rows of a query or key projection so that two numbers that are rotated together
+    are neighbors.
+    """
     halves = weight.unflatten(0, (heads, 2, -1))
     return halves.transpose(1, 2).reshape(weight.shape)
 
@@ -132,7 +136,7 @@ def _converted(
 
 
 def _stack_norms(found: dict[str, Tensor]) -> None:
-    """Stack StableLM's norms of heads into one tensor a layer."""
+    """Stack StableLM's norms of the heads into one tensor for each layer."""
     for name in [name for name in found if re.search(r"_norm\.\d+\.weight", name)]:
         whole = re.sub(r"\.\d+\.weight", ".weight", name)
         weight = found.pop(name)[None]
@@ -145,7 +149,9 @@ def plain(name: str, weight: np.ndarray) -> tuple[np.ndarray, Any]:
 
 
 def quantized(kind: str, **kinds: str) -> Store:
-    """Store matrices as one kind of blocks, and some parts, as `attn_v`, as others."""
+    """Return a `Store` that quantizes matrices to blocks of type `kind`; `kinds` names other types
+    for some parts, as in `attn_v="Q6_K"`.
+    """
     import gguf
 
     def store(name: str, weight: np.ndarray) -> tuple[np.ndarray, Any]:
@@ -165,7 +171,7 @@ def write_tensors(
     store: Store = plain,
     fields: Callable[[Any], None] | None = None,
 ) -> Path:
-    """Write a file with these tensors; `fields` adds to the writer what else it has."""
+    """Write a file with these tensors. `fields` is called with the writer, to add header fields."""
     import gguf
 
     out = gguf.GGUFWriter(path, architecture)

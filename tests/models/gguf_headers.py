@@ -1,4 +1,4 @@
-"""GGUF files that are nearly all header: keys that a test names, and tensors of few numbers."""
+"""Writes GGUF files that consist almost only of a header: keys from a test, and small tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ U32, I32, F32, BOOL, TEXT = (
 
 
 def kind_of(value: Any) -> Any:
-    """Type in which converters write a value: numbers take 32 bits."""
+    """Return the GGUF type that converters use for a value. Numbers have 32 bits."""
     for kind, stored in ((bool, BOOL), (str, TEXT), (float, F32), (int, U32)):
         if isinstance(value, kind):
             return stored if stored != U32 or value >= 0 else I32
@@ -30,9 +30,9 @@ def write(
     keys: Mapping[str, Any],
     tensors: Mapping[str, Sequence[int] | np.ndarray],
 ) -> Path:
-    """Write a file; keys without a dot in front are whole, the others the architecture's.
+    """Write a file. The architecture's name is put in front of keys that begin with a dot.
 
-    A tensor is given by its numbers, or by its sizes, the contiguous one last.
+    A tensor is given as an array, or as its shape, whose last dimension is the contiguous one.
     """
     out = gguf.GGUFWriter(path, architecture)
     for key, value in keys.items():

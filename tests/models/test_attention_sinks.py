@@ -1,4 +1,6 @@
-"""Sinks that a model has: softmax-off-by-one beside the formula, and what a configuration says."""
+"""Attention sinks that a model was trained with: softmax-off-by-one agrees with its formula, and
+configurations record the kind of sink.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ DIM, SCALE = 8, 0.4
 
 
 class Module(nn.Module):
-    """What an attention function is told of the layer it is called for."""
+    """The attributes of an attention layer that an attention function reads."""
 
     def __init__(self, groups: int) -> None:
         super().__init__()
@@ -41,13 +43,17 @@ def drawn(heads: int, kv_heads: int, length: int, held: int) -> list[Tensor]:
 
 
 def bound(queries: Tensor, keys: Tensor, values: Tensor) -> float:
-    """Of an answer: the weights' roundings, and those of a sum of as many values."""
+    """Bound the error of an output: the rounding of the attention weights, and of the sum of values
+    that they weight.
+    """
     logit = SCALE * float(queries.norm(dim=-1).max() * keys.norm(dim=-1).max())
     return softmax_off(DIM, logit) * largest(values)
 
 
 def masks(kind: str, length: int, held: int) -> tuple[Tensor | None, Tensor]:
-    """A mask as transformers hands it over, and what it means [batch, length, tokens]."""
+    """Return a mask in the form in which transformers passes it, and the same as booleans [batch,
+    length, tokens], which say what each query sees.
+    """
     ahead = torch.arange(held - length, held)[:, None] - torch.arange(held)
     seen = (ahead >= 0).expand(2, -1, -1).clone()
     if kind == "none":
@@ -99,7 +105,7 @@ def test_its_gradients_are_autograds_of_the_formula(kind, softcap):
     out, _ = zero_sink_attention(module, *given, mask, scaling=SCALE, softcap=softcap)
     (out.transpose(1, 2) * direction).sum().backward()
     for mine, theirs in zip(given, exact, strict=True):
-        # A gradient is a sum over queries or keys of products of three: weight, value, key.
+        # A gradient is a sum, over queries or keys, of products of a weight, a value and a key.
         close(mine.grad, theirs.grad, terms=9 * DIM * DIM, size=10 * largest(theirs.grad))
 
 
@@ -184,7 +190,7 @@ def test_a_configuration_says_it_and_a_folder_keeps_it(tmp_path):
     with torch.no_grad():
         assert torch.equal(again.eval()(ids).logits, model.eval()(ids).logits)
     assert describe(again).sink == ModelSink("zero")
-    again.save_pretrained(tmp_path)  # by transformers, which leaves the attention's name out
+    again.save_pretrained(tmp_path)  # transformers does not save the name of the attention
     without = AutoModelForCausalLM.from_pretrained(tmp_path)
     with pytest.raises(WeirError, match=r"Zero Sink, but its attention is 'sdpa', .*weir\.load"):
         weir.StreamingCache(without, "streaming_llm(16)")
@@ -218,7 +224,7 @@ def test_without_weir_transformers_says_that_it_does_not_know_the_attention(tmp_
     model.save_pretrained(tmp_path)
     code = """
 import sys
-from transformers import LlamaForCausalLM  # and not all models that there are
+from transformers import LlamaForCausalLM  # importing only this class is faster
 LlamaForCausalLM.from_pretrained(sys.argv[1])
 """
     run = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True)

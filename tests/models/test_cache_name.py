@@ -1,4 +1,4 @@
-"""The name of the cache argument: decided once, and never the one that transformers deprecates."""
+"""The name of the cache argument is chosen once, and is never one that transformers deprecates."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_either_name_is_read_and_the_one_that_holds_a_cache_is_taken() -> None:
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])
 @torch.no_grad()
 def test_a_decoder_takes_either_name_with_every_release(llama, ids, name) -> None:
-    # Releases before 5.24 hand an argument `cache` on to the decoder, which would not see it.
+    # Releases before 5.24 pass an argument `cache` on to the decoder, which would ignore it.
     wanted = llama(ids(1, 20), **{CACHE: weir.StreamingCache(llama, POLICY, chunk=4)}).logits
     cache = weir.StreamingCache(llama, POLICY, chunk=4)
     out = llama(ids(1, 20), **{name: cache})
@@ -56,7 +56,7 @@ def test_a_decoder_takes_either_name_with_every_release(llama, ids, name) -> Non
 
 
 def quiet(run: Any) -> None:
-    """Run something in which the old name must not come up."""
+    """Call `run`, and fail if transformers warns of a deprecated name."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
         run()
@@ -104,15 +104,17 @@ def test_no_call_of_weirs_own_uses_a_deprecated_name(fresh_llama, ids, caplog) -
 
 
 ALLOWED = {
-    "src/weir/models/cache_name.py",  # names both
-    "bench/weir_bench/peers/sides/kvpress_side.py",  # in environments of their own, with an older
-    "bench/weir_bench/peers/sides/kvpress_reading.py",  # transformers
-    "bench/weir_bench/peers/sides/transformers_reading.py",  # an engine; knows nothing of weir
+    "src/weir/models/cache_name.py",  # contains both names
+    # These run in separate environments with an older transformers:
+    "bench/weir_bench/peers/sides/kvpress_side.py",
+    "bench/weir_bench/peers/sides/kvpress_reading.py",
+    # This one runs transformers without weir:
+    "bench/weir_bench/peers/sides/transformers_reading.py",
 }
 
 
 def test_no_file_of_weir_calls_a_model_by_the_old_name() -> None:
-    """What no test runs, as on a GPU, is read."""
+    """Search the source code, because no test runs all of it, such as the code for GPUs."""
     found = []
     for folder in ("src/weir", "bench/weir_bench"):
         for path in (ROOT / folder).rglob("*.py"):
@@ -129,7 +131,7 @@ def test_no_file_of_weir_calls_a_model_by_the_old_name() -> None:
 
 @torch.no_grad()
 def test_other_caches_pass_by_untouched(llama, ids) -> None:
-    weir.StreamingCache(llama, POLICY)  # hooks are there
+    weir.StreamingCache(llama, POLICY)  # installs the hooks
     cache = DynamicCache()
     out = llama(ids(1, 9), **{CACHE: cache})
     assert cache_of(out) is cache and cache.get_seq_length() == 9

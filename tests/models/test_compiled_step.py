@@ -1,7 +1,8 @@
-"""Steps under `torch.compile` say what the usual ones say, and leave a cache as those leave it.
+"""Steps under `torch.compile` return the logits of the usual steps, and leave the cache in the same
+state.
 
-weir takes them on a GPU. Here they are chosen by hand, on a CPU and mostly with `backend="eager"`
-(`engines.compiled`).
+weir uses such steps only on a GPU. These tests choose them by hand on a CPU, mostly with
+`backend="eager"` (`engines.compiled`).
 """
 
 from __future__ import annotations
@@ -40,11 +41,15 @@ POLICIES = [
     "[[weir(20), weir(30)], [weir(30), recent(6) | heavy(6)]]",
 ]
 GRAPHS = [POLICIES[0], *POLICIES[4:7:2], POLICIES[8]]
-"""One of each kind of graph: one log-weight, queries that wait, two log-weights, unequal layers."""
+"""One policy for each kind of graph: one log-weight per slot, stored queries, two log-weights per
+slot, and layers of different sizes.
+"""
 
 
 def read(model: PreTrainedModel, policy: str, ids: Tensor, **given: Any) -> tuple[Tensor, Any]:
-    """Logits of a prompt and of the steps after it [batch, length, vocabulary], and the cache."""
+    """Feed a prompt, and then token by token. Return all logits [batch, length, vocabulary] and the
+    cache.
+    """
     cache = StreamingCache(model, policy, chunk=CHUNK, **given)
     parts = [ids[:, :PROMPT], *ids[:, PROMPT:].split(1, dim=1)]
     with torch.no_grad():
@@ -85,7 +90,7 @@ def test_in_every_family(name: str) -> None:
     usual = read(model, "streaming_llm(16)", text)
     with compiled(model) as taken:
         found = read(model, "streaming_llm(16)", text)
-    # Models with linear biases, and those that leave rotation to weir, go the usual way.
+    # Families outside transformers' attention interface (Falcon, MPT, BLOOM) take the usual steps.
     assert taken == ([] if name in OWN_ATTENTION else [2] * STEPS)
     check_same(usual, found, model)
 
@@ -122,7 +127,7 @@ def test_rows_that_stand_apart_share_the_programs_of_rows_in_step(fresh_llama, i
     mask = torch.ones_like(text)
     mask[1, :3] = 0
     mask[2, :9] = 0
-    mask[0, 30:33] = 0  # a row that rests while the others go on
+    mask[0, 30:33] = 0  # a row that pauses while the others go on
 
     def apart() -> tuple[Tensor, Any]:
         cache = StreamingCache(model, policy, chunk=CHUNK)
@@ -278,7 +283,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 
 
 def _doubled(kind: type) -> type:
-    """A class of modules whose answers are twice those of another one."""
+    """Return a class of modules whose outputs are twice those of modules of class `kind`."""
     return type("Doubled", (kind,), {"forward": lambda self, x: 2 * kind.forward(self, x)})
 
 

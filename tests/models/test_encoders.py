@@ -1,4 +1,4 @@
-"""Encoders, which weir loads to look into them."""
+"""Encoders, which weir loads to inspect their attention."""
 
 from __future__ import annotations
 

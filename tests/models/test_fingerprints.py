@@ -1,4 +1,4 @@
-"""What tells models apart, also where no weight is dense: sharded, quantized, offloaded."""
+"""Fingerprints tell models apart, also when weights are sharded, quantized or offloaded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from weir.models.fingerprints import PLACES, fingerprint, weights_of
 
 
 class Quantized(Tensor):
-    """Eight bits and a scale for each row, as torchao has it: an object that is no dense tensor."""
+    """A weight with eight bits per number and one scale per row that, like torchao's quantized
+    tensors, is not a dense tensor.
+    """
 
     def __new__(cls, bits: Tensor, scale: Tensor) -> Quantized:
         return Tensor._make_wrapper_subclass(cls, bits.shape, dtype=scale.dtype)
@@ -43,7 +45,7 @@ class Quantized(Tensor):
 
 
 def replaced(model: PreTrainedModel, by: Callable[[Tensor], Tensor]) -> PreTrainedModel:
-    """The model with other tensors in the place of its linear weights."""
+    """Replace the weights of a model's linear layers by other tensors, and return the model."""
     for each in model.modules():
         if isinstance(each, nn.Linear):
             each.weight = nn.Parameter(by(each.weight.detach()), requires_grad=False)
@@ -57,14 +59,16 @@ def quantized(weight: Tensor) -> Tensor:
 
 @pytest.fixture
 def mesh() -> Iterator[Any]:
-    """This process as the only one of a group."""
+    """A device mesh that consists of this process only."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()
 
 
 def apart(make: Callable[[PreTrainedModel], PreTrainedModel], fresh_llama: Any) -> dict[str, Any]:
-    """The fingerprint of a model so made: again the same, with other weights another."""
+    """Check that two models that `make` changes in the same way have the same fingerprint, unless
+    their weights differ. Return the fingerprint.
+    """
     first, again, other = (fingerprint(make(fresh_llama(seed=seed))) for seed in (0, 0, 1))
     assert first == again
     assert [name for name in first if first[name] != other[name]] == ["weights"]

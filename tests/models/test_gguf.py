@@ -1,4 +1,4 @@
-"""GGUF files: read as the model they were written from, refused where they are damaged."""
+"""A GGUF file is read as the model from which it was written, and damaged files are refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ WORDS = "the river runs past the mill and the miller counts the sacks of flour b
 
 
 def interleave(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows of a query or key projection in the order in which llama.cpp rotates them."""
+    """Reorder the rows of a query or key projection so that numbers that are rotated together are
+    neighbors, as llama.cpp needs them.
+    """
     size = weight.shape[0] // heads // 2
     return weight.view(heads, 2, size, -1).transpose(1, 2).reshape(weight.shape)
 
@@ -220,7 +222,7 @@ def test_headers_that_declare_what_the_file_cannot_hold_are_refused(
 ) -> None:
     data = file.read_bytes()
     rng = np.random.default_rng(0)
-    for place in (8, 16, 24, 36):  # tensors, fields, the first key's length, and its value's
+    for place in (8, 16, 24, 36):  # counts of tensors and fields; lengths of a key and its value
         damaged = bytearray(data)
         damaged[place : place + 8] = struct.pack("<Q", (1 << 63) + int(rng.integers(1 << 40)))
         bad = tmp_path / "bad.gguf"

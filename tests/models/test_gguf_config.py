@@ -1,4 +1,6 @@
-"""Every key of a GGUF file becomes part of the configuration, or is refused by name."""
+"""Every key of a GGUF file becomes part of the configuration, or is refused with an error that
+names the key.
+"""
 
 from __future__ import annotations
 
@@ -279,7 +281,10 @@ FILES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"head_dim": 32, "attention_bias": False, "attention_out_bias": False},
     ),
 }
-"""Keys of a file of each architecture, and what the configuration has to be."""
+"""For each architecture, the keys of a file (in addition to `SIZES`), and the values that the
+configuration must have (in addition to `USUAL`). "" stands for an attribute that is not compared,
+"partial" for the share of a head's numbers that is rotated, and "rope": "" for no rotation.
+"""
 
 
 def keys_of(architecture: str) -> dict[str, Any]:
@@ -290,7 +295,9 @@ def keys_of(architecture: str) -> dict[str, Any]:
 
 
 def read(path: Path, architecture: str, more: dict[str, Any] | None = None, **tensors: Any) -> Any:
-    """Write a file with more keys than usual, of which None removes one, and read it."""
+    """Write a file with more keys and tensors than usual, and read its configuration. A key whose
+    value is None is left out.
+    """
     keys = keys_of(architecture) | (more or {})
     keys = {key: value for key, value in keys.items() if value is not None}
     named = {name.replace("_dot_", "."): given for name, given in tensors.items()}
@@ -332,7 +339,7 @@ def test_a_model_can_be_built(architecture: str, tmp_path: Path) -> None:
 
 
 def changed(suffix: str, value: Any) -> Iterator[Any]:
-    """Values that another model could have for a key."""
+    """Yield a value that another model could have for a key."""
     if isinstance(value, bool):
         yield not value
     elif isinstance(value, str):
@@ -346,8 +353,8 @@ def changed(suffix: str, value: Any) -> Iterator[Any]:
 
 
 WITHOUT_EFFECT = {
-    ("stablelm", "use_parallel_residual"),  # the tensors say it
-    ("nemotron", RMS),  # none of its norms is one
+    ("stablelm", "use_parallel_residual"),  # is found from the tensors
+    ("nemotron", RMS),  # has no RMS norm
     ("qwen2moe", "feed_forward_length"),  # all its layers have experts
     ("qwen3moe", "feed_forward_length"),
     ("gpt-oss", "feed_forward_length"),
@@ -361,14 +368,14 @@ def test_no_key_is_dropped(architecture: str, tmp_path: Path) -> None:
         suffix = key[1:]
         for other in changed(suffix, value):
             more = {key: other}
-            if key == ".attention.key_length":  # of keys alone it is refused
+            if key == ".attention.key_length":  # refused if values have another length
                 with pytest.raises(WeirError, match=r"attention\.value_length"):
                     read(tmp_path, architecture, more)
                 more[".attention.value_length"] = other
             try:
                 found = differs(config, read(tmp_path, architecture, more))
             except WeirError as error:
-                # Another size makes other keys wrong, which are named.
+                # If a size changes, the error names another key, which no longer fits this size.
                 sizes = suffix in ("attention.head_count", "embedding_length")
                 assert f"says {architecture}{'' if sizes else key}" in str(error) or sizes
                 found = True
@@ -377,8 +384,8 @@ def test_no_key_is_dropped(architecture: str, tmp_path: Path) -> None:
 
 
 NOT_COMPUTED = {
-    "context_length",  # no position is refused
-    "rope.scaling.original_context_length",  # of a file without a scaling
+    "context_length",  # positions beyond it are allowed
+    "rope.scaling.original_context_length",  # used only by scalings, which are tested below
     "rope.scaling.finetuned",
 }
 
@@ -393,7 +400,7 @@ def test_every_key_changes_what_the_model_computes(architecture: str, tmp_path: 
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
         for name, weight in model.named_parameters():
             if weight.ndim == 1 and "norm" not in name and "ln" not in name:
-                weight.data.normal_()  # biases begin with zeros
+                weight.data.normal_()  # biases are 0 in a new model
             elif weight.ndim > 1:
                 weight.data.normal_(0, 0.2)
         return model
@@ -421,7 +428,9 @@ def test_every_key_changes_what_the_model_computes(architecture: str, tmp_path: 
 
 
 def defined_keys() -> list[str]:
-    """Suffixes of an architecture's keys that llama.cpp defines, as the package gguf has them."""
+    """Return the suffixes of all keys of an architecture that llama.cpp defines, as listed by the
+    package gguf.
+    """
     found = []
     kinds: list[Any] = [gguf.Keys]
     while kinds:
@@ -450,7 +459,7 @@ def test_keys_that_llama_cpp_defines_are_followed_or_refused(
         if key in keys_of(architecture) or suffix in DESCRIBING | {"vocab_size"}:
             continue
         if suffix in family.followed() or (architecture, suffix) == ("llama", "expert_count"):
-            continue  # the tests of scalings, windows and experts
+            continue  # covered by the tests of scalings, windows and experts
         with pytest.raises(WeirError, match=rf"says {architecture}\.{suffix} = 7"):
             read_with(key, 7)
         for value in NEUTRAL.get(suffix, ()):
@@ -709,7 +718,7 @@ def test_falcons_three_decoders(tmp_path: Path) -> None:
 def test_mpt_has_alibi_and_clips(tmp_path: Path) -> None:
     attention = read(tmp_path, "mpt").attn_config
     assert (attention.alibi, attention.alibi_bias_max, attention.clip_qkv) == (True, 8, 1.0)
-    # transformers' class computes with 8, and with four times the hidden size.
+    # transformers' class always uses a bias of 8 and an MLP of four times the hidden size.
     for bias in (0.0, 4.0, None):
         with pytest.raises(WeirError, match=r"max_alibi_bias = "):
             read(tmp_path, "mpt", {".attention.max_alibi_bias": bias})
@@ -718,7 +727,9 @@ def test_mpt_has_alibi_and_clips(tmp_path: Path) -> None:
 
 
 def frequencies(config: Any, seq_len: int | None = None) -> tuple[torch.Tensor, float]:
-    """Frequencies as transformers makes them of a configuration."""
+    """Return the frequencies that transformers computes from a configuration, and the factor by
+    which it scales attention.
+    """
     rope = config.rope_parameters
     if rope["rope_type"] == "default":
         dim = config.head_dim
@@ -808,7 +819,7 @@ def test_scalings_that_cannot_be_followed_are_refused(
 
 
 def of_llama3(factor: float, original: int) -> np.ndarray:
-    """Factors as Llama 3.1's paper has them, one by one."""
+    """Compute Llama 3.1's factors of the rotation frequencies one by one."""
     made = []
     for frequency in PLAIN_FREQUENCIES.tolist():
         length = 2 * math.pi / frequency
@@ -840,7 +851,7 @@ def test_the_factors_of_llama_3_are_recognized(
 def test_any_factors_divide_the_frequencies(tmp_path: Path) -> None:
     factors = np.linspace(1, 3, 8, dtype=np.float32)
     config = read(tmp_path, "llama", **{"rope_freqs.weight": factors})
-    for length in (1, 100, 100_000):  # the same for texts of every length
+    for length in (1, 100, 100_000):  # texts of any length have the same factors
         found, attention = frequencies(config, length)
         torch.testing.assert_close(found, PLAIN_FREQUENCIES / torch.from_numpy(factors))
         assert attention == 1
@@ -900,7 +911,8 @@ def tokens(**named: int) -> dict[str, Any]:
 
 
 def test_every_token_that_ends_an_answer_is_one(tmp_path: Path) -> None:
-    # <|im_end|>, <|eom_id|> and <|end|> by their texts; <|eot_id|> is an ordinary word here.
+    # <|im_end|>, <|eom_id|> and <|end|> are recognized by their texts. <|eot_id|> is not, because
+    # its token type here is that of an ordinary word.
     config = read(tmp_path, "llama", tokens(bos=0, eos=1, padding=2))
     assert (config.bos_token_id, config.pad_token_id) == (0, 2)
     assert config.eos_token_id == [1, 3, 5, 7]

@@ -1,4 +1,4 @@
-"""Headers of GGUF files: what they declare is checked, and shards are read as one file."""
+"""Headers of GGUF files are checked, and the shards of a file are read as one file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TENSORS = {f"blk.{n}.attn_q.weight": np.full((4, 32), n, dtype=np.float32) for n
 
 
 def write_shard(path: Path, names: list[str], **fields: int) -> None:
-    """Write a file as `gguf-split` does: the first shard has the fields of the model."""
+    """Write a shard as `gguf-split` does: only the first one has the fields of the model."""
     out = gguf.GGUFWriter(path, "llama")
     if fields.get("split.no", 0) == 0:
         out.add_block_count(5)
@@ -177,7 +177,7 @@ def test_what_cannot_be_opened_is_said(tmp_path: Path, monkeypatch: pytest.Monke
     def refuse(*args: Any, **more: Any) -> Any:
         raise PermissionError(13, "Permission denied")
 
-    with monkeypatch.context() as barred:  # root may read everything
+    with monkeypatch.context() as barred:  # not with chmod: root may read everything
         barred.setattr(Path, "open", refuse)
         with pytest.raises(
             WeirError, match=r"cannot read .*00001-of-00003\.gguf: Permission denied"

@@ -1,6 +1,6 @@
 """Models from GGUF files compute what llama.cpp computes from the same files.
 
-Needs the environment that `make peers` makes for a llama.cpp compiled on this machine.
+This needs a llama.cpp that is compiled on this machine, in the environment that `make peers` makes.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ pytestmark = [
 ]
 
 LONG, SHORT = 48, 24
-"""Tokens that are read, beyond the windows of 32 of these files and within them."""
+"""Numbers of tokens to read: more than the windows of these files (32 tokens) hold, and fewer."""
 LAYERS, VOCABULARY, WIDTH = 4, 100, 64
 TIED = ("gemma", "gemma2", "gemma3", "bloom", "mpt")
-"""Architectures whose files have no tensor for the head."""
+"""Architectures whose files have no `output.weight`, because the head is the embedding."""
 TABLED = {
     *("gemma", "gemma2", "gemma3", "phi2", "starcoder2", "gptneox", "falcon", "falcon-grouped"),
     *("mpt", "bloom"),
@@ -48,11 +48,11 @@ NO_YARN = {
 }
 CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     **{name: (name, {}, ()) for name in FILES},
-    # One key and value head for each query head, as in all of its files.
+    # One key and value head for each query head, as in all OLMoE files.
     "olmoe": ("olmoe", {".attention.head_count_kv": 4}, ()),
-    # llama.cpp has windows in this family for the model of 64 layers alone.
+    # In this family, llama.cpp uses windows only for the model with 64 layers.
     "exaone4": ("exaone4", {".attention.sliding_window": 0}, ()),
-    # llama.cpp rounds the dimensions between which YaRN blends, and gpt-oss itself does not.
+    # llama.cpp rounds the two dimensions between which YaRN blends, but gpt-oss does not.
     "gpt-oss": ("gpt-oss", NO_YARN, ()),
     "starcoder2": ("starcoder2", {}, ("attn_q.bias", "ffn_up.bias")),
     "gptneox": ("gptneox", {}, ("attn_qkv.bias",)),
@@ -64,11 +64,13 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "stablelm-norms": ("stablelm", {}, ("attn_q.bias", "attn_q_norm.weight")),
     "stablelm-serial": ("stablelm", {}, ("ffn_norm.weight",)),
 }
-"""Architecture, more keys, and tensors of layers that make the configuration another one."""
+"""For each case, the architecture, keys that are added, and tensors that are added to each layer
+because the configuration depends on whether they exist.
+"""
 
 
 def write_model(path: Path, name: str) -> Path:
-    """Write the file of a random model as large as a case's keys say."""
+    """Write the file of a random model with the configuration that a case's keys give."""
     architecture, more, marks = CASES[name]
     keys = keys_of(architecture) | more
     keys |= {".vocab_size": VOCABULARY, "tokenizer.ggml.model": "no_vocab"}
@@ -102,13 +104,14 @@ def llamacpp_logits(ids: list[int], path: Path) -> Tensor:
 @pytest.mark.parametrize("name", CASES)
 def test_logits_are_those_of_llama_cpp(name: str, tmp_path: Path) -> None:
     path = write_model(tmp_path / "tiny.gguf", name)
-    # llama.cpp does without the windows of Phi 3.
+    # llama.cpp ignores the windows of Phi 3, so the text must be shorter.
     count = SHORT if name == "phi3" else LONG
     ids = [int(token) for token in np.random.default_rng(0).integers(0, VOCABULARY, count)]
     with torch.no_grad():
         found = read_model(path)(torch.tensor([ids])).logits[0]
     wanted = llamacpp_logits(ids, path)
     off = float((found - wanted).norm() / wanted.norm())
-    # In each layer a dozen sums of up to 256 terms, rounded in float32, or GELU in float16.
+    # In each layer, a dozen sums of up to 256 terms are rounded in float32. GELU adds a rounding to
+    # float16, if it comes from a table.
     sums = LAYERS * 12 * 256**0.5 * torch.finfo(torch.float32).eps / 2
     assert off <= sums + (LAYERS * torch.finfo(torch.float16).eps / 2 if name in TABLED else 0)

@@ -1,4 +1,4 @@
-"""Tokenizers of GGUF files: ids are those of the model's own tokenizer, and of llama.cpp."""
+"""Tokenizers of GGUF files give the ids of the model's own tokenizer, and of llama.cpp."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 
 def byte_level(**more: Any) -> dict[str, Any]:
-    """Keys of a small byte-level BPE with special tokens behind its words."""
+    """Return the keys of a small byte-level BPE whose special tokens come after its words.
+
+    In the names of more keys, `__` stands for a dot.
+    """
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -56,7 +59,10 @@ def byte_level(**more: Any) -> dict[str, Any]:
 
 
 def sentence_piece(**more: Any) -> dict[str, Any]:
-    """Keys of a small SentencePiece vocabulary with all bytes."""
+    """Return the keys of a small SentencePiece vocabulary with a token for each byte.
+
+    In the names of more keys, `__` stands for a dot.
+    """
     words = {"<unk>": UNKNOWN, "<s>": CONTROL, "</s>": CONTROL}
     words |= {f"<0x{n:02X}>": BYTE for n in range(256)}
     letters = sorted(set("the river runs past mill,and12WHYß▁"))
@@ -109,7 +115,7 @@ def read(path: Path, keys: dict[str, Any], architecture: str = "llama") -> Any:
 
 
 def cut(path: Path, name: str, text: str) -> list[str]:
-    """Words that a rule cuts a text into."""
+    """Return the words into which a pre-tokenizer cuts a text."""
     backend = read(path, byte_level(ggml__pre=name)).backend_tokenizer
     return [text[start:stop] for _, (start, stop) in backend.pre_tokenizer.pre_tokenize_str(text)]
 
@@ -177,7 +183,9 @@ def test_characters_are_composed_only_where_the_model_does_it(tmp_path: Path) ->
 
 
 def naive_pieces(text: str, keys: dict[str, Any]) -> list[str]:
-    """Merge neighbors as SentencePiece does: the best-scored token first, then from the left."""
+    """Merge neighboring tokens as SentencePiece does: at each step the pair that makes the token
+    with the best score, and of equal ones the leftmost.
+    """
     words, scores = keys["tokenizer.ggml.tokens"], keys["tokenizer.ggml.scores"]
     score = dict(zip(words, scores, strict=True))
     pieces = list(text.replace(" ", "▁"))
@@ -309,7 +317,7 @@ def without_a_product() -> dict[str, Any]:
 def with_numbers(
     make: Callable[[], dict[str, Any]], name: str, change: Callable[[list[Any]], Any]
 ) -> Callable[[], dict[str, Any]]:
-    """The keys of a file of which one list of numbers is changed."""
+    """Return a function that makes the keys of a file and changes one list of numbers in them."""
 
     def changed() -> dict[str, Any]:
         keys = make()
@@ -468,26 +476,27 @@ PIECES = [
 
 
 def nasty(seed: int) -> Iterator[str]:
-    """Texts that rules cut differently."""
+    """Yield texts that different pre-tokenizers cut differently."""
     rng = random.Random(seed)
     yield from PIECES
     while True:
         yield "".join(rng.choice(PIECES) for _ in range(rng.randint(2, 12)))
 
 
-# llama.cpp approximates letters' cases by those of ASCII, or knows the name only since lately.
+# For these, llama.cpp treats only the case of ASCII letters exactly, or knows the name only in very
+# recent versions.
 APPROXIMATED = {"tekken", "gpt-4o", "llama4", "kanana2", "mellum2", "joyai-llm", "deepseek-llm"}
 COMPARED = {
     **{name: byte_level(ggml__pre=name) for name in sorted(PRE_TOKENIZERS.keys() - APPROXIMATED)},
     "a space in front": sentence_piece(),
     "no space in front": sentence_piece(ggml__add_space_prefix=False),
 }
-"""Tokenizers that llama.cpp reads too."""
+"""Keys of tokenizers that llama.cpp can read too."""
 
 
 @pytest.fixture(scope="module")
 def of_llama_cpp(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
-    """Files, and what llama.cpp makes of the texts."""
+    """For each tokenizer, a file and the ids into which llama.cpp converts the texts."""
     folder, texts = tmp_path_factory.mktemp("compared"), list(itertools.islice(nasty(7), 400))
     paths = []
     for name, keys in COMPARED.items():

@@ -1,4 +1,6 @@
-"""Weights of GGUF files: every parameter from its tensor, whatever the converter changed in it."""
+"""Each parameter is read from its tensor of a GGUF file, and the changes that llama.cpp's converter
+makes are undone.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +31,13 @@ _READ = (
     *("stablelm", "starcoder2", "falcon", "falcon-new", "mpt", "bloom"),
 )
 READ = tuple(name for name in _READ if name in CONFIGS)  # older transformers lack some
-"""Families that are read from GGUF, as the models of the tests call them."""
+"""Families that can be read from GGUF files, by the names that `reference.models` uses."""
 MORE = {
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "stablelm-biases": ("stablelm", {"use_qkv_bias": True}),
     "tied": ("llama", {"tie_word_embeddings": True}),
 }
-"""Forms of these that have other tensors."""
+"""Variants of these families that have other tensors."""
 
 
 def empty_like(model: PreTrainedModel) -> PreTrainedModel:
@@ -51,7 +53,9 @@ def read_back(model: PreTrainedModel, path: Path) -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Any, dict, Path]]:
-    """The model of a name, the tensors of its file, and the file."""
+    """Return a function that makes a model by name, and returns it with the tensors of its file and
+    the file's path.
+    """
     folder, made = tmp_path_factory.mktemp("files"), {}
 
     def make_file(name: str) -> tuple[PreTrainedModel, dict[str, Tensor], Path]:
@@ -72,7 +76,7 @@ def test_every_parameter_is_read_as_it_was_written(files, name):
     found, wanted = read_back(model, path).state_dict(), model.state_dict()
     assert found.keys() == wanted.keys()
     for key, weight in wanted.items():
-        # Norms were stored with 1 added, which rounds.
+        # In some families, norms are stored with 1 added, which rounds them.
         torch.testing.assert_close(found[key], weight, rtol=0, atol=2**-22, msg=key)
     buffers = dict(model.named_buffers())
     for key, buffer in read_back(model, path).named_buffers():
@@ -90,7 +94,7 @@ THEIRS = (
     *("llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "starcoder2", "stablelm"),
     *("falcon", "nemotron", "bloom", "qwen2-moe", "qwen3-moe"),
 )
-"""Families that transformers reads from GGUF files too."""
+"""Families that transformers can also read from GGUF files."""
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0", "Q4_0"])
@@ -123,11 +127,11 @@ def test_numbers_are_those_that_transformers_reads(files, tmp_path, name, kind):
         }
         for dtype in (torch.float32, torch.bfloat16)
     }
-    assert len(found[torch.float32]) >= len(model.state_dict()) - 1  # a tied head
+    assert len(found[torch.float32]) >= len(model.state_dict()) - 1  # a tied head is not stored
     for dtype, weights in found.items():
         for key, weight in weights.items():
             if name == "stablelm" and "layernorm.norms" in key:
-                continue  # transformers leaves StableLM's norms of heads random
+                continue  # transformers does not read StableLM's norms of heads
             assert torch.equal(weight, wanted[key].to(dtype)), (key, dtype)
 
 
@@ -205,7 +209,7 @@ def test_a_file_that_ends_within_a_tensor_is_refused(files, tmp_path):
 
 
 def test_projections_are_read_joined_and_apart(files, tmp_path):
-    """Old files of Phi 2 join queries, keys and values; some of Phi 3 keep them apart."""
+    """Queries, keys and values are joined in old files of Phi 2, and separate in some of Phi 3."""
     model, tensors, _ = files("phi")
     joined = {key: weight for key, weight in tensors.items() if not key[6:].startswith("attn_q")}
     for layer in range(2):
@@ -244,7 +248,7 @@ def test_slices_of_any_size_give_the_same_numbers(files, monkeypatch):
 
 
 def test_biases_that_no_layer_has_are_zeros_and_one_that_is_missing_is_refused(files, tmp_path):
-    """A llama with biases of queries, keys and values alone, as llama.cpp reads it."""
+    """llama.cpp reads a Llama with biases for queries, keys and values, but none for the output."""
     model, tensors, _ = files("llama-biases")
     without = {key: weight for key, weight in tensors.items() if "attn_output.bias" not in key}
     read = read_back(model, write_tensors(tmp_path / "a.gguf", "llama", without)).state_dict()
@@ -261,7 +265,9 @@ def test_biases_that_no_layer_has_are_zeros_and_one_that_is_missing_is_refused(f
 @pytest.mark.parametrize("name", READ)
 @pytest.mark.thinned(3)
 def test_blocks_are_the_dense_numbers_in_the_same_order(tmp_path, name, kind):
-    """Rows in blocks are moved as those of dense weights are: pairs, fused projections, ties."""
+    """Rows in blocks are reordered like rows of dense weights: rotated pairs, fused projections and
+    tied weights.
+    """
     wide = {"hidden_size": 64} if "falcon" in name or name == "bloom" else {}
     heads = {"num_attention_heads": 4} if "falcon" in name else {"n_head": 4} if wide else {}
     model = make(name, **({"d_model": 64, "n_heads": 4} if name == "mpt" else wide | heads))
@@ -274,7 +280,7 @@ def test_blocks_are_the_dense_numbers_in_the_same_order(tmp_path, name, kind):
     few = empty_like(model)
     fillings = plan_fillings(few, read_header(path))
     found = stored_in_blocks(few, fillings)
-    # The gate of a shared expert is a vector, in files too.
+    # The gate of a shared expert has a single row, which files store as a vector.
     linear = [it for it in few.modules() if fits_blocks(it) and it.out_features > 1]
     assert linear and all(any(it in each for each in found.values()) for it in linear)
     done = put_stored_blocks(few, found, fillings, lambda nbytes: None)
@@ -286,7 +292,7 @@ def test_blocks_are_the_dense_numbers_in_the_same_order(tmp_path, name, kind):
 
 
 def test_the_private_names_that_are_read_exist() -> None:
-    """A release that moves one fails here, by its name."""
+    """If a release of PyTorch removes a private name that weir uses, this test fails by name."""
     assert torch.nn.Linear(1, 1)._non_persistent_buffers_set == set()
     made: list[str] = []
     hook = torch.nn.modules.module.register_module_parameter_registration_hook

@@ -1,4 +1,6 @@
-"""What KV heads do: found where they are, once, and nowhere else."""
+"""Measurements of KV heads are right, are made once for each model, and decide which slots the
+policy `weir` uses.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ pytestmark = pytest.mark.thinned(3, least=2)
 
 @pytest.fixture
 def kept(monkeypatch, tmp_path):
-    """A folder for what is kept, and nothing shipped."""
+    """The file in which measurements are cached, in an empty folder. The measurements that weir
+    ships are hidden.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(head_facts, "_SHIPPED", tmp_path / "none.json")
     return tmp_path / "weir" / head_facts.FILE
@@ -40,7 +44,7 @@ def test_what_is_shipped_is_what_is_measured():
 
 
 def test_scores_are_those_of_the_models_own_attention():
-    """Against the weights that transformers' eager attention returns."""
+    """Compare with the attention weights that transformers' eager attention returns."""
     model, _ = weir.load("nano")
     draw, size = torch.Generator().manual_seed(0), model.config.vocab_size
     ids = torch.randint(size // 16, size, (1, 128), generator=draw).repeat(1, 2)
@@ -63,7 +67,7 @@ def test_models_without_training_look_nothing_up(name, kept):
     except Exception as error:  # a family that this transformers does not have
         pytest.skip(str(error))
     found = find_head_facts(model)
-    if name in ("bloom", "mpt"):  # attention of their own, which is not measured
+    if name in ("bloom", "mpt"):  # these have their own attention, which is not measured
         assert found is None and not kept.exists()
     else:
         held = 1 if name in ("gemma2", "gpt-oss") else 2
@@ -89,7 +93,7 @@ def test_what_was_found_is_kept_by_the_weights(kept, monkeypatch):
     for broken in ('{"broken": ', kept.read_text().replace("lookup", "looked")):
         kept.write_text(broken)
         head_facts._KNOWN.clear()
-        with pytest.raises(TypeError):  # measured anew
+        with pytest.raises(TypeError):  # measured again, by a function that is None here
             find_head_facts(model)
     head_facts._KNOWN.clear()
 
@@ -99,7 +103,9 @@ PAIRS = (1, 4, 9, 20)
 
 
 def spoil(model, factor, layers=slice(None)):
-    """Make some channels of all keys so much larger, and those of queries smaller."""
+    """Multiply some channels of the keys of some layers by a factor, and divide the same channels
+    of the queries by it.
+    """
     dim = model.config.head_dim
     for layer in model.model.layers[layers]:
         for projection, times in (
@@ -112,7 +118,9 @@ def spoil(model, factor, layers=slice(None)):
 
 
 def test_keys_that_4_bits_would_spoil_get_8(kept):
-    """What channels are multiplied by, its queries undo: the model is the same."""
+    """Queries undo the factor by which channels of the keys are multiplied. So the model computes
+    the same, but rounding its keys to 4 bits loses more.
+    """
     (model, tokenizer), (plain, _) = weir.load("nano"), weir.load("nano")
     spoil(model, 50)
     packaged = Path(weir.__file__).parent / "assets" / "war-and-peace.txt.xz"
@@ -131,7 +139,7 @@ def test_keys_that_4_bits_would_spoil_get_8(kept):
 
 
 def test_a_memory_is_filled_with_the_slots_that_a_model_gets(kept, tmp_path):
-    """Also where that is known by its weights alone."""
+    """This also holds if only the weights of the model show which slots it gets."""
     model, tokenizer = weir.load("nano")
     for folder in (spoil(model, 50), tokenizer):
         folder.save_pretrained(tmp_path / "m")
@@ -142,7 +150,9 @@ def test_a_memory_is_filled_with_the_slots_that_a_model_gets(kept, tmp_path):
 
 @pytest.mark.parametrize("layer", [0, 2, 3])
 def test_one_layer_that_4_bits_would_spoil_is_enough(layer, kept):
-    """Also where it hardly changes what is said about random tokens: 1 to 7 % on a book."""
+    """Such a layer is found even if 4 bits hardly change predictions for random tokens. On a book,
+    they raise the perplexity by 1 to 7%.
+    """
     model, _ = weir.load("nano", dtype="bfloat16")
     spoil(model, 30, slice(layer, layer + 1))
     assert "slots=int8" in str(weir.Stream(model, "weir(120)").policy)
@@ -194,23 +204,25 @@ def test_weir_gives_them_what_the_others_leave():
     assert fitted.brief == "weir(320)"
     pinned = fit_to_model(weir.policy("pinned(weir(320), 8, 4)"), model)
     assert pinned.brief == "pinned(weir(320), n=8, header=4)"
-    # No more than the window holds.
+    # A head gets no more slots than the context window holds.
     assert pinned.for_heads(2, 4, 2)[0].slots == 448
-    whole = weir.policy("pinned(weir(436), 8, 4)")  # with 64 new tokens all that the window holds
+    whole = weir.policy("pinned(weir(436), 8, 4)")  # with 64 new tokens, this fills the window
     assert fit_to_model(whole, model) is whole
     assert weir.Stream(model, str(fitted)).policy == fitted
     assert fit_to_model(weir.policy("weir(320, heads=alike)"), model).slots == 320
 
 
 def test_no_head_gets_more_than_layers_see_that_all_slide(monkeypatch):
-    """As in Mistral-7B-v0.1, whose layers see 4,096 tokens of a window of 32,768."""
+    """In Mistral-7B-v0.1, for example, layers see only 4,096 tokens, although the context window
+    has 32,768.
+    """
     model = make("mistral-sliding", sliding_window=500, max_position_embeddings=4096)
     found = head_facts.HeadFacts(((0.9, 0.0), (0.0, 0.0)), 0.0)
     monkeypatch.setattr("weir.cache.default_policy.find_head_facts", lambda model: found)
     pipes = weir.Stream(model, "weir(400)").policy.for_heads(0, 2, 2)
     assert [pipe.slots for pipe in pipes] == [436, (400 * 4 - 436) // 3]
     assert weir.Stream(model).policy.slots == 436
-    # The chunk that was asked for lies beside, not the usual one.
+    # The window also holds the chunk, so the slots depend on the chunk that was asked for.
     for chunk in (8, 200):
         assert weir.Stream(model, chunk=chunk).policy.slots == 500 - chunk
         assert size_of(model, chunk=chunk).slots == (500 - chunk,) * len(model.model.layers)
@@ -222,7 +234,7 @@ def test_no_head_gets_more_than_layers_see_that_all_slide(monkeypatch):
 
 @pytest.mark.parametrize("name", [*CONFIGS, "gemma3-multimodal"])
 def test_of_a_model_that_sees_the_text_decoder_is_measured(name, kept):
-    """Its layers are inside of the module around the vision tower."""
+    """The text decoder's layers are inside a module that also contains the vision tower."""
     if name == "gemma3-multimodal":
         text = make(name).config.text_config.to_dict()
         model = make(name, text_config={**text, "vocab_size": 300, "sliding_window": 256})
@@ -235,7 +247,7 @@ def test_of_a_model_that_sees_the_text_decoder_is_measured(name, kept):
     assert stream.seen == 60
     found = find_head_facts(model)
     assert found is not None and json.loads(kept.read_text())
-    with torch.no_grad():  # a head that looks nothing up, where random ones look a little up
+    with torch.no_grad():  # without queries, heads have another score
         for module in model.get_decoder().layers[0].modules():
             if hasattr(module, "q_proj"):
                 module.q_proj.weight.zero_()

@@ -1,4 +1,6 @@
-"""weir inside a model: threads take turns, gradients are refused, copies and wrappers are whole."""
+"""weir's hooks on a model: threads take turns, gradients are refused, and copies and wrapped models
+work.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ families = pytest.mark.parametrize("name", FAMILIES)
 
 @pytest.fixture(autouse=True)
 def switch_often() -> Iterator[None]:
-    """Threads change within a forward, and not once in many."""
+    """Make Python switch threads several times within a forward."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     yield
@@ -90,7 +92,7 @@ def attention(model: PreTrainedModel) -> str | None:
 
 
 def together(*jobs: Callable[[], Any]) -> list[Any]:
-    """What each job returns, all begun at once in threads of their own."""
+    """Run each job in a separate thread, all starting at once, and return their results."""
     begin = threading.Barrier(len(jobs))
 
     def run(job: Callable[[], Any]) -> Any:
@@ -142,7 +144,8 @@ def test_each_thread_gets_the_answer_it_would_get_alone(name: str, kinds: list[s
 def test_a_call_that_began_before_the_first_cache_ends_as_it_began(
     name: str, attention: str, place: str
 ) -> None:
-    # It holds no lock, for nothing was there to take one, and goes on within the other's call.
+    # The call without a cache holds no lock, because weir had no hooks when it began. It continues
+    # while the call with a cache is running.
     model, ids = make(name, attn_implementation=attention), tokens(1, 40)
     alone = [logits(model, ids), logits(model, ids, past_key_values=cached(model))]
     gc.collect()
@@ -198,7 +201,7 @@ def test_a_call_that_fails_leaves_the_others_and_the_model_as_they_are(
                 logits(model, ids, past_key_values=cache)
             raised.append(info.value)
 
-    # Not the rotary embedding: a cache refuses hooks that come to it later.
+    # Not on the rotary embedding, because a cache refuses hooks that are added to it later.
     parts = dict(model.get_decoder().named_children())
     last = [part for name, part in parts.items() if name != "rotary_emb"][-1]
     handle = last.register_forward_hook(fail)
@@ -207,7 +210,7 @@ def test_a_call_that_fails_leaves_the_others_and_the_model_as_they_are(
     assert len(raised) == 10
     assert all(torch.equal(answer, alone) for answer in others)
     assert attention(model) == before
-    assert cache.seen == []  # what failed never happened
+    assert cache.seen == []  # failed calls leave no trace
     assert torch.equal(logits(model, ids[:, :30], past_key_values=cache), alone[:, :30])
 
 
@@ -237,7 +240,8 @@ def test_caches_come_and_go_in_threads_while_others_run(name: str) -> None:
 
 
 def test_a_cache_made_during_a_call_reads_the_model_and_not_the_call() -> None:
-    # Falcon's eager attention adds its biases twice; while weir attends, it is not called eager.
+    # Falcon's eager attention adds its biases twice. A cache must not miss this because the model's
+    # attention has weir's name, and not "eager", while another call is running.
     model, ids = make("falcon-alibi", attn_implementation="eager"), tokens(1, 40)
     alone, made = KINDS["steps"](model, ids), []
     cache, inside = cached(model), threading.Event()
@@ -245,7 +249,7 @@ def test_a_cache_made_during_a_call_reads_the_model_and_not_the_call() -> None:
     def wait(module: nn.Module, args: Any) -> None:
         if threading.current_thread() is not maker:
             inside.set()
-            maker.join(0.2)  # it has to wait for this call
+            maker.join(0.2)  # the new cache has to wait for this call
 
     maker = threading.Thread(target=lambda: made.append(inside.wait(60) and cached(model)))
     handle = model.get_input_embeddings().register_forward_pre_hook(wait)
@@ -280,7 +284,7 @@ def test_the_engine_is_switched_on_and_off_while_a_thread_runs() -> None:
     def switch() -> None:
         while not done.is_set():
             weir.compile_steps(model)
-            done.wait(0.01)  # a step or two, else nothing but compiling would be done
+            done.wait(0.01)  # time for a step or two; otherwise it would only compile
             weir.compile_steps(model, on=False)
 
     def run() -> Tensor:
@@ -331,7 +335,7 @@ def test_there_is_no_gradient_through_a_cache(name: str) -> None:
     model.zero_grad()
     cache = cached(model)
     loss = loss_of(model, ids, past_key_values=cache, use_cache=True)
-    close_runs(loss.detach(), expected.detach(), model)  # nothing was forgotten yet
+    close_runs(loss.detach(), expected.detach(), model)  # no token has been evicted yet
     with pytest.raises(WeirError, match="a StreamingCache has no gradients"):
         loss.backward()
     model.zero_grad()
@@ -348,7 +352,7 @@ def test_with_gradients_enabled_a_cache_answers_as_without(name: str) -> None:
     for layer in range(2):
         mine, its = one.slots(layer), other.slots(layer)
         assert torch.equal(mine.keys, its.keys)
-        assert not mine.keys.requires_grad  # the slots hold on to no graph
+        assert not mine.keys.requires_grad  # the slots do not keep a graph alive
 
 
 # --- copies
@@ -426,8 +430,8 @@ def test_a_model_is_pickled_without_its_caches(name: str, tmp_path: Path) -> Non
     loaded = pickle.loads((tmp_path / "pickle").read_bytes())
     assert torch.equal(logits(loaded, ids), plain)
     assert torch.equal(logits(loaded, ids, past_key_values=cached(loaded)), own)
-    assert pickle.dumps(loaded)  # and what came of it is pickled again
-    if name == "mpt":  # most was put on it; a process of its own takes seconds
+    assert pickle.dumps(loaded)  # the loaded model can be pickled too
+    if name == "mpt":  # has the most hooks; only for it, as a process takes seconds
         torch.save((ids, plain), tmp_path / "expected")
         files = [str(tmp_path / part) for part in ("expected", "pickle", "saved")]
         run = subprocess.run(
@@ -460,7 +464,7 @@ def test_what_another_library_put_on_a_model_is_in_its_copy() -> None:
 
 
 def adapted(name: str, **more: Any) -> Any:
-    """A model with LoRA that says other things than without."""
+    """Make a model with a LoRA adapter that changes its logits."""
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     target = {"llama": ["q_proj", "v_proj", "down_proj"], "falcon": ["query_key_value"]}[name]
@@ -551,7 +555,8 @@ def test_a_model_that_moved_to_another_dtype_is_refused(name: str) -> None:
     model.to(torch.bfloat16)
     with pytest.raises(WeirError, match="was float32 on cpu when this cache was made and is b"):
         logits(model, ids[:, 10:], past_key_values=read)
-    # One that was fed nothing has no slots yet, and makes them of what comes.
+    # A cache that has been fed nothing has no slots yet. It creates them in the dtype of the first
+    # keys.
     logits(model, ids, past_key_values=unread)
     assert unread.slots(0).keys.dtype == torch.bfloat16
     assert read.seen == [10]
@@ -569,7 +574,7 @@ def test_gradient_checkpointing_in_training_is_refused() -> None:
     model.train()
     with pytest.raises(WeirError, match=r"layers twice.*model\.eval\(\)"):
         model(input_ids=ids, past_key_values=cache, use_cache=True)
-    loss_of(model, ids, use_cache=False).backward()  # without a cache it trains as ever
+    loss_of(model, ids, use_cache=False).backward()  # without a cache it trains as usual
     model.eval()
     assert torch.equal(logits(model, ids, past_key_values=cache), expected)
 
@@ -590,8 +595,8 @@ def test_a_model_without_weights_is_refused(name: str) -> None:
 
 
 def test_a_pickled_model_does_not_hold_the_call(fresh_llama) -> None:
-    # A model of its own: transformers leaves a hook that cannot be pickled on one that was asked
-    # for hidden states.
+    # The model is not shared with other tests: if one of them asks a model for hidden states,
+    # transformers leaves a hook on it that cannot be pickled.
     model, buffer = fresh_llama(), io.BytesIO()
     cache = cached(model)
     torch.save(model, buffer)

@@ -1,4 +1,4 @@
-"""Turns: who has one, and for how long."""
+"""The lock around forwards: which models share one, and how long it exists."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from weir.models.interception import forward_lock_of
 
 
 class Config:
-    """Of no model; it can be told apart from others, which is all that is asked."""
+    """Stands for a model's configuration, of which the lock needs only the identity."""
 
 
 def test_turns_last_as_long_as_one_thread_has_its_turn() -> None:
-    # Nobody else holds on to them, as when a first cache is being made.
+    # Only the threads refer to the lock, as while a model's first cache is being created.
     config, order = Config(), []
     waiting = threading.Event()
 

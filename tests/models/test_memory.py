@@ -1,4 +1,4 @@
-"""Free memory, as the system and a container tell it."""
+"""Free memory, as the system and the limits of a container report it."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ def test_a_container_has_what_its_limit_leaves(monkeypatch, tmp_path):
     assert memory.free_memory(cpu) > 3000
     (tmp_path / "memory.max").write_text("4000\n")
     assert memory.free_memory(cpu) == 3000
-    # Pages of files count among those taken, and the system takes them back.
+    # Pages of files count as used, but the system can reclaim them.
     (tmp_path / "memory.stat").write_text("anon 500\nactive_file 100\ninactive_file 300\n")
     assert memory.free_memory(cpu) == 3400

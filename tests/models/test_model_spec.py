@@ -109,8 +109,8 @@ def test_a_model_weir_cannot_serve_is_refused_in_one_sentence(kind: str) -> None
 def test_a_family_that_rotates_otherwise_would_be_noticed(
     kind: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # None of them is served. Were one of them, for it resembles Llama so much, the tests of
-    # `test_families` would show it: their models are random enough.
+    # weir streams none of these families. If somebody added one because it resembles Llama, the
+    # tests in `test_families` would fail: random models are enough to show the difference.
     config = getattr(transformers, kind)(**{**CONFIGS["llama"][1], "head_dim": 8})
     model, ids = randomized(transformers.AutoModelForCausalLM.from_config(config)), tokens(2, 60)
     with pytest.raises(WeirError, match="does not know the attention of"):

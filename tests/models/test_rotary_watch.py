@@ -1,4 +1,6 @@
-"""A rotary embedding that is not what a cache took it for is refused; a new cache follows it."""
+"""A cache refuses a rotary embedding that has changed since the cache was made, and a new cache
+uses the changed one.
+"""
 
 from __future__ import annotations
 
@@ -129,7 +131,7 @@ def _gone(module: nn.Module, given: Any, named: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("hook", [_twice, _nearer, _gone])
 def test_a_hook_that_changes_positions_is_refused_before_a_cache_is_made(hook: Any) -> None:
-    """weir counts positions itself, so that the hook would change nothing."""
+    """weir computes positions itself, so the hook would have no effect."""
     model = make("llama")
     handle = model.model.rotary_emb.register_forward_pre_hook(hook, with_kwargs=True)
     with pytest.raises(WeirError, match="a forward pre-hook on the rotary embedding of this model"):

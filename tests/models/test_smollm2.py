@@ -1,7 +1,7 @@
-"""What must hold on a real pretrained model: SmolLM2-135M-Instruct, of 30 layers.
+"""Tests on a real pretrained model, SmolLM2-135M-Instruct, which has 30 layers.
 
-Its naive twin would take minutes a policy, so twins read with its first layers alone; weights, keys
-and the sink that these have are as real.
+With all layers, the naive loop would take minutes for each policy, so it is compared on a model of
+the first three layers. Their weights, keys and attention sink are just as real.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from weir.stream import read_stream
 pytestmark = pytest.mark.models
 TOKENS = 300
 INSIDE = 100
-"""Tokens that are inside every layer's budget, of a pyramid's smallest too."""
+"""A number of tokens that fits in the budget of every layer, even the smallest of a pyramid."""
 LAYERS = 3
 APART = {"recompute", "kvzip", "pinned", "pyramid", "quantized"}
-"""Policies around another, or that a cache alone cannot follow."""
+"""Policies that wrap another policy, or that a cache alone cannot run."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Put faults into weir on purpose, one at a time, and see that tests notice.
+"""Put faults into weir on purpose, one at a time, and check that tests notice.
 
     python tests/mutants/run.py                        # every fault of every list in this folder
     python tests/mutants/run.py 'reservoir-*' policies # by name (globs) or by list
@@ -13,7 +13,7 @@ A list is a TOML file with a table for each fault:
     old = "place >= self.n"                    # occurs exactly once in the file
     new = "place > self.n"
     tests = ["tests/pools/test_reservoir.py"]  # files, folders or ids of tests; one must fail
-    slow = true                                # only if it takes a test marked slow; else left out
+    slow = true                                # if only slow tests notice it; needs --slow
 
 The tree is copied to a temporary folder; the working tree is never touched. Exits with 1 if a fault
 survives, its text no longer occurs exactly once, or the tests fail without any fault.
@@ -38,12 +38,14 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 LEAVE_OUT = shutil.ignore_patterns(".*", "__pycache__", "*.pyc", "node_modules", "site", "out")
 LIMIT = 900
-"""Seconds for the tests of one fault; a fault that makes them hang is killed."""
+"""Seconds that the tests of one fault may take. If they hang, the fault counts as noticed."""
 VERDICTS = {0: "SURVIVED", 1: "killed", 5: "NO TESTS"}
-"""By pytest's exit status; any other is an error before a test ran."""
+"""What is printed for each exit status of pytest. Any other status means that no test could run."""
 
 _times = count(int(time.time()) + 10)
-"""Modification times, each later than the last, so that no cached bytecode is taken for fresh."""
+"""Modification times, each later than the one before, so that Python never uses bytecode that it
+cached for an earlier version of a file.
+"""
 
 
 def main() -> int:
@@ -70,7 +72,7 @@ def main() -> int:
         if not asked.no_check:
             tests = sorted({test for mutant in chosen for test in mutant["tests"]})
             if run_tests(tree, tests, slow=asked.slow) != 0:
-                print("the tests fail without any fault; mend them first")
+                print("the tests fail without any fault. Fix them first")
                 return 1
         bad = [mutant["name"] for mutant in chosen if not try_mutant(tree, mutant, asked.slow)]
     print(f"{len(chosen) - len(bad)} of {len(chosen)} as expected")
@@ -78,26 +80,28 @@ def main() -> int:
 
 
 def read_mutants() -> list[dict[str, Any]]:
-    """Read every list beside this file."""
+    """Read every list in the folder of this file."""
     found = []
     for path in sorted(HERE.glob("*.toml")):
         for mutant in tomllib.loads(path.read_text("utf-8"))["mutant"]:
             found.append({**mutant, "list": path.stem})
     names = [mutant["name"] for mutant in found]
     if twice := {name for name in names if names.count(name) > 1}:
-        raise SystemExit(f"names stand twice: {', '.join(sorted(twice))}")
+        raise SystemExit(f"names occur twice: {', '.join(sorted(twice))}")
     return found
 
 
 def is_wanted(mutant: dict[str, Any], names: list[str]) -> bool:
-    """Whether a fault is among those named."""
+    """Return whether one of the names, or of their globs, means this fault."""
     return not names or any(
         fnmatch(mutant["name"], name) or mutant["list"] == name for name in names
     )
 
 
 def try_mutant(tree: Path, mutant: dict[str, Any], slow: bool) -> bool:
-    """Put one fault in, run its tests and take it out again; whether it went as expected."""
+    """Put one fault in, run its tests and take it out again. Return whether a test failed, as it
+    should, or the fault was left out because it is marked slow.
+    """
     path = tree / mutant["file"]
     whole = path.read_text("utf-8") if path.is_file() else ""
     there = whole.count(mutant["old"])
@@ -105,7 +109,7 @@ def try_mutant(tree: Path, mutant: dict[str, Any], slow: bool) -> bool:
         print(f"{mutant['name']}: STALE, its text occurs {there} times in {mutant['file']}")
         return False
     if mutant.get("slow") and not slow:
-        print(f"{mutant['name']}: left out, it takes --slow")
+        print(f"{mutant['name']}: left out, because only slow tests notice it. Use --slow")
         return True
     began = time.monotonic()
     write(path, whole.replace(mutant["old"], mutant["new"]))
@@ -113,13 +117,13 @@ def try_mutant(tree: Path, mutant: dict[str, Any], slow: bool) -> bool:
         status = run_tests(tree, mutant["tests"], slow=slow)
     finally:
         write(path, whole)
-    verdict = VERDICTS.get(status, f"ERROR {status}: the fault may be no valid Python")
+    verdict = VERDICTS.get(status, f"ERROR {status}: the fault may not be valid Python")
     print(f"{mutant['name']}: {verdict} ({time.monotonic() - began:.0f} s)", flush=True)
     return status == 1
 
 
 def write(path: Path, text: str) -> None:
-    """Write a source file so that Python compiles it anew."""
+    """Write a source file so that Python compiles it again."""
     path.write_text(text, "utf-8")
     later = next(_times)
     os.utime(path, (later, later))

@@ -1,4 +1,6 @@
-"""MLPs in blocks as one kernel: used where the module computes what its layers' names say."""
+"""One kernel computes a whole MLP with weights in blocks, but only if the module computes what the
+names of its layers suggest.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ SIZES = {"hidden_size": 64, "intermediate_size": 96}
 
 @pytest.fixture
 def x():
-    """Enough rows for the kernel, on one thread."""
+    """An input with enough rows for the kernel. PyTorch uses one thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield torch.randn(1, 130, 64, generator=torch.manual_seed(0))
@@ -26,7 +28,7 @@ def x():
 
 @pytest.fixture
 def ran(monkeypatch):
-    """What the kernel answered, call after call."""
+    """The results of the kernel's calls, in order."""
     found = []
     real = dispatch.mlp_blocks
 

@@ -1,4 +1,6 @@
-"""Weights in GGUF's blocks: read and made as ggml defines them, streamed like any other weights."""
+"""Weights in GGUF's blocks are read and made as ggml defines them, and models with such weights are
+streamed like all others.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ LLAMA = {"hidden_size": 64, "intermediate_size": 96}
 
 
 def dense(model):
-    """The same model with what its codes stand for."""
+    """Return a copy of the model with dense weights: the numbers that its codes stand for."""
     twin = copy.deepcopy(model)
     for module in twin.modules():
         if hasattr(module, "codes"):
@@ -54,7 +56,9 @@ def dense(model):
 
 @pytest.fixture
 def written_out(monkeypatch):
-    """Weights are written out for each product, as without a kernel: then nothing else rounds."""
+    """Run without kernels, so that weights are dequantized for each product and rows are not
+    rounded.
+    """
     monkeypatch.setenv("WEIR_KERNELS", "reference")
     warnings.simplefilter("ignore")
 
@@ -68,7 +72,7 @@ def few(request, fresh_llama, written_out):
 
 @pytest.mark.parametrize("kind", STORED_FORMATS)
 def test_blocks_of_a_file_are_what_ggml_says(kind):
-    """To the last bit: nothing is rounded, and where a scale is small nothing is lost."""
+    """The numbers are equal to the last bit: nothing is rounded, even if a scale is small."""
     lines = random_lines(kind, 600, 2)
     wanted, found = dequantized(lines, kind), blocks_of(lines, kind)
     assert torch.equal(found.rows(), wanted)
@@ -113,7 +117,7 @@ def test_a_number_is_off_by_half_a_step(kind):
     if minima:
         step = (parts.amax(2, keepdim=True) - parts.amin(2, keepdim=True)) / 15
     off = (Blocks.quantize(weight, kind).rows().view(20, 3, 32) - parts).abs()
-    if kind == "q4_0":  # 15 stands for seven steps: the largest of the other sign may miss one
+    if kind == "q4_0":  # codes go from -8 to 7 steps, so one sign can be off by a whole step
         off = torch.where(parts * parts.gather(2, parts.abs().argmax(2, True)) < 0, off / 2, off)
     assert bool((off <= step / 2 + peak * 2**-10).all())
 
@@ -135,7 +139,7 @@ def test_the_kernel_changes_answers_by_the_rounding_of_rows(fresh_llama, ids):
     with torch.no_grad():
         found, wanted = (it(ids(1, 30)).logits for it in (model, dense(model)))
     off = float((found - wanted).norm() / wanted.norm())
-    assert 1e-5 < off < 7 * 2 / 127  # seven products a layer, each off by half a step at most
+    assert 1e-5 < off < 7 * 2 / 127  # seven products a layer, each off by at most half a step
 
 
 def test_weights_in_blocks_count_as_before_and_are_called_by_their_type(fresh_llama):
@@ -150,7 +154,7 @@ def test_weights_in_blocks_count_as_before_and_are_called_by_their_type(fresh_ll
 @pytest.mark.parametrize("kind", BLOCK_FORMATS)
 @pytest.mark.thinned(3)
 def test_compiled_steps_are_the_usual_ones(fresh_llama, ids, kind, monkeypatch):
-    # A GPU, which compiles steps, has no kernel for blocks, and writes each weight out.
+    # Steps are compiled on GPUs, which have no kernel for blocks and dequantize each weight.
     monkeypatch.setenv(kernels.VARIABLE, "reference")
     model, found = fresh_llama(layers=1, **LLAMA), []
     quantize_weights(model, kind)
@@ -172,7 +176,7 @@ def test_a_tied_table_is_kept_once_and_looked_up(few, ids):
 
 
 def test_a_scaled_table_is_scaled_when_it_is_looked_up(ids):
-    """Gemma's, of which the head is the same table without the scale."""
+    """Gemma scales its embedding, and uses the same table without the scale as its head."""
     model = make("gemma3", hidden_size=64, tie_word_embeddings=True)
     embedding, text = model.get_input_embeddings(), ids(2, 7)
     scale, plain = embedding.embed_scale, embedding(text).detach()

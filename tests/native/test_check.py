@@ -1,8 +1,8 @@
-"""A table whose operations compute something else is not run, whatever the precision.
+"""A table of operations that computes something other than the model is not run, in any precision.
 
-Each case breaks one field of a table that was made right, as a fault of a kernel or of a table
-would, and the check before the first step sees it. Unbroken tables pass with weights and slots of
-every kind: a check that refuses what is right would only be slow.
+Each case changes one field of a correct table, which has the effect of an error in a table or in a
+kernel. The check before the first step must notice it. Correct tables must pass, with weights and
+slots of every kind: if the check refused them, steps would only be slow, without an error.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ POLICY = "sink(2) | recent(10)"
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch, kernel_compiled: None) -> list[int]:
-    """A one for each native step that took effect."""
+    """A list that gets a 1 for each native step that took effect."""
     found: list[int] = []
     own = StepProgram.run
     monkeypatch.setattr(StepProgram, "run", lambda *given: (found.append(1), own(*given))[1])
@@ -39,7 +39,7 @@ def ran(monkeypatch: pytest.MonkeyPatch, kernel_compiled: None) -> list[int]:
 
 
 def steps_of(model: PreTrainedModel, policy: str = POLICY) -> dict[str, str | None]:
-    """Run three steps of two rows, and report how."""
+    """Run three steps of two rows, and return the report of how they ran."""
     compile_steps(model, torch_compile=False)
     cache = StreamingCache(model, policy, chunk=4)
     ids = tokens(2, 44)
@@ -84,7 +84,7 @@ def test_families_of_other_forms_pass(family: str, policy: str, ran) -> None:
 
 
 def last(operations: np.ndarray, kind: int, **wanted: int) -> Any:
-    """The last operation of a kind: that of the second layer, where there are two."""
+    """Return the last operation of a kind, which is the second layer's if every layer has one."""
     fits = operations["kind"] == kind
     for name, value in wanted.items():
         fits &= operations[name] == value
@@ -96,7 +96,7 @@ def _exchange(pair: np.ndarray) -> None:
 
 
 def _products(operation: Any) -> np.ndarray:
-    """The products of an operation, by their address."""
+    """Return the products of an operation, read from the memory at their address."""
     import ctypes
 
     size = int(operation["count"]) * step.PRODUCT.itemsize
@@ -117,7 +117,7 @@ def _stored(operations: np.ndarray) -> Any:
 
 
 def put(where: Callable[[np.ndarray], Any], name: str, value: Any) -> Callable[[np.ndarray], None]:
-    """A fault: another value of a field."""
+    """Return a fault that gives a field another value."""
 
     def fault(operations: np.ndarray) -> None:
         operation = where(operations)

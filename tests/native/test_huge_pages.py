@@ -18,7 +18,7 @@ from weir.native.huge_pages import move_to_huge_pages
 from weir.slab import LARGE_PAGE
 
 pytestmark = pytest.mark.skipif(
-    not hasattr(mmap, "MADV_HUGEPAGE"), reason="only Linux has large pages for those who ask"
+    not hasattr(mmap, "MADV_HUGEPAGE"), reason="only Linux gives large pages on request"
 )
 CONFIG = LlamaConfig(
     vocab_size=9000,
@@ -33,7 +33,7 @@ CONFIG = LlamaConfig(
 
 @pytest.fixture
 def offered(monkeypatch, tmp_path):
-    """A system that has large pages; the one at hand may not."""
+    """Pretend that this system has large pages, because it may not."""
     mode = tmp_path / "enabled"
     mode.write_text("always [madvise] never\n")
     monkeypatch.setattr(huge_pages, "MODE", mode)
@@ -42,7 +42,7 @@ def offered(monkeypatch, tmp_path):
 
 @pytest.fixture
 def choose(offered, monkeypatch, tmp_path):
-    """`choose_products` where there is a kernel, which is never the faster."""
+    """`choose_products` with a kernel that is never faster than PyTorch."""
     monkeypatch.setattr(dispatch, "linear", lambda device: nn.functional.linear)
     monkeypatch.setattr(linear_kernels, "_gain", lambda *_: 0.5)
     return partial(linear_kernels.choose_products, remembered=tmp_path / "products.json")
@@ -92,7 +92,7 @@ def test_weights_in_blocks_are_moved_too(offered):
 
 
 def test_tensors_without_numbers_are_left_where_they_are(offered, weight):
-    """As the scales of weights of 16 bits in blocks."""
+    """For example, 16-bit weights in blocks have no scales."""
     none = torch.empty(2, 0, 16)
     assert move_to_huge_pages([none, weight]) >= weight.nbytes
     assert none.shape == (2, 0, 16)
@@ -114,7 +114,7 @@ def test_linux_gives_large_pages(weight):
             if not int(line.split()[1]):
                 pytest.skip("the machine's free memory is in small pieces")
             return
-    pytest.fail("the weights lie nowhere")
+    pytest.fail("no memory map contains the weights")
 
 
 @pytest.mark.parametrize("why", ["never", "no file", "no memory", "refused", "small"])
@@ -183,7 +183,7 @@ def test_parts_and_buffers_stay_of_the_memory_they_are_of(choose, model):
     layer.register_buffer(
         "pairs", torch.view_as_complex(layer.mlp.gate_proj.weight.data.view(96, 32, 2))
     )
-    layer.alone = nn.Parameter(torch.randn(1100, 500))  # or it were too little to move
+    layer.alone = nn.Parameter(torch.randn(1100, 500))  # otherwise there is too little to move
     choose(model)
     assert layer.alone in huge_pages._MOVED
     for one, other in (
@@ -236,7 +236,7 @@ def test_memory_for_tensors_to_come_is_large_pages_and_theirs_alone(offered, mon
         pages.empty(shape, dtype)
         for shape, dtype in (
             ((3, 5, 7), torch.uint8),
-            ((2**20,), torch.float32),  # fills what is left of no chunk
+            ((2**20,), torch.float32),  # does not fit in the rest of a chunk
             ((0, 4), torch.int16),
             ((1100, 500), torch.bfloat16),
         )

@@ -1,4 +1,4 @@
-"""Which way products of a model's linear layers go: by what was measured, and never otherwise."""
+"""Linear layers use weir's kernel only for the numbers of rows at which timings show a gain."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def kernel(monkeypatch):
 
 @pytest.fixture
 def gains(monkeypatch):
-    """What timings find, by rows; and how many there were."""
+    """The gains that timings return, by number of rows, and the number of timings as "timed"."""
     found = {**dict.fromkeys(ROWS, 2.0), "timed": 0}
 
     def timed(modules, rows, kernel):
@@ -65,7 +65,7 @@ def layer():
 
 @torch.no_grad()
 def through(layer, kernel, rows, dtype=torch.float32):
-    """Whether so many rows go weir's way."""
+    """Return whether a product of so many rows uses weir's kernel."""
     before = len(kernel.rows)
     layer(torch.randn(rows, 8, dtype=dtype))
     return len(kernel.rows) > before
@@ -214,7 +214,7 @@ def test_layers_of_others_are_left_as_they_are(kernel, gains, file):
     model = nn.Sequential(
         Another(8, 8), changed, double, turned, nn.Conv1d(1, 1, 1), nn.Linear(0, 4), tied
     )
-    assert len(choose_products(model, remembered=file)) == len(ROWS)  # of the one that can
+    assert len(choose_products(model, remembered=file)) == len(ROWS)  # those of `tied`
     for each in (model[0], changed, turned):
         assert not through(each, kernel, 1)
     assert through(tied, kernel, 1)
@@ -334,7 +334,8 @@ def test_a_stream_says_the_same_to_rounding(llama, dtype, gains, file, ids, monk
     chosen = logits().double()
     linears = sum(isinstance(module, torch.nn.Linear) for module in model.modules())
     assert len(taken) == 20 * linears
-    # Two layers of sums, each a few roundings off; with a wrong weight all logits are others.
+    # The sums of two layers are each off by a few roundings. A wrong weight would change all logits
+    # by much more.
     assert (chosen - plain).abs().max() < 100 * torch.finfo(dtype).eps * plain.abs().max()
     choose_products(model, on=False)
     assert torch.equal(logits().double(), plain)

@@ -1,8 +1,9 @@
-"""Native decode steps give the answers of the model's own modules, and leave a cache as those do.
+"""Native decode steps return the logits of the model's own modules, and leave the cache in the same
+state.
 
-What is compared is whole runs: prompts, steps over many folds, and what the cache holds then. The
-own modules are the naive side. A program that is not taken would pass all of that, so each test
-counts.
+Whole runs are compared: prompts, steps over many folds, and what the cache holds in the end. The
+model's own modules are the reference. If native steps were never used, all comparisons would pass,
+so each test also counts the native steps.
 """
 
 from __future__ import annotations
@@ -45,20 +46,24 @@ POLICIES = [
     "sink(2) | recent(6) | subgen(8, 4, 2)",
     "pyramidkv(budget=64, window=8)",
 ]
-"""One log-weight, queries that wait, two log-weights, unequal layers."""
+"""Policies with one or two log-weights per slot, with queries or attention that steps must record,
+and with layers of different sizes.
+"""
 FAMILIES = [
     name
     for name, (kind, _) in CONFIGS.items()
     if name != "stablelm" and families().get(getattr(transformers, kind).model_type) == NATIVE
 ]
 WIDE = {"head_dim": 64, "intermediate_size": 112}
-"""Heads of as many numbers as vectors have, and weights that do not divide into tiles."""
+"""Heads that fill whole vectors, and weights that cannot be divided into whole tiles."""
 ZERO_SINK = {"weir_sink": {"kind": "zero"}, "attn_implementation": "weir_zero_sink"}
 
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch, kernel_compiled: None) -> list[int]:
-    """A one for each native step, and for each that was tried beside the model's own."""
+    """A list that gets a 1 for each native step, and for each that only runs to be compared with
+    the model's own step.
+    """
     found: list[int] = []
     own, check = (StepProgram.run, StepProgram.run_whole), native_step.check_program
 
@@ -74,7 +79,7 @@ def taken(monkeypatch: pytest.MonkeyPatch, kernel_compiled: None) -> list[int]:
 
 
 def read(model: PreTrainedModel, policy: str, ids: Tensor, mask: Tensor | None = None) -> Any:
-    """Logits of a prompt and of the steps after it, and the cache."""
+    """Feed a prompt, and then token by token. Return all logits and the cache."""
     cache = StreamingCache(model, policy, chunk=CHUNK)
     parts = [ids[:, :PROMPT], *ids[:, PROMPT:].split(1, dim=1)]
     found, done = [], 0
@@ -127,7 +132,9 @@ def test_torch_compile_can_be_left_out(taken) -> None:
 
 @pytest.mark.parametrize("bits", ["int8", "int4"])
 def test_slots_of_few_bits(bits: str, threads: int, taken) -> None:
-    """From one state at every step: a number between two levels may be rounded to either."""
+    """Both models begin each step with the same state. Otherwise, a number between two levels could
+    be rounded to different ones, and later steps would differ more and more.
+    """
     policy, ids = f"sink(2) | recent(6) | recent(20):{bits}", tokens(2, PROMPT + STEPS)
     model, twin = (make("llama", **WIDE, **_THREE) for _ in range(2))
     cache, other = (StreamingCache(m, policy, chunk=CHUNK) for m in (model, twin))
@@ -156,7 +163,9 @@ def test_every_family_that_the_page_calls_native_is(name: str, dtype, taken) -> 
 )
 @pytest.mark.parametrize("threads", [2], indirect=True)
 def test_threads_share_a_step(policy: str, sink: dict[str, Any], threads: int, taken) -> None:
-    """Three heads in two stretches each; a sink is in one of these."""
+    """The slots of each of three heads are divided into two stretches. A sink must count in only
+    one of them.
+    """
     check(make("llama", **{**WIDE, **_THREE, **sink}), policy, taken)
 
 
@@ -173,7 +182,7 @@ def test_bfloat16_is_rounded_as_pytorch_rounds_it() -> None:
     x = torch.cat([tie, -tie, ends, torch.randn(500)])
     out = torch.empty(len(x), dtype=torch.bfloat16)
     _compiled_copy(x.data_ptr(), len(x), out.data_ptr(), 16)
-    assert torch.equal(out.isnan(), x.isnan())  # of which there are many
+    assert torch.equal(out.isnan(), x.isnan())  # NaN has many bit patterns
     finite = ~x.isnan()
     assert torch.equal(out[finite].view(torch.int16), x[finite].bfloat16().view(torch.int16))
 
@@ -202,8 +211,9 @@ def test_a_row_that_rests_in_the_first_step_has_no_say_in_its_proof(taken) -> No
 
 
 def test_rows_that_change_places_and_steps_of_some_of_them(taken) -> None:
-    """Where slots lie is looked up once between two changes, of which each of these is one; a fold
-    is another, and none falls on the steps before them but one.
+    """The engine looks up where slots are stored only after a change. Every operation here is such
+    a change. A fold is one too, and could hide that an operation goes unnoticed, but only one of
+    the steps before the operations folds.
     """
     model, ids = make("llama", **WIDE), tokens(3, 7 * CHUNK + 8)
     mask = torch.ones(3, 7 * CHUNK)
@@ -239,7 +249,9 @@ def test_rows_that_change_places_and_steps_of_some_of_them(taken) -> None:
 
 
 def test_steps_of_some_rows_have_one_program_while_nothing_is_replaced(taken, monkeypatch) -> None:
-    """A server with one client of eight makes all its steps so; programs take longer than steps."""
+    """A server with rows for eight clients makes all steps like this while it has only one client.
+    Making a program takes longer than a step, so it must not be repeated.
+    """
     made: list[object] = []
     own = StepProgram.__init__
     monkeypatch.setattr(StepProgram, "__init__", lambda *given: made.append(1) or own(*given))
@@ -286,7 +298,7 @@ def test_a_long_stream_and_one_that_is_restored(taken, tmp_path) -> None:
     other = weir.Stream.restore(model, tmp_path / "stream")
     both = [(stream.feed(one), other.feed(one)) for one in ids[:, 300:].split(1, dim=1)]
     compile_steps(model, on=False)
-    assert len(taken) == 295 + 2 * 300 - 1  # the first step of a restored one is the model's own
+    assert len(taken) == 295 + 2 * 300 - 1  # the restored stream's first step is the model's own
     for found in zip(*both, strict=True):
         close_runs(torch.cat(found, 1), torch.cat(wanted[295:], 1), model)
 
@@ -528,14 +540,16 @@ KINDS_OF_A_LAYER = {
 def test_a_layer_may_mix_kinds_of_blocks_and_dense_weights(
     dense: tuple[str, ...], rows: int, threads: int, taken
 ) -> None:
-    """As files of Q4_K_M do: each product is of its weight's kind, over one rounded input."""
+    """Files of type Q4_K_M mix them. Each product is computed by its weight's kind, from the same
+    rounded input.
+    """
     model = make("llama", hidden_size=64, intermediate_size=96)
     put_kinds(model, KINDS_OF_A_LAYER, dense)
     close_steps(model, rows, taken)
 
 
 def put_kinds(model: PreTrainedModel, kinds: dict[str, str], dense: tuple[str, ...] = ()) -> None:
-    """Put the linear layers of a model into blocks of some kinds, but for those that stay."""
+    """Convert the linear layers of a model to blocks of these kinds, except those in `dense`."""
     for name, module in list(model.named_modules()):
         own = name.rpartition(".")[2]
         if isinstance(module, nn.Linear) and own not in dense:
@@ -556,7 +570,7 @@ def close_steps(model: PreTrainedModel, rows: int, taken: list[int]) -> None:
     compile_steps(model, on=False)
     assert len(taken) == STEPS
     off = (torch.stack(found) - torch.stack(wanted)).norm() / torch.stack(wanted).norm()
-    # An input that is off by its last place may be rounded to the next of 127 steps.
+    # If an input differs in its last place, it may be rounded to a neighboring one of 127 steps.
     assert float(off) < 2**-8
 
 
@@ -575,7 +589,7 @@ KINDS_OF_A_FILE = {
 @needs_block_kernels
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_layer_may_mix_types_of_a_file(rows: int, threads: int, taken) -> None:
-    """Of random codes, with scales of which the numbers are as large as a model's."""
+    """The weights are random codes, with scales that make the numbers as large as a model's."""
     pytest.importorskip("gguf")
     model = make("llama", hidden_size=256, intermediate_size=512)
     for seed, (name, module) in enumerate(list(model.named_modules())):
@@ -600,7 +614,7 @@ def test_steps_stay_native_after_a_call_that_asked_for_more(
     with torch.no_grad():
         model(ids(1, 4), **{name: True})
     hooks_there = {hook.__module__ for m in model.modules() for hook in m._forward_hooks.values()}
-    assert hooks_there == {interception.CAPTURING}  # else transformers' file has another name
+    assert hooks_there == {interception.CAPTURING}  # otherwise transformers has moved the hooks
     compile_steps(model, torch_compile=False)
     stream = weir.Stream(model, "window(16)", chunk=CHUNK)
     stream.feed(ids(1, 9))

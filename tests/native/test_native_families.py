@@ -13,7 +13,7 @@ pytest.importorskip("numba", reason="not installed: pip install 'weir-kv[fast]'"
 pytestmark = pytest.mark.own_kernels
 SAID = families()
 UNTESTED = {"qwen2_vl_text, qwen2_5_vl_text"}
-"""Parts of models with images, which are no causal language models by themselves."""
+"""Text parts of models with images, which are not causal language models on their own."""
 CASES = [(name, {}) for name in CONFIGS]
 CASES.append(("stablelm", {"qk_layernorm": False}))
 
@@ -40,6 +40,8 @@ def test_the_page_names_every_family() -> None:
 
 
 def test_those_that_the_issue_names_are_native() -> None:
-    """Before, each of them was accepted in bfloat16 and wrong, or refused without a word."""
+    """In the past, each of these families was accepted in bfloat16 and computed wrong results, or
+    was refused without a reason.
+    """
     for kind in ("stablelm", "granite", "phi3", "olmo2", "gemma2", "smollm3"):
         assert SAID[kind] == NATIVE

@@ -1,8 +1,9 @@
-"""What native steps do not understand is refused by name, and what they take is right.
+"""The native engine refuses what it does not understand, with a reason that names it. The steps
+that it takes are right.
 
-Each case breaks one thing on purpose, in float32 and in bfloat16, where a look at one token would
-not have seen it. A case is refused, with a reason that names it, or its native steps are those of
-the model's own modules.
+Each case changes one thing in a model, in float32 and in bfloat16, where comparing a single token
+would not have noticed the change. Either the engine refuses the model, with a reason that names the
+change, or its steps return what the model's own modules return.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ Change = Callable[[Any], Any]
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch, kernel_compiled: None) -> list[int]:
-    """A one for each native step that took effect."""
+    """A list that gets a 1 for each native step that took effect."""
     found: list[int] = []
     own = StepProgram.run
     monkeypatch.setattr(StepProgram, "run", lambda *given: (found.append(1), own(*given))[1])
@@ -44,7 +45,9 @@ def taken(monkeypatch: pytest.MonkeyPatch, kernel_compiled: None) -> list[int]:
 
 
 def read(model: PreTrainedModel, change: Change | None = None) -> tuple[Tensor, Any]:
-    """Logits of a prompt and steps, and the cache; `change` comes behind three steps."""
+    """Return the logits of a prompt and of the steps after it, and the cache. `change` is applied
+    after three steps.
+    """
     cache = StreamingCache(model, "sink(2) | recent(10)", chunk=4)
     ids = tokens(2, PROMPT + STEPS)
     found = []
@@ -57,18 +60,18 @@ def read(model: PreTrainedModel, change: Change | None = None) -> tuple[Tensor, 
 
 
 def layer_of(model: Any) -> Any:
-    """The second layer; what breaks is not always the first."""
+    """Return the second layer. Most cases change it, so checking only the first is not enough."""
     return model.model.layers[1]
 
 
 def swap_class(module: nn.Module, **methods: Any) -> None:
-    """Give a module a class of its own, with other methods."""
+    """Give a module a new class, derived from its own, with other methods."""
     kind = type(module)
     module.__class__ = type(f"Other{kind.__name__}", (kind,), methods)
 
 
 def twice(own: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward that returns twice as much, of a tuple's first."""
+    """Return a forward that doubles what `own` returns, or the first element if it is a tuple."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         out = own(self, *args, **kwargs)
@@ -78,7 +81,7 @@ def twice(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Times(nn.Module):
-    """A parametrization, or a module: its input times a number."""
+    """Multiplies its input, or the output of an inner module, by a number."""
 
     def __init__(self, factor: float, inner: nn.Module | None = None) -> None:
         super().__init__()
@@ -89,7 +92,7 @@ class Times(nn.Module):
 
 
 class LowRank(nn.Linear):
-    """A linear layer with another of low rank added, as adapters have it."""
+    """A linear layer to which another one of low rank is added, as in adapters."""
 
     def __init__(self, own: nn.Linear) -> None:
         super().__init__(own.in_features, own.out_features, bias=False, dtype=own.weight.dtype)
@@ -116,7 +119,7 @@ class BiasedNorm(nn.Module):
 
 
 class WithAdapter(nn.Module):
-    """A small MLP that is added to another's answer."""
+    """An MLP with an adapter: a linear layer whose output is added to the MLP's."""
 
     def __init__(self, own: nn.Module, width: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -415,10 +418,11 @@ def test_what_is_understood_is_right(name: str, dtype: torch.dtype, taken) -> No
 def read_with_replaced(
     put: tuple[Any, str, Any], late: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> Any:
-    """Read with an attribute replaced, with native steps and without; both must be alike.
+    """Read with an attribute replaced, with native steps and without, and check that the logits
+    agree.
 
-    It is replaced before the first step, or `late`, in the middle of the stream. Returns how steps
-    ran at last.
+    The attribute is replaced before the first step or, if `late`, in the middle of the stream.
+    Returns the report of how the last steps ran.
     """
     found = []
     for on in (False, True):
@@ -453,7 +457,7 @@ CLASSES: dict[str, tuple[type, Callable[..., Any], str]] = {
 def test_a_class_whose_forward_was_replaced(
     name: str, late: bool, taken, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the first step, or in the middle of the stream."""
+    """The forward is replaced before the first step, or in the middle of the stream."""
     kind, forward, reason = CLASSES[name]
     if kind is modeling_llama.LlamaDecoderLayer:
         own = kind.forward

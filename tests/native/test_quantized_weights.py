@@ -1,4 +1,4 @@
-"""Weights of 8 and 4 bits: what torchao makes of a model is served like any other."""
+"""Models whose weights torchao has quantized to 8 or 4 bits are streamed like any other."""
 
 from __future__ import annotations
 
@@ -29,18 +29,20 @@ POLICY = "sink(2) | recent(14)"
 
 @pytest.fixture(params=quantized_weights.BITS)
 def few(request, fresh_llama):
-    """A small model with weights of few bits."""
+    """A small model with weights of 8 or 4 bits."""
     model = fresh_llama()
     quantize_weights(model, request.param)
     return model
 
 
 def dense(model):
-    """The same model with what its few bits stand for, in float32."""
+    """Return a copy of the model with dense float32 weights: the numbers that the quantized ones
+    stand for.
+    """
     twin = copy.deepcopy(model)
     for module in twin.modules():
         if isinstance(module, nn.Linear):
-            with torch.no_grad():  # a weight is what the layer makes of each unit vector
+            with torch.no_grad():  # the layer maps unit vectors to the columns of its weight
                 units = torch.eye(module.in_features)
                 weight = (module(units) - (0 if module.bias is None else module.bias)).T
             module.__class__ = nn.Linear
@@ -133,7 +135,7 @@ def test_a_session_goes_on(few, ids, tmp_path):
 
 
 def test_4_bits_take_half_of_8_and_8_a_quarter_of_what_they_replace(fresh_llama):
-    # Wide enough that scales are little beside numbers.
+    # Wide enough that scales take little memory compared with numbers.
     held = {}
     for weights in (None, *quantized_weights.BITS):
         model = fresh_llama(hidden_size=256, intermediate_size=512)
@@ -141,7 +143,7 @@ def test_4_bits_take_half_of_8_and_8_a_quarter_of_what_they_replace(fresh_llama)
             quantize_weights(model, weights)
         held[weights] = stored_bytes(model.model.layers[0].mlp)
     assert 0.25 * held[None] < held["int8"] < 0.26 * held[None]
-    # A scale and a zero for each 32 numbers.
+    # There are a scale and a zero point for every 32 numbers.
     assert held["int4"] == held[None] * (4 + 64 / 32) / 32
 
 
@@ -166,7 +168,7 @@ def test_nano_in_8_bits_reads_as_well():
             quantize_weights(model, weights)
         with torch.no_grad():
             found.append(float(model(ids, labels=ids).loss))
-    # A row's numbers are off by up to a 254th of the largest one.
+    # The numbers of a row are off by up to a 254th of its largest number.
     assert abs(found[0] - found[1]) < found[0] / 254
 
 
@@ -218,7 +220,9 @@ def test_weights_of_many_bits_are_not_loaded_into_few(few, fresh_llama):
 
 
 def changed(model, how):
-    """A model after something that gives its first layer of 8 bits another weight."""
+    """Change the weight of the first layer's up projection, or move or copy the model. Return the
+    model.
+    """
     up = model.model.layers[0].mlp.up_proj
     if how == "replaced":
         up.weight = copy.deepcopy(model.model.layers[1].mlp.up_proj.weight)
@@ -227,7 +231,7 @@ def changed(model, how):
     elif how == "of other bits":
         up.weight = nn.Parameter(torch.ones_like(up.weight.dequantize()), requires_grad=False)
     elif how == "moved":
-        model._apply(torch.clone)  # what `to` does with another device
+        model._apply(torch.clone)  # as `to` does for another device
     elif how == "copied":
         model = copy.deepcopy(model)
         model.model.layers[0].mlp.up_proj.weight.qdata.neg_()

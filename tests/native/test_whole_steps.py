@@ -1,7 +1,8 @@
 """A whole step, from tokens to logits in one native call, computes what the model does.
 
-A stream asks for it. Where the model around the decoder computes more than its head's product, or
-may be watched by a hook, the model is called as before: no test passes because nothing was whole.
+Streams use whole steps. If the model computes more around its decoder than the product with its
+head, or has a hook, the model is called as before. Each test also checks which steps were whole, so
+none passes only because no step was.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ POLICY, CHUNK, PROMPT, STEPS = "sink(2) | recent(6) | heavy(6)", 4, 13, 9
 
 @pytest.fixture
 def whole(monkeypatch: pytest.MonkeyPatch, kernel_compiled: None) -> list[int]:
-    """A one for each whole step, and a two for each that is native in the decoder alone."""
+    """A list that gets a 1 for each whole step, and a 2 for each step that is native only in the
+    decoder.
+    """
     found: list[int] = []
     for number, name in ((1, "run_whole"), (2, "run")):
         own = getattr(StepProgram, name)
@@ -47,7 +50,9 @@ def whole(monkeypatch: pytest.MonkeyPatch, kernel_compiled: None) -> list[int]:
 
 
 def model_of(kind: str, family: str = "llama") -> PreTrainedModel:
-    """A model with weights of some kind, and a head with its own or the embedding's table."""
+    """Make a model with weights of some kind. If they are in blocks, the head uses the embedding's
+    table.
+    """
     if kind in ("float32", "bfloat16"):
         return make(family, getattr(torch, kind))
     if not blocks.SUPPORTED:
@@ -58,7 +63,9 @@ def model_of(kind: str, family: str = "llama") -> PreTrainedModel:
 
 
 def run(model: PreTrainedModel, change: Callable[[Any], Any] | None = None) -> Tensor:
-    """Logits of a stream after a prompt and after steps; `change` comes after three of them."""
+    """Return the logits of a stream after a prompt and after each step. `change` is applied after
+    three steps.
+    """
     stream, ids = weir.Stream(model, POLICY, chunk=CHUNK), tokens(1, PROMPT + STEPS)
     found = [stream.feed(ids[:, :PROMPT])]
     for index, step in enumerate(ids[:, PROMPT:].split(1, dim=1)):
@@ -78,21 +85,21 @@ def test_a_streams_steps_are_the_models_own(kind: str, family: str, whole) -> No
     compile_steps(model)
     native = run(model)
     compile_steps(model, on=False)
-    assert whole == [1] * (STEPS - 1)  # the first is the model's own, after which it is proved
+    assert whole == [1] * (STEPS - 1)  # the first is the model's own; then whole steps are proved
     assert native.dtype == usual.dtype
     close_runs(native[None], usual[None], model)
 
 
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
 def test_steps_of_weights_in_blocks(kind: str, whole) -> None:
-    """The look-up in the head's table too."""
+    """Embeddings are looked up in the head's table, which is in blocks too."""
     model = model_of(kind)
     usual = run(model)
     compile_steps(model)
     native = run(model)
     compile_steps(model, on=False)
     assert whole == [1] * (STEPS - 1)
-    # An input that is off by its last place may be rounded to the next of 127 steps.
+    # If an input differs in its last place, it may be rounded to a neighboring one of 127 steps.
     assert float((native - usual).norm() / usual.norm()) < 2**-8
 
 
@@ -183,7 +190,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "other embeddings": lambda m: m.set_input_embeddings(_other_embeddings(m)),
     "a norm of embeddings": lambda m: setattr(m.model.embed_tokens, "max_norm", 0.5),
 }
-"""What a user may put in place of something around the layers."""
+"""Changes that a user can make to the parts of a model around its layers."""
 
 
 def _half_of_forward(model: Any, given: dict[str, Any]) -> Any:
@@ -222,7 +229,7 @@ def test_a_change_around_the_layers_counts_from_the_next_step(name: str, at: str
 
 @pytest.mark.parametrize("hooked", ["", "model", "lm_head", "model.embed_tokens"])
 def test_a_users_hook_is_called_at_every_step(hooked: str, whole) -> None:
-    """Also one that changes nothing: who counts calls sees all of them."""
+    """This also holds for a hook that changes nothing, such as one that counts calls."""
     model, called = make("llama", **WIDE), []
     compile_steps(model)
     run(model, lambda m: m.get_submodule(hooked).register_forward_hook(lambda *_: called.append(1)))
@@ -300,7 +307,7 @@ FAULTS: dict[str, Callable[[StepProgram], None]] = {
 def test_a_wrong_table_is_not_whole(
     name: str, kind: str, whole, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each case breaks one field of a table that was made right; the decoder's table is."""
+    """Each case breaks one field of the whole step's table. The decoder's table stays right."""
     check(
         FAULTS[name], model_of(kind) if kind == "bfloat16" else make("llama", **WIDE), monkeypatch
     )

@@ -1,4 +1,6 @@
-"""What a pool says and returns is looked at before the slab is: nonsense is refused by name."""
+"""What a pool declares and returns is checked before the slab changes. Errors name the pool and the
+problem.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,12 @@ from weir.slab import AttentionParams, Slots
 
 FOLD = Fold(CounterRNG(0), torch.tensor([8]), AttentionParams(1.0))
 ANSWERS: dict[str, Any] = {}
-"""What `Odd` says: its slots, and what it makes of what arrives."""
+"""What the methods of `Odd` return: the value of `slots()`, and a function for `fold`."""
 
 
 @dataclass(frozen=True)
 class Odd(Pool):
-    """Says what it is told to."""
+    """A pool whose methods return what `ANSWERS` says."""
 
     n: int = 3
 
@@ -39,7 +41,7 @@ class Odd(Pool):
 
 @pytest.fixture(autouse=True)
 def odd() -> Iterator[None]:
-    """The pool `odd`, known while a test runs."""
+    """Register the pool `odd` while a test runs."""
     pool("odd")(Odd)
     yield
     ANSWERS.clear()
@@ -47,14 +49,14 @@ def odd() -> Iterator[None]:
 
 
 def tokens(start: int, n: int, *, mass: bool = False) -> Slots:
-    """Two rows of three heads."""
+    """Return `n` tokens in each of three heads of two rows."""
     position = torch.arange(start, start + n).expand(2, 3, n)
     keys, values, weight = torch.ones(2, 3, n, 4), torch.ones(2, 3, n, 5), torch.zeros(2, 3, n)
     return Slots(keys, values, weight, weight.clone(), position, weight.clone() if mass else None)
 
 
 def folded(*, mass: bool = False) -> list[Slots]:
-    """One fold of `odd` alone, which holds 2 and gets 6."""
+    """Fold a pipe of `odd` alone, which holds 2 tokens and gets 6. Return what each pool keeps."""
     held = tokens(0, 2, mass=mass)
     states = [Odd().state(held)]
     return Pipe((Odd(),)).fold([held], tokens(2, 6, mass=mass), FOLD, states)

@@ -1,4 +1,4 @@
-"""The first wrong fact of a file is named, alone, however many there are."""
+"""An error about a file's values names only the first wrong one, however many there are."""
 
 from __future__ import annotations
 

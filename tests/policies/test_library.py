@@ -1,4 +1,4 @@
-"""What named policies make of a budget."""
+"""Which pools named policies stand for, and how they divide a budget among these pools."""
 
 from __future__ import annotations
 

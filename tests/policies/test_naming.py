@@ -1,4 +1,4 @@
-"""Who gets a policy's name, and what a policy says of how it was called."""
+"""Which functions can become named policies, and what a policy records of the call that made it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from weir.pools import Recent, Sink
 
 @pytest.fixture(autouse=True)
 def policies_as_before() -> Iterator[None]:
-    """Take away the policies that a test names."""
+    """Remove the policies that a test registers."""
     before = dict(NAMED)
     yield
     NAMED.clear()
     NAMED.update(before)
 
 
-# --- who gets a name
+# --- which functions get a name
 
 
 def test_the_name_of_another_policy_is_refused_and_the_other_stays():
@@ -103,7 +103,7 @@ def test_a_function_that_returns_no_policy_is_refused_by_name(nothing):
         policy("odd")
 
 
-# --- what it says of how it was called
+# --- what a policy records of the call that made it
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_what_has_a_size_or_none_takes_no_budget(text):
 def test_a_policy_shows_its_name_and_what_it_stands_for(text, shown):
     made = policy(text)
     assert repr(made) == shown
-    assert str(made) == text  # results and sessions are known by what was written
+    assert str(made) == text  # results and sessions store the text as written
     assert policy(made.stands_for) == made
 
 

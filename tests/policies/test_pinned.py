@@ -1,4 +1,4 @@
-"""Any policy, with slots for a conversation's beginning and for its turn's header."""
+"""`pinned` adds slots to any policy: for a conversation's beginning and for a turn's header."""
 
 from __future__ import annotations
 

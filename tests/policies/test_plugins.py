@@ -1,4 +1,6 @@
-"""Pools of other people's: by entry point, by name and by file; and what is said when one fails."""
+"""Pools of other packages are found by entry point, by module name and by file. Errors say which
+package or file failed.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class Mine(Recent):
 
 @pytest.fixture(autouse=True)
 def forgotten(monkeypatch):
-    """As in a new process: nothing was asked for, and what a test registers and imports goes."""
+    """Begin as in a new process, without plugins. Afterwards, remove what the test has registered
+    and imported.
+    """
     pools, modules = dict(POOLS), set(sys.modules)
     monkeypatch.setattr(room, "_loaded", set())
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -39,7 +43,7 @@ def forgotten(monkeypatch):
 
 
 def package(folder, name: str, module: str) -> None:
-    """An installed package whose entry point names a module."""
+    """Write the metadata of an installed package whose entry point names a module."""
     facts = folder / f"{name}-1.0.dist-info"
     facts.mkdir()
     (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
@@ -78,7 +82,7 @@ def test_a_module_of_ones_own_is_imported_by_its_name_from_here_or_as_a_file(
     named = f"mine_{by}" if by == "name" else str(tmp_path / "mine_file.py")
     monkeypatch.setenv(VARIABLE, os.pathsep.join(["", named]))
     assert policy(f"mine_{by}(8)").slots == 8
-    load_plugins()  # once is enough, and twice no harm
+    load_plugins()  # loading twice does no harm
     import_plugin(named)
 
 

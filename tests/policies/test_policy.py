@@ -1,4 +1,4 @@
-"""The grammar of policies: what it reads, and that every mistake is pointed at."""
+"""The grammar of policies: which texts it reads, and that errors show where a mistake is."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from weir.slab.slots import Slots
 
 @dataclass(frozen=True)
 class Every(Pool):
-    """A toy with a parameter of each kind."""
+    """A toy pool with a parameter of each kind."""
 
     n: int
     rate: float = 0.5
@@ -52,7 +52,7 @@ class Every(Pool):
 
 @pytest.fixture(autouse=True, scope="module")
 def toy() -> Iterator[None]:
-    """The pool `every`, known while this file runs."""
+    """Register the pool `every` while the tests of this file run."""
     pool("every")(Every)
     yield
     del POOLS["every"]
@@ -150,7 +150,7 @@ OF_KIND = {
 
 
 def of_kind(hint: Any) -> st.SearchStrategy:
-    """Values for an annotation, those out of its bounds among them."""
+    """Return a strategy for values of an annotated type. Some may be out of its bounds."""
     hint = getattr(hint, "__origin__", hint) if hasattr(hint, "__metadata__") else hint
     if get_origin(hint) is Literal:
         return st.sampled_from(get_args(hint))
@@ -161,7 +161,7 @@ def of_kind(hint: Any) -> st.SearchStrategy:
 
 @st.composite
 def calls(draw: st.DrawFn) -> Policy:
-    """A named policy, or a pipe of one pool, with some of its parameters and any that fit."""
+    """Draw a named policy, or a pipe of one pool, with values for some of its parameters."""
     name, make = draw(st.sampled_from([*POOLS.items(), *((n, it.make) for n, it in NAMED.items())]))
     wanted = {key: hint for key, hint in argument_hints(make).items() if key != "return"}
     given = {}

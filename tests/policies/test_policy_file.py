@@ -1,4 +1,4 @@
-"""Policy files: what is written is read back, and what is none is refused in a sentence."""
+"""Policy files are read as they were written, and anything else is refused in one sentence."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_home_that_nobody_knows_is_no_traceback():
 
 
 def test_what_is_no_regular_file_is_not_even_opened(tmp_path):
-    os.mkfifo(tmp_path / "pipe.toml")  # to open it would wait for somebody who writes
+    os.mkfifo(tmp_path / "pipe.toml")  # opening it would wait for a writer
     (tmp_path / "folder.toml").mkdir()
     (tmp_path / "link.toml").symlink_to("/dev/null")
     with socket.socket(socket.AF_UNIX) as listening:

@@ -1,4 +1,4 @@
-"""Pyramids: more slots in the lower layers, fewer in the upper ones, the same in all."""
+"""Pyramids: more slots in the lower layers and fewer in the upper ones, with the same total."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_any_pipe_keeps_its_total_its_front_and_its_shares(sizes, sinks, recent,
     try:
         made = Pyramid(pipe, beta)
     except WeirError:
-        # Only where the top layer has no slot for each of the pools.
+        # It is refused only if the top layer would not have a slot for each pool.
         assert sum(sizes) / beta < len(sizes)
         return
     pipes = [made.for_layer(layer, layers) for layer in range(layers)]
@@ -90,9 +90,9 @@ def test_what_every_layer_has_are_first_and_newest_tokens():
         Recent(20),
         Heavy(10),
     )
-    # Nothing but first and newest tokens: then it is the newest that are shared out.
+    # If there are only first and newest tokens, the newest form the pyramid.
     assert pools("pyramid(sink(4) | recent(40), beta=4)", 0) == (Sink(4), Recent(70))
-    # SnapKV's window is whole in every layer, wherever it is held.
+    # SnapKV's window has its full size in every layer, whether `snap` or `recent` holds it.
     assert pools("pyramid(snap(48, window=8), beta=4)", 1) == (Snap(18, window=8),)
     assert pools("pyramid(recent(8) | snap(40, window=8), beta=4)", 1) == (
         Recent(8),

@@ -1,4 +1,4 @@
-"""How quantized slots are written in a policy, and what makes no sense."""
+"""How quantized slots are written in a policy, and which combinations are refused."""
 
 from __future__ import annotations
 

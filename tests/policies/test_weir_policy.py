@@ -1,7 +1,8 @@
-"""weir(budget): how a budget is shared out over pools and layers, and until when nothing is lost.
+"""The policy `weir`: how its budget is divided among pools, layers and heads, and how long its
+logits are those of the plain model.
 
-That rows, cuts, files and bytes are as they must be is tested of its pipe in
-`tests/cache/test_quantized_slots.py`.
+`tests/cache/test_quantized_slots.py` tests batches, forwards of any size, session files and memory
+for the same kind of pipe.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def test_what_makes_no_sense_is_refused(text, said):
         ("weir", [], None, [[1024] * 2]),
         ("weir(heads=alike)", [[0, 1]], None, [[1024] * 2]),
         ("weir(2000, heads=measured)", [[0, 1]], None, [[1000, 3000]]),
-        ("weir(2000)", [[0, 1]], 1000, [[2000] * 2]),  # more than the window, as was wanted
+        ("weir(2000)", [[0, 1]], 1000, [[2000] * 2]),  # more than the window, as it was asked for
         ("weir(400)", [[0, 0], [1, 1], [0, 0]], None, [[256] * 2, [688] * 2, [256] * 2]),
         ("weir(100)", [[0, 0, 1]], None, [[100] * 3]),
     ],
@@ -97,14 +98,16 @@ def test_below_its_budget_exact_slots_are_dense_and_of_4_bits_until_a_token_is_1
         for policy in ("dense", "weir(60, slots=exact)", "weir(60)")
     )
     close_runs(exact, dense, llama)
-    # Four sinks and 16 tokens, and those that are read at once with the first that leaves them.
+    # The first token that is rounded is neither one of 4 sinks nor one of the newest 16 tokens.
     assert torch.equal(four[:, :20], exact[:, :20])
     assert not torch.equal(four, exact)
 
 
 @pytest.mark.slow
 def test_with_longer_windows_in_some_heads_it_is_dense_until_the_shortest_are_full():
-    """Which is before its budget is; `heads=alike` is dense up to that."""
+    """The shortest windows are full before the stream is as long as the budget. With
+    `heads=alike`, the policy is dense up to the budget.
+    """
     model, _ = weir.load("nano")
     text = torch.arange(1, 301)[None]
     dense, measured, alike = (
@@ -112,7 +115,8 @@ def test_with_longer_windows_in_some_heads_it_is_dense_until_the_shortest_are_fu
         for policy in ("dense", "weir(300, slots=exact)", "weir(300, slots=exact, heads=alike)")
     )
     close_runs(alike, dense, model)
-    # One of eight heads has what the window leaves beside a chunk of 2.
+    # One of eight heads gets the context window (512 tokens) less a chunk of 2. The others share
+    # what is left of the budget.
     shortest = (8 * 300 - (512 - 2)) // 7
     close_runs(measured[:, :shortest], dense[:, :shortest], model)
     assert not torch.allclose(measured[:, 285:], dense[:, 285:], atol=1e-3)

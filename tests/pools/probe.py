@@ -1,6 +1,6 @@
-"""A pool that keeps what chance says and takes down what it is told: for tests of folds.
+"""A pool for tests of folds. It keeps pseudo-random tokens, and records what it is given.
 
-It is in no policy's words; a pipe that holds one is made in Python.
+It is not registered, so a policy's text cannot name it. Pipes with it are made in Python.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from weir.slab import Slots
 
 @dataclass(frozen=True)
 class Probe(Ranked):
-    """Keep `n` tokens drawn by place and head, so that gaps open everywhere in the front.
+    """Keep `n` tokens by a hash of position and head, so that the front has gaps everywhere.
 
     Attributes:
         n: how many tokens are kept.
         needs_queries: how many of the last queries it asks for.
-        told: what `look` made of each fold: (slots, fold) before they are ranked.
-        look: told each fold.
+        told: what `look` returned for each fold.
+        look: called with (slots, fold) at each fold, before the slots are ranked.
     """
 
     name: ClassVar[str] = "probe"
@@ -35,11 +35,11 @@ class Probe(Ranked):
     told: list[Any] = field(default_factory=list, compare=False)
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
-        """As any ranked pool; what is looked at are all tokens it holds and gets."""
+        """Call `look` with all tokens that the pool holds and gets, and fold as any ranked pool."""
         self.told.append(self.look(fold.in_order(held, new), fold))
         return super().fold(held, new, fold)
 
     def score(self, slots: Slots, fold: Fold) -> Tensor:
-        """The same number for a token of a head whenever it is asked about."""
+        """Return a number that depends only on a token's position and head."""
         head = torch.arange(slots.position.shape[1])[None, :, None]
         return ((slots.position + 7 * head) * 2654435761 % 1009).float()

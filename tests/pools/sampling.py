@@ -1,6 +1,7 @@
-"""What tests of samples share: thousands of seeds at once, and what chance allows.
+"""Helpers for tests of samples, which fold with thousands of seeds at once and measure how unlikely
+the results are.
 
-Every head of one row plays a seed of its own, so one fold is a fold under thousands of seeds.
+Each head of a single row draws with a different seed, so one fold tests thousands of seeds.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from weir.slab.slots import Slots
 
 @dataclass(frozen=True)
 class ManySeeds:
-    """CounterRNG in which head h is given the numbers that a first head gets under seed h.
+    """Like `CounterRNG`, but head h draws the numbers that the first head draws with seed h.
 
     Attributes:
-        table: [1, seeds, places].
+        table: the numbers [1, seeds, places].
     """
 
     table: Tensor
 
     @classmethod
     def of(cls, seeds: int, places: int) -> ManySeeds:
-        """The draws of purpose 0 for the first places of a stream."""
+        """Return the draws of purpose 0 for the first places of a stream."""
         place = torch.arange(places)[None, None]
         return cls(torch.cat([CounterRNG(seed).uniform(0, place) for seed in range(seeds)], dim=1))
 
@@ -41,7 +42,7 @@ class ManySeeds:
 
 
 def arrivals(start: int, stop: int, heads: int, keys: Tensor | None = None) -> Slots:
-    """Tokens of one row, the same in all heads; `keys` [places, dim] serve as values too."""
+    """Return tokens of one row, the same in all heads. `keys` [places, dim] are also the values."""
     position = torch.arange(start, stop).expand(1, heads, -1)
     weights = torch.zeros(position.shape)
     some = torch.zeros(stop, 1) if keys is None else keys
@@ -65,15 +66,17 @@ def folds(
 
 
 def unevenness(counts: Tensor, samples: int, drawn: float) -> float:
-    """How far inclusion counts are from equal, in standard deviations: above 5 is no accident.
+    """Return how far inclusion counts are from equal, in standard deviations. More than 5 is no
+    accident.
 
-    Pearson's chi-square for samples without repetition (the factor (n - 1)/n is for the size being
-    fixed), brought to a normal by Wilson and Hilferty's cube root.
+    This is Pearson's chi-square for samples without repetition, converted to a normal deviate by
+    Wilson and Hilferty's cube root. The factor (n - 1) / n is there because samples have a fixed
+    size.
 
     Args:
         counts: how many samples hold each of n tokens [n].
-        samples: how many there are.
-        drawn: tokens in each.
+        samples: the number of samples.
+        drawn: the number of tokens in each sample.
     """
     n = len(counts)
     p = drawn / n
@@ -82,13 +85,15 @@ def unevenness(counts: Tensor, samples: int, drawn: float) -> float:
 
 
 def z_of_chi_square(chi: float, freedom: int) -> float:
-    """A chi-square as a normal deviate."""
+    """Convert a chi-square to a normal deviate."""
     spread = 2 / (9 * freedom)
     return float(((chi / freedom) ** (1 / 3) - (1 - spread)) / math.sqrt(spread))
 
 
 def sums(kept: Slots, query: Tensor) -> Tensor:
-    """Numerator and denominator of attention, by head [heads, 1 + value_dim], float64."""
+    """Return the denominator of attention and then the numerator, by head [heads, 1 + value_dim],
+    float64.
+    """
     logits = kept.keys.double() @ query.double()
     above, below = (logits + kept.a).exp(), (logits + kept.b).exp()
     numerator = (above[..., None] * kept.values).nan_to_num(0.0).sum(dim=2)
@@ -96,8 +101,8 @@ def sums(kept: Slots, query: Tensor) -> Tensor:
 
 
 def bias(estimates: Tensor, exact: Tensor) -> float:
-    """How far the mean of estimates [samples, k] is from the exact sums [k], in its own deviations,
-    at the worst of them: above 5 is no accident.
+    """Return the largest distance of a mean of estimates [samples, k] from its exact sum [k], in
+    standard errors. More than 5 is no accident.
     """
     deviation = estimates.std(dim=0) / math.sqrt(len(estimates))
     return float(((estimates.mean(dim=0) - exact).abs() / deviation).max())

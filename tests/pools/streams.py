@@ -1,9 +1,10 @@
-"""Pools without a model: rows of a batch go through a pipe, with attention that is made up.
+"""Runs pools without a model: the rows of a batch go through a pipe, with invented attention.
 
-Rows start at different times, and those whose tails are full at the same time and that lie alike
-fold together, as in a layer. A token draws the same small whole number from every query for some
-time and then no more: so what it has received is exact, often equal for two tokens, and different
-in every row and head. Keys, values and weights say which token they belong to.
+Rows start at different times. As in a layer, rows fold together if their tails are full at the same
+time and their slots have the same layout. For some time, a token receives the same small whole
+number from every query, and nothing after that. So the attention it has received is exact, often
+equal for two tokens, and different in every row and head. Keys, values and weights are computed
+from a token's position, so a test can see which token they belong to.
 """
 
 from __future__ import annotations
@@ -28,18 +29,20 @@ from weir.slab.slots import Slots
 
 
 def appeal(row: Any, head: Any, place: Any) -> tuple[Any, Any]:
-    """(what a token draws from each query, from how many queries it draws); numbers or tensors."""
+    """Return the attention that a token receives from each query, and from how many queries it
+    receives it. The arguments can be numbers or tensors.
+    """
     dice = place * 2654435761 + head * 40503 + row * 97
     dice = (dice ^ (dice >> 13)) % 2**31 * 1103515245
     return (dice >> 19) % 8, 1 + (dice >> 27) % 60
 
 
 def received(place: Tensor, row: Tensor, query: Tensor) -> Tensor:
-    """What tokens have received, the share of the newest query included, float32.
+    """Return the attention that tokens have received, including that of the newest query, float32.
 
     Args:
-        place: places in the stream [rows, kv_heads, slots], -1 for none.
-        row: which rows these are [rows].
+        place: positions in the stream [rows, kv_heads, slots], -1 for empty slots.
+        row: the numbers of the rows [rows].
         query: the place of each row's newest query [rows].
     """
     heads = torch.arange(place.shape[1])[:, None]
@@ -49,7 +52,9 @@ def received(place: Tensor, row: Tensor, query: Tensor) -> Tensor:
 
 
 def tokens(place: Tensor) -> Slots:
-    """The tokens at `place` [rows, kv_heads, slots] of a stream, nothing received; -1 is empty."""
+    """Return the tokens at positions `place` [rows, kv_heads, slots] of a stream, without received
+    attention. -1 is an empty slot.
+    """
     empty = place < 0
     a = (place % 5 * 0.25).masked_fill(empty, -torch.inf)
     b = (place % 7 * 0.5).masked_fill(empty, -torch.inf)
@@ -59,7 +64,9 @@ def tokens(place: Tensor) -> Slots:
 
 @dataclass
 class Row:
-    """One row of the batch: what its pools hold and remember, and how long its tail is."""
+    """One row of the batch: what its pools hold, their states, and the numbers of tokens that it
+    has seen and that wait in its tail.
+    """
 
     held: list[Slots]
     states: list[dict[str, Tensor]]
@@ -74,9 +81,11 @@ class Streams:
     Attributes:
         pipe: the pipe.
         chunk: tokens between two folds.
-        starts: when each row's first token comes.
-        prompt: so many tokens of a row are folded at once, first of all.
+        starts: when the first token of each row comes.
+        heads: KV heads of each row.
+        prompt: how many tokens at the beginning of each row are folded at once.
         watch: called after each fold with the number of a row that folded, and the row.
+        rows: the rows.
     """
 
     pipe: Pipe
@@ -95,7 +104,9 @@ class Streams:
         ]
 
     def run(self, length: int) -> list[Row]:
-        """Let each row see `length` tokens; what is left in its tail is not folded."""
+        """Let each row see `length` tokens, and return the rows. Tokens that are left in a tail are
+        not folded.
+        """
         for tick in range(max(self.starts) + length):
             due: dict[tuple[int, ...], list[int]] = {}
             for index, (row, start) in enumerate(zip(self.rows, self.starts, strict=True)):
@@ -139,9 +150,10 @@ class Streams:
 
 
 def fed(pool: Pool, sizes: list[int], heads: int = 2) -> tuple[Slots, list[Slots]]:
-    """(what a pool holds in the end, all that flowed on) when arrivals come so many at a time.
+    """Fold arrivals of these sizes. Return what the pool holds in the end, and what it passed on at
+    each fold.
 
-    What the tokens have received stays as it is, and is often equal for two of them.
+    The attention that a token has received does not change, and is often equal for two tokens.
     """
     held, seen, gone = tokens(torch.empty(1, heads, 0, dtype=torch.int64)), 0, []
     state = pool.state(held)
@@ -158,13 +170,15 @@ def fed(pool: Pool, sizes: list[int], heads: int = 2) -> tuple[Slots, list[Slots
 
 
 def stacked(rows: tuple[Slots, ...]) -> Slots:
-    """Slots of several rows as one batch."""
+    """Return the slots of several rows as one batch."""
     each = [slots.tensors() for slots in rows]
     return Slots(**{name: torch.cat([t[name] for t in each]) for name in each[0]})
 
 
 def unharmed(slots: Slots) -> bool:
-    """Whether all tokens still have their own keys, values and weights, and empty slots none."""
+    """Return whether all tokens have their own keys, values and weights, and empty slots have the
+    weight 0.
+    """
     wanted, held = tokens(slots.position), slots.held
     names = ("keys", "values", "a", "b")
     return all(torch.equal(getattr(slots, n)[held], getattr(wanted, n)[held]) for n in names) and (
@@ -173,13 +187,15 @@ def unharmed(slots: Slots) -> bool:
 
 
 def places(slots: Slots) -> list[list[int]]:
-    """The tokens of the first row by head, in the order of their slots."""
+    """Return the positions of the first row's tokens by head, in the order of their slots."""
     return [[place for place in head if place >= 0] for head in slots.position[0].tolist()]
 
 
 @dataclass
 class Token:
-    """A token of a naive loop."""
+    """A token of a naive loop. It receives `rate` from each of `life` queries, and has received
+    `mass` so far.
+    """
 
     position: int
     rate: int
@@ -202,9 +218,10 @@ class NaiveRow:
 
     Attributes:
         fold: the naive pipe, (held, new, at) -> held.
-        pools: how many it has.
-        chunk, heads, prompt: as of `Streams`.
-        row: its number, which the made-up attention depends on.
+        pools: the number of its pools.
+        chunk, heads, prompt: as in `Streams`.
+        row: the number of the row, on which the invented attention depends.
+        seen: how many tokens the row has seen.
     """
 
     fold: Callable[..., list[list[Token]]]
@@ -221,7 +238,7 @@ class NaiveRow:
         self.tail: list[list[Token]] = [[] for _ in heads]
 
     def until(self, seen: int) -> None:
-        """Read on until so many tokens were seen."""
+        """Continue until the row has seen this number of tokens."""
         while self.seen < seen:
             for head, pools in enumerate(self.held):
                 self.tail[head].append(Token(self.seen, *appeal(self.row, head, self.seen)))
@@ -236,12 +253,12 @@ class NaiveRow:
                     self.tail[head] = []
 
     def places(self, pool: int) -> list[list[int]]:
-        """The tokens that a pool holds by head, from the oldest on."""
+        """Return the positions of the tokens that a pool holds, by head, from the oldest on."""
         return [sorted(token.position for token in head[pool]) for head in self.held]
 
 
 def naive_pools(text: str, twins: Any, prompt: int = 0) -> list:
-    """The naive twin of each pool of a pipe."""
+    """Return the naive version of each pool of a pipe."""
     made = {"sink": twins.sink, "recent": twins.recent, "heavy": heavy_of}
     return [
         hive_of(pool.threshold, pool.stride, pool.swapped, pool.local_max, prompt=prompt)
@@ -260,7 +277,7 @@ def compare(
     prompt: int = 0,
     heads: int = 2,
 ) -> list[Row]:
-    """Run a pipe beside its naive twin and compare after each fold; returns the rows."""
+    """Run a pipe and its naive version, compare them after each fold, and return the rows."""
     loops = []
     for row in range(len(starts)):
         pools = naive_pools(text, twins, prompt)
@@ -283,7 +300,9 @@ PADDING, PROMPT, MORE = (0, 3, 9), 40, 45
 
 @torch.no_grad()
 def read(model: Any, ids: Any, text: str, chunk: int, prefill: str = "chunked") -> tuple:
-    """(logits, cache, tokens by row) of left-padded prompts and more tokens after them."""
+    """Read left-padded prompts, and more tokens after them. Return the logits, the cache, and the
+    tokens of each row.
+    """
     batch = ids(len(PADDING), PROMPT + MORE)
     mask = torch.ones_like(batch)
     for row, pads in enumerate(PADDING):

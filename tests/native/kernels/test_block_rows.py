@@ -1,4 +1,6 @@
-"""Rows of weights in blocks: what the readable reference makes of them, to the bit."""
+"""The kernel that reads rows of weights in blocks returns bit for bit what the PyTorch version
+does.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ if not kernel.SUPPORTED:
 
 
 def held(kind: str, outputs: int, inputs: int) -> Blocks:
-    """A weight of random blocks of a file."""
+    """Return a weight of random blocks, in the layout that they have in memory."""
     units = inputs // unit_of(kind)[0]
     return blocks_of(random_lines(kind, outputs, units, seed=outputs), kind)
 

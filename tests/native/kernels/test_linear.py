@@ -1,4 +1,6 @@
-"""Products of few rows: those of PyTorch, to the rounding of sums in another order."""
+"""The kernels for products of few rows agree with PyTorch, up to the rounding of sums in another
+order.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def drawn(rows, outputs, inputs, dtype, bias, seed=0):
 
 
 def bound(x, weight, bias):
-    """How far off a sum in any order may be: inputs * eps * sum |w x|, and an answer's rounding."""
+    """Bound the error of a sum in any order, inputs * eps * sum |w x|, plus the rounding of the
+    result.
+    """
     parts = x.double().abs() @ weight.double().abs().T
     if bias is not None:
         parts += bias.double().abs()
@@ -36,7 +40,7 @@ def bound(x, weight, bias):
 
 @pytest.fixture(params=[8, 16])
 def widest(request, monkeypatch):
-    """Tiles of as many rows as on a processor with such vectors, or without."""
+    """Use the tiles of processors whose vectors hold 8 numbers, and 16."""
     monkeypatch.setattr(linear_kernel, "lanes", lambda: request.param)
 
 
@@ -54,7 +58,7 @@ def test_products_are_pytorchs(dtype, bias, widest):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_products_with_8_bits_are_those_of_what_the_bits_stand_for(dtype, widest):
-    for outputs, inputs in (*SHAPES, (3, 200)):  # not a whole number of vectors, nor of lines
+    for outputs, inputs in (*SHAPES, (3, 200)):  # not whole vectors or cache lines
         for rows in (1, 2, 3, 4, 5, 7, 16, 17):
             x, weight, scale = drawn(rows, outputs, inputs, dtype, True)
             numbers = (60 * weight.float()).clamp(-128, 127).to(torch.int8)
@@ -144,13 +148,13 @@ def test_a_fork_has_threads_of_its_own(monkeypatch):
     wanted = linear(x, weight)
     child = os.fork()
     if child == 0:
-        signal.alarm(20)  # one that waits for its parent's thread would wait for ever
+        signal.alarm(20)  # a child that waits for its parent's thread would never end
         os._exit(0 if torch.equal(linear(x, weight), wanted) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_what_does_not_fit_is_refused_as_by_pytorch():
-    """Sizes are all that machine code knows: with others it would write past its answer."""
+    """The machine code relies on the sizes. With wrong ones, it would write past the result."""
     x, weight, bias = drawn(1, 6, 8, torch.float32, True)
     numbers = torch.ones(6, 8, dtype=torch.int8)
     for wrong in (torch.ones(1, 16), torch.ones(5, 4), torch.ones(1, 0), torch.tensor(1.0)):

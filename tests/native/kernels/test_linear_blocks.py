@@ -1,4 +1,6 @@
-"""Products with weights in blocks: those of the rounded rows and what the codes stand for."""
+"""Products with weights in blocks are the products of the rounded rows and the numbers that the
+codes stand for.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ pytestmark = pytest.mark.skipif(not kernel.SUPPORTED, reason="needs VNNI or AVX2
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.thinned(2)
 def test_products_are_of_rounded_rows_and_what_codes_stand_for(kind, dtype):
-    """Against the numbers of the `gguf` package, in float64."""
+    """Compare with the numbers that the package `gguf` computes, in float64."""
     pytest.importorskip("gguf")
     draw = torch.Generator().manual_seed(0)
     for outputs, units in ((1, 1), (16, 2), (17, 3), (40, 18), (63, 1)):
@@ -29,7 +31,7 @@ def test_products_are_of_rounded_rows_and_what_codes_stand_for(kind, dtype):
         inputs = numbers.shape[1]
         least = torch.zeros_like(numbers)
         if BLOCK_TYPES[kind].minima:
-            # Minima cancel against what codes add up to: the size of both counts.
+            # Minima and the sums of codes cancel each other, so the bound needs the size of both.
             least = numbers.unflatten(1, (-1, BLOCK)).abs().amax(2, keepdim=True)
             least = least.expand(-1, -1, BLOCK).flatten(1)
         for rows in (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 21):
@@ -47,7 +49,7 @@ def test_products_are_of_rounded_rows_and_what_codes_stand_for(kind, dtype):
 @pytest.mark.parametrize("kind", [kind for kind, form in BLOCK_TYPES.items() if not form.number])
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
 def test_the_largest_codes_and_numbers_add_up_to_whole_sums(kind, sign):
-    """Where sums are of 16 bits in between, these are the most that they have to hold."""
+    """If intermediate sums have 16 bits, these are the largest sums that they must hold."""
     form = BLOCK_TYPES[kind]
     inputs, largest = BLOCK * form.unit_blocks, len(form.values) - 1
     codes = torch.tensor([[0] * inputs, [largest] * inputs, [0, largest] * (inputs // 2)])
@@ -72,7 +74,7 @@ def test_no_row_is_no_product():
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K", "IQ4_XS", "F16"])
 @pytest.mark.parametrize("rows", [13, 70, 301])
 def test_a_row_is_the_same_alone_and_among_others(kind, rows, threads):
-    """Few rows share the outputs among threads, many are shared themselves."""
+    """For few rows, the outputs are divided among threads; for many, the rows are."""
     pytest.importorskip("gguf")
     units = 1 if BLOCK_TYPES[kind].shared else 8
     held = blocks_of(random_lines(kind, 403, units), kind)

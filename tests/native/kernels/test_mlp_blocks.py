@@ -1,4 +1,4 @@
-"""A whole MLP with weights in blocks: its three products and its gate, one after the other."""
+"""The kernel for an MLP with weights in blocks computes its three products and its gate."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ def gelu(x):
 
 
 def weights(gate="Q8_0", up="Q8_0", down="Q8_0"):
-    """Of random codes, whose numbers are about as large as those of a model."""
+    """Return weights of random codes, scaled so that the standard deviation of their numbers is
+    near 1.
+    """
     pytest.importorskip("gguf")
     sizes = (WIDTH, INPUTS, gate), (WIDTH, INPUTS, up), (OUTPUTS, WIDTH, down)
     made = []
@@ -59,7 +61,8 @@ def test_it_is_three_products_and_a_gate(kinds, activation, dtype, threads):
         assert found.dtype == dtype and found.shape == (1, rows, OUTPUTS)
         hidden = act(linear(x.float(), *gate)) * linear(x.float(), *up)
         wanted = linear(hidden, *down)
-        # A hidden number that is off by its last place may be rounded to the next of 127 steps.
+        # If a hidden number differs in its last place, it may be rounded to a neighboring one of
+        # 127 steps.
         off = (found.float() - wanted).norm(dim=2) / wanted.norm(dim=2)
         assert off.max() < (2**-8 if dtype == torch.float32 else 2**-7)
         assert off.median() < (2**-12 if dtype == torch.float32 else 2**-8)

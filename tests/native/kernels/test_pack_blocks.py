@@ -1,4 +1,6 @@
-"""Lines of a file put into panels: what the readable reference makes of them, byte for byte."""
+"""The kernel that packs the lines of a file into panels returns byte for byte what the PyTorch
+version does.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ pytest.importorskip("gguf")
 
 
 def packed(kind: str, lines: np.ndarray) -> tuple[Blocks, Blocks]:
-    """By the kernel, and by the reference."""
+    """Pack lines by the kernel, and by the PyTorch version."""
     numbers, size = unit_of(kind)
     sizes = kind, len(lines), lines.shape[1] // size * numbers
     found, wanted = Blocks(*sizes), Blocks(*sizes)

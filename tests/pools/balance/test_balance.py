@@ -35,7 +35,7 @@ FOLD = Fold(CounterRNG(0), torch.tensor([0]), AttentionParams(0.5))
 
 
 def weights(position: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-weights of tokens that are weighted."""
+    """Return log-weights a and b for the tokens at these positions."""
     return position // 16 % 3 * 0.5, position // 32 % 3 * 0.5
 
 
@@ -53,13 +53,15 @@ def lumps(batch: int, heads: int, length: int, seed: int = 0) -> Flow:
 
 @dataclass
 class Stream(PoolStream):
-    """A pool that folds a flow; the naive loop asks for the same scale."""
+    """A pool that folds a flow, with the scale of attention that the naive loop uses."""
 
     form: AttentionParams = FOLD.form
 
 
 def coins(draws: CounterRNG, head: int, length: int) -> tuple[Any, Any]:
-    """The draws of one head, by level and place: of the first set of tokens, and of the others."""
+    """Return two functions that give a head's random numbers, by level, position and block: one for
+    the first set of tokens, and one for the other sets.
+    """
     place = torch.arange(length).expand(1, head + 1, -1)
     tables: dict[tuple[int, int], list[float]] = {}
 
@@ -73,7 +75,7 @@ def coins(draws: CounterRNG, head: int, length: int) -> tuple[Any, Any]:
 
 @pytest.fixture
 def few_levels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Streams reach the highest level, which is the fourth, at once."""
+    """Make the fourth level the highest one, so that short streams reach it."""
     for file in (schedule, merge_reduce, pool_file):
         monkeypatch.setattr(file, "LEVELS", 4)
     monkeypatch.setattr(naive_file, "HIGHEST", 3)
@@ -87,7 +89,7 @@ def few_levels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def reference_of(
     pool: Balance, draws: CounterRNG, head: int, length: int, scale: float
 ) -> Reference:
-    """The naive loop with a pool's parameters."""
+    """Return the naive loop with a pool's parameters."""
     separate = pool.sets == "separate"
     balance = SoftmaxBalance(
         pool.halves,
@@ -105,7 +107,7 @@ def reference_of(
 
 
 def agree(stream: Stream, row: int, head: int, naive: Reference) -> None:
-    """The pool holds what the naive loop holds, with the same weights."""
+    """Check that the pool holds what the naive loop holds, with the same weights."""
     held = stream.held.map(lambda t: t[row, head])
     place = held.position[held.position >= 0].tolist()
     weights = [w[held.position >= 0].tolist() for w in (held.a, held.b)]
@@ -113,7 +115,7 @@ def agree(stream: Stream, row: int, head: int, naive: Reference) -> None:
     wanted = [(t.position, t.a, t.b) for t in naive.holds()]
     assert [p for p, _, _ in mine] == [p for p, _, _ in wanted]
     found, exact = (torch.tensor([token[1:] for token in it]) for it in (mine, wanted))
-    # A weight's logarithm is a sum of one for each halving.
+    # The logarithm of a weight is a sum with one term for each halving.
     close(found, exact, terms=16, size=max(1.0, largest(exact)))
 
 
@@ -171,7 +173,7 @@ def test_so_it_does_where_the_highest_level_is_halved_into_itself(
 
 
 def compare(pool: Balance, chunk: int, length: int, share: float, weighted: bool) -> Stream:
-    """A stream that was compared, fold by fold, with what a naive loop holds."""
+    """Compare a stream, fold by fold, with what a naive loop holds. Return the stream."""
     flow = lumps(2, 2, length)
     flow.weights = weights if weighted else None
     stream = Stream(pool, flow, chunk, share, CounterRNG(3))
@@ -192,7 +194,8 @@ def compare(pool: Balance, chunk: int, length: int, share: float, weighted: bool
     [
         Balance(32, 8),
         Balance(32, 8, "authors", sets="flat"),
-        # Not eager, what short halves leave empty is given back once a fold.
+        # Without `eager`, places that short halves leave empty are freed once a fold, so that
+        # results depend on the cuts.
         Balance(32, 8, "paper", eager=True),
         pytest.param(
             Balance(32, 8, "paper", sets="separate", precision=1.0, eager=True),
@@ -205,7 +208,7 @@ def test_it_does_not_matter_how_the_stream_was_cut(pool):
 
 
 def check_cuts(pool: Balance, length: int) -> None:
-    """Streams that were cut differently hold the same."""
+    """Check that streams with chunks of different sizes hold the same in the end."""
     flow = lumps(1, 3, length)
     one, *others = (Stream(pool, flow, chunk).whole() for chunk in (1, 7, 64, length))
     for other in others:
@@ -222,7 +225,7 @@ def test_nor_does_it_where_the_highest_level_is_halved_into_itself(few_levels, p
 
 
 def slots_of(stream: Stream, head: int) -> list[tuple[float, ...]]:
-    """(position, a, b, level) of the slots of a head of the first row, empty ones too."""
+    """Return (position, a, b, level) of all slots of a head of the first row, even empty ones."""
     held = stream.held
     level = stream.state["level"][:, :, : len(held)]
     parts = (held.position, held.a, held.b, level)
@@ -280,13 +283,15 @@ def test_slots_are_not_left_idle_by_short_halves_nor_by_small_blocks(pool):
     for arrivals in stream:
         if arrivals[0, 0, 0] > 1000:
             used.append(stream.held.held.sum(dim=2).double().mean())
-    # Eager levels have half of their places on average, and low ones are small.
+    # With `eager`, levels are half full on average, and low levels are small.
     assert sum(used) / len(used) > (0.35 if pool.eager else 0.7) * 64
 
 
 @pytest.mark.slow
 def test_so_few_slots_that_all_levels_are_used_up_keep_their_weight_too():
-    """As many sets as slots: a lone token of each rises with almost every one that comes."""
+    """There are as many sets as slots, and each set holds a single token. With almost every token
+    that arrives, one of them rises to the next level.
+    """
     flow = lumps(1, 2, 300)
     lengths = 4.0 ** (torch.arange(300) % 3)
     flow.values = F.normalize(torch.ones_like(flow.values), dim=-1) * lengths[:, None]
@@ -304,7 +309,9 @@ def test_so_few_slots_that_all_levels_are_used_up_keep_their_weight_too():
 
 @pytest.mark.slow
 def test_the_highest_level_is_as_fair_to_old_tokens_as_to_new_ones(few_levels):
-    """What stays is drawn anew each time: a half of all tokens stands for each half of them."""
+    """Which tokens stay is drawn at each halving. On average, the weights of the older half of all
+    tokens must add up to the size of this half.
+    """
     flow, shares = lumps(1, 64, 400), []
     for seed in range(8):
         held = Stream(Balance(4), flow, 50, draws=CounterRNG(seed)).whole().held
@@ -404,9 +411,6 @@ def test_what_is_no_number_is_refused_and_changes_nothing(bad, part):
     assert all(state[name] is t for name, t in stream.state.items())
 
 
-# --- the policy
-
-
 # --- through a model
 
 SMALL = "sink(2) | recent(6) | balance(16, block=4)"
@@ -415,7 +419,7 @@ APART = "sink(2) | recent(6) | balance(24, block=4, sets=separate)"
 
 
 def naive_pipe(pool: Balance, length: int, scale: float) -> Callable[..., Any]:
-    """Two sinks, six recent tokens and the naive loop."""
+    """Return the naive form of a pipe of two sinks, six recent tokens and the pool."""
     loops: dict[tuple[int, int], Reference] = {}
 
     def fold(held: Any, new: Any, at: Any) -> Any:
@@ -463,7 +467,8 @@ def test_a_prompt_that_a_model_reads_whole_is_halved_in_rounds(shallow, ids, tex
     mine = (held.pool == held.pools.index("balance")) & (held.position >= 0)
     for head in range(2):
         weights = held.b[0, head][mine[0, head]].exp().round().int().bincount()
-        # 142 tokens make 71, 35 and 17; then 3 are one too many, so 6 are halved once more.
+        # Three halvings of 142 tokens leave 17 of weight 8, one of 4 and one of 2. These 19 are 3
+        # too many, so 6 tokens are halved once more.
         found = {weight: count for weight, count in enumerate(weights.tolist()) if count}
         assert found == {2: 1, 4: 1, 8: 11, 16: 3}
 
@@ -475,7 +480,7 @@ def test_after_a_pool_that_lets_heads_differ_it_takes_what_each_lets_go(llama, i
     stream.feed(tokens)
     held = stream.slots(layer=0)
     mine = held.pool == held.pools.index("balance")
-    # All that came is somewhere: exact, or in the weights of what balance keeps.
+    # Every token is still represented: by its own slot, or in the weights of what balance keeps.
     exact = (held.position >= 0) & ~mine
     total = held.a.exp().where(mine, 0.0).sum(dim=2) + exact.sum(dim=2)
     within(total, torch.full_like(total, 90.0), weights_off(90) * 90)

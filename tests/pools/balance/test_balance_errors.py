@@ -1,4 +1,6 @@
-"""BalanceKV on real keys, as its section 4.1: errors of single layers of the packaged model."""
+"""BalanceKV on real keys, as in section 4.1 of its paper: attention errors of single layers of the
+packaged model.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ UNIFORM, AUTHORS = "uniform", "balancekv(halves=authors)"
 
 @pytest.fixture(scope="module")
 def errors():
-    """What `errors(names, rates, tokens, seeds)` measures: rows, and means by name and rate."""
+    """Return a function `errors(names, rates, tokens, seeds)`, which returns the measured rows, and
+    the means by name and rate.
+    """
     model, tokenizer = weir.load("nano")
     ids = encode(tokenizer, read_text("src/weir/assets/war-and-peace.txt.xz"), 4096)
 
@@ -33,7 +37,9 @@ def errors():
 
 @pytest.fixture(scope="module")
 def pieces():
-    """What `pieces(names, rates)` measures: the mean error over six texts, by name, rate, layer."""
+    """Return a function `pieces(names, rates)`, which returns the mean error over six texts, by
+    name, rate and layer.
+    """
     model, tokenizer = weir.load("nano")
     book = read_text("src/weir/assets/war-and-peace.txt.xz")
     texts = [encode(tokenizer, book[start:], 512) for start in range(5000, 125_000, 20_000)]

@@ -1,4 +1,4 @@
-"""Halves of a block: what is unbiased, what is not, and by how much halves are balanced."""
+"""Halving a block: which rules are unbiased, which are not, and how balanced the halves are."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SCALE = 8**-0.5
 
 
 def gaussian(tokens: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Keys and values [tokens, 8]."""
+    """Draw keys and values [tokens, 8]."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(2, tokens, 8, generator=generator).unbind(0)
 
@@ -26,7 +26,9 @@ def gaussian(tokens: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 def halves(
     how: Halving, keys: Tensor, values: Tensor, seeds: int, weight: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(who stays, a, b) for many draws over the same tokens [seeds, half]; who is -1 is nobody."""
+    """Halve the same tokens with many draws. Return the index of each token that stays (-1 for an
+    empty place), a and b [seeds, half].
+    """
     generator = torch.Generator().manual_seed(7)
     tokens = len(keys)
     each = torch.full((seeds, 1, tokens), weight)
@@ -41,8 +43,8 @@ def halves(
 
 
 def sums(keys: Tensor, values: Tensor, stays: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    """What ten queries get from each draw: the denominator and then the numerator
-    [seeds, 10, 1 + value_dim], float64.
+    """Return the sums of attention for ten queries over the tokens of each draw: the denominator,
+    then the numerator [seeds, 10, 1 + value_dim], float64.
     """
     index, a, b = stays
     queries = torch.randn(10, keys.shape[1], generator=torch.Generator().manual_seed(3))
@@ -55,14 +57,14 @@ def sums(keys: Tensor, values: Tensor, stays: tuple[Tensor, Tensor, Tensor]) -> 
 
 
 def exact(keys: Tensor, values: Tensor) -> Tensor:
-    """What ten queries get from all tokens [10, 1 + value_dim]."""
+    """Return the same sums over all tokens [10, 1 + value_dim]."""
     place = torch.arange(len(keys))[None]
     none = torch.zeros(1, len(keys))
     return sums(keys, values, (place, none, none))[0]
 
 
 def off(how: Halving, tokens: int) -> float:
-    """How far the mean over all draws is from the truth, in standard errors, at the worst."""
+    """Return how far a mean over all draws is from the exact sum, at most, in standard errors."""
     keys, values = gaussian(tokens)
     found = sums(keys, values, halves(how, keys, values, SEEDS))
     error = found.std(dim=0) / math.sqrt(SEEDS)
@@ -81,7 +83,8 @@ BIASED = [
 @pytest.mark.parametrize("how", UNBIASED)
 @pytest.mark.parametrize("tokens", [31, pytest.param(64, marks=pytest.mark.slow)])
 def test_pairs_leave_both_sums_what_they_are(how, tokens):
-    # 90 means; the largest of so many is beyond 5 standard errors once in ten thousand times.
+    # Of 90 means, the largest is off by more than 5 standard errors less than once in ten thousand
+    # times.
     assert off(how, tokens) < 5
 
 
@@ -93,7 +96,7 @@ def test_the_other_rules_do_not(how):
 @pytest.mark.parametrize(
     ("how", "tokens", "share"),
     [
-        # A fair coin's smaller side, of 64 and of 256 tokens, as Algorithm 2 has it.
+        # The smaller side of a fair coin's halves, as in Algorithm 2, of 64 and of 256 tokens.
         (Halving("paper", gamma=0.0), 64, 0.90),
         (Halving("paper", gamma=0.0), 256, 0.95),
         (Halving("authors", gamma=0.0), 64, 0.90),
@@ -135,7 +138,7 @@ def test_tokens_of_unlike_weight_keep_their_weight_in_the_mean():
 
 
 def discrepancy(how: Halving, keys: Tensor, values: Tensor, seeds: int = 200) -> float:
-    """The root mean square of what halving changes in both sums, over queries and draws."""
+    """Return the root mean square change of both sums by halving, over queries and draws."""
     change = sums(keys, values, halves(how, keys, values, seeds)) - exact(keys, values)
     return float(change.square().mean().sqrt())
 

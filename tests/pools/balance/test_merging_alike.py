@@ -1,4 +1,6 @@
-"""Lines that all lie alike are halved without sorting, and come out as if they had been sorted."""
+"""If all lines (one for each head of each row) have the same layout, they are halved without
+sorting, with the result that sorting would have given.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ HOW = Halving(), CounterRNG(5), 0.3
 
 
 def line(level: list[int], *, odd_weight: bool = False) -> Slots:
-    """Two rows of three heads, tokens of a level weighing what it says."""
+    """Return tokens for two rows of three heads, with the weights that their levels give."""
     n = len(level)
     generator = torch.Generator().manual_seed(n)
     keys, values = (torch.randn(2, 3, n, 8, generator=generator) for _ in range(2))
@@ -42,7 +44,7 @@ def reduced(slots: Slots, level: list[int], sizes: dict[int, tuple[int, ...]]) -
         {0: (6,)},
         {0: (4, 4, 4)},
         {0: (6, 4, 1), 1: (4,)},  # unequal blocks, and a token alone
-        {0: (8,), 1: (8,), 2: (10,), 3: (2,)},  # what rises is halved again
+        {0: (8,), 1: (8,), 2: (10,), 3: (2,)},  # tokens that rise are halved again
         {3: (4, 1)},
         {},
     ],

@@ -1,4 +1,4 @@
-"""Sets of their own for ranges of lengths, where there are more ranges than slots."""
+"""Separate sets for ranges of values' lengths, when there are as many ranges as slots, or more."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from weir.pools.counter_rng import CounterRNG
 from weir.slab import AttentionParams, Slots
 
 MOST = 100_000
-"""Halvings that no test here comes near, unless it has no end."""
+"""More halvings than any test here needs. Only an endless loop reaches this number."""
 
 
 @pytest.fixture(autouse=True)
 def bounded(monkeypatch):
-    """Halvings are counted, and too many are an error instead of a loop without end."""
+    """Count halvings, and fail if there are too many, instead of looping forever."""
     halve, calls = Group.halve, []
 
     def counted(self, level, block):
@@ -29,7 +29,9 @@ def bounded(monkeypatch):
 
 
 def arrivals(*numbers):
-    """The buckets of tokens that arrive, each with its place in the denominator before it."""
+    """Return the buckets of tokens that arrive, each after NO_BUCKET, which stands for the token's
+    place in the denominator.
+    """
     return [number for bucket in numbers for number in (NO_BUCKET, bucket)]
 
 

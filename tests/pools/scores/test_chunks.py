@@ -1,4 +1,6 @@
-"""Whole spans stay, by the average of any pool's score; read and written like any pool."""
+"""The pool `chunks` keeps the spans with the best average of another pool's scores. It is read and
+written like other pools.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ FOLD = Fold(CounterRNG(0), torch.tensor([0]), AttentionParams(1.0))
 
 @dataclass(frozen=True)
 class Told(Ranked):
-    """Scores as they are told, by place in the stream."""
+    """A pool with given scores, by position in the stream."""
 
     name: ClassVar[str] = "told"
 
@@ -44,7 +46,7 @@ def slots_of(position: list[int]) -> Slots:
 def test_the_best_spans_stay_whole_and_the_best_of_the_next_with_what_is_left(data):
     count, n, size = (data.draw(st.integers(*ends)) for ends in ((2, 30), (1, 12), (1, 6)))
     size = min(size, n)
-    # Sixteenths, so that no average rounds.
+    # Multiples of 2520 / 16, so that no average of up to ten scores is rounded.
     score = tuple(data.draw(st.integers(-48, 48)) / 16 * 2520 for _ in range(count))
     gone = data.draw(st.sets(st.integers(0, count - 1), max_size=count - 1))
     there = [p for p in range(count) if p not in gone]
@@ -94,7 +96,7 @@ def test_it_is_written_around_a_pool_and_read_again():
     made = policy("sink(4) | recent(60) | chunks(heavy(64), size=8)")
     assert made.pools == (Sink(4), Recent(60), Chunks(Heavy(64), 8))
     assert made.stands_for == "sink(4) | recent(60) | chunks(heavy(64), size=8)"
-    # A pool and not the policy of its name, whose budget would have to be larger.
+    # keydiff is the pool here, and not the policy of the same name, which needs a larger budget.
     assert policy("recent(9) | chunks(keydiff(4), size=2)").pools[1].slots() == 4
     assert policy(str(policy("chunks(pool=knorm(12))"))).pools == (Chunks(KNorm(12)),)
     assert policy("pyramid(sink(4) | recent(60) | chunks(heavy(64), 8), beta=2)").for_layer(0, 2)

@@ -1,6 +1,7 @@
-"""The same tokens are kept as NVIDIA's kvpress keeps, of the same tensors.
+"""weir keeps the tokens that NVIDIA's kvpress keeps, given the same tensors.
 
-What kvpress keeps was asked once, in an environment of its own: tests/data/kvpress/make_scores.py.
+What kvpress keeps was recorded once, in a separate environment, by
+tests/data/kvpress/make_scores.py.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ ROTARY = Rotary(torch.tensor(TOLD["frequencies"], dtype=torch.float64))
 def kept(
     pool: Pool, heads: int = 2, rotary: Rotary | None = None, projection: Any = None
 ) -> list[list[int]]:
-    """What a pool keeps of the tensors, all of them at once."""
+    """Return the positions that a pool keeps, by head, if all tokens are folded at once."""
     queries = 1.5 * numbers(1, N, heads, GROUP, DIM).permute(1, 2, 0, 3)[None]
     keys, values = 1.5 * numbers(2, 1, heads, N, DIM), numbers(3, 1, heads, N, DIM)
     place = torch.arange(N)
@@ -101,12 +102,14 @@ def test_expected_attention_keeps_what_its_press_keeps(name, pool):
 
 
 def test_along_given_filters_the_same_keys_stay(monkeypatch):
-    """Its filters point the other way; ours are found, so those of the fixture are put in place."""
+    """kvpress's filters point in the opposite direction. weir computes its filters, so the test
+    replaces them by the negated filters that kvpress was given.
+    """
     filters = -numbers(4, 1, 2, DIM)[:, :, None].expand(-1, -1, GROUP, -1).double()
     monkeypatch.setattr(qfilters, "common_direction", lambda queries: filters)
     assert kept(QFilters(KEPT)) == TOLD["qfilters"]
 
 
 def test_whole_spans_stay_where_its_chunks_stay():
-    """It chooses the same chunks for all heads, so there is one."""
+    """kvpress chooses the same chunks for all heads, so this test has only one head."""
     assert kept(Chunks(KNorm(KEPT), size=8), heads=1) == TOLD["chunks knorm"]

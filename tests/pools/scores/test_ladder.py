@@ -1,4 +1,4 @@
-"""LaCache's ladder: older tokens are thinned group by group, other ones in each layer."""
+"""LaCache's ladder: older tokens are thinned group by group, and layers drop different ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scores of the field: each is that of a naive loop, in a layer that reads a random stream."""
+"""Each score from the literature is that of a naive loop, in a layer that reads a random stream."""
 
 from __future__ import annotations
 
@@ -50,9 +50,11 @@ pytestmark = pytest.mark.thinned(3, least=2)
 DIM, VALUE, HEADS, GROUP, LENGTH, CHUNK = 8, 5, 2, 2, 60, 6
 FORM = AttentionParams(0.4, softcap=6.0)
 POSITIONS = LayerPositions(Rotary(torch.tensor([0.7, 0.11, 0.013]).double(), scaling=1.25))
-"""Six of eight dimensions turn."""
+"""Six of the eight dimensions are rotated."""
 OFF = softmax_off(DIM, 40)
-"""By how much of themselves shares of attention may be off: no logit is made of more than 40."""
+"""How far off shares of attention may be, relative to themselves: the terms of a logit add up to at
+most 40.
+"""
 
 
 def random(*shape: int) -> Tensor:
@@ -65,7 +67,7 @@ K, V = random(2, HEADS, LENGTH, DIM), random(2, HEADS, LENGTH, VALUE)
 
 @dataclass
 class Asked:
-    """One time that a pool was asked for scores."""
+    """One call of a pool's `score`, with its arguments and its result."""
 
     slots: Slots
     fold: Fold
@@ -73,7 +75,9 @@ class Asked:
     whole: Tensor
 
     def sights(self) -> list[tuple[naive.Sight, dict[int, float], int, int]]:
-        """What each row and head sees, the scores it was given, and which row and head it is."""
+        """For each row and head, return the input of a naive score, the pool's scores, and the
+        numbers of the row and the head.
+        """
         found = []
         for row in range(2):
             for head in range(HEADS):
@@ -99,7 +103,7 @@ class Asked:
 
 
 def asked(pool: Ranked, monkeypatch: Any, front: tuple[Pool, ...] | None = None) -> list[Asked]:
-    """Every time that a pool is asked in a layer that reads the stream, in two forwards."""
+    """Return all calls of a pool's `score` in a layer that reads the stream in two forwards."""
     every: list[Asked] = []
     score = type(pool).score
 
@@ -121,14 +125,14 @@ def asked(pool: Ranked, monkeypatch: Any, front: tuple[Pool, ...] | None = None)
 
 
 def same(got: dict[int, float], wanted: dict[int, float], off: float = OFF) -> None:
-    """The same scores up to rounding, relative to the largest finite one."""
+    """Check that scores are equal up to rounding, relative to the largest finite one."""
     assert got.keys() == wanted.keys()
     size = max((abs(x) for x in wanted.values() if math.isfinite(x)), default=0.0)
     for place, score in wanted.items():
         assert got[place] == pytest.approx(score, abs=off * size), place
 
 
-# Each score, with what says it naively of a sight.
+# For each score, the pool and the naive function that computes it from a `Sight`.
 PLAIN: dict[str, tuple[Ranked, Callable[[naive.Sight], dict[int, float]]]] = {
     "knorm": (KNorm(7), naive.knorm),
     "keydiff": (KeyDiff(7), naive.keydiff),
@@ -168,7 +172,9 @@ def test_a_score_is_that_of_a_naive_loop(name, monkeypatch):
 
 
 def test_expected_shares_too_small_for_a_float_do_not_tie():
-    """Steep queries expect next to nothing of most tokens, and more of some than of others."""
+    """If queries are large, the expected attention of most tokens is too small for a float, but
+    still larger for some than for others.
+    """
     keys = torch.arange(40.0)[torch.randperm(40, generator=torch.Generator().manual_seed(0))]
     keys = torch.stack([keys, torch.zeros(40)], dim=1)[None, None]
     zero, place = torch.zeros(1, 1, 40), torch.arange(40).expand(1, 1, 40)
@@ -233,7 +239,8 @@ def test_keyformer_adds_up_what_each_query_gives_once_with_noise(monkeypatch):
 
         return of
 
-    # The first time it is asked, three folds were: what those told is not compared.
+    # There were three folds before the first call of `score`. The scores that they added up are
+    # taken from this call, and compared only from the second one on.
     every = asked(pool, monkeypatch)
     for each in every:
         for sight, score, row, head in each.sights():
@@ -257,7 +264,7 @@ def test_vase_keeps_wide_values_and_draws_the_rest_by_their_attention(monkeypatc
 
 
 def test_a_draw_by_noisy_logarithms_is_one_without_replacement():
-    """Of three tokens weighing 1, 2 and 5, two are drawn one after the other, many times over."""
+    """Two of three tokens with weights 1, 2 and 5 are drawn one after the other, many times."""
     weight, times = torch.tensor([1.0, 2.0, 5.0]).double(), 20_000
     place = torch.arange(3).expand(1, 1, 3)
     index = torch.arange(times)[:, None, None]
@@ -287,7 +294,9 @@ def test_gumbel_noise_makes_the_largest_logit_a_draw_from_the_softmax():
 
 
 def test_scores_of_equal_keys_and_values_are_numbers():
-    """Nothing varies where everything is the same; `Ranked` would refuse what is no number."""
+    """If all keys and values are equal, nothing varies, and dividing by a variance would give NaN,
+    which `Ranked` refuses.
+    """
     place = torch.arange(9).expand(1, 1, 9)
     same_keys = torch.ones(1, 1, 9, 3)
     zero = torch.zeros(1, 1, 9)

@@ -1,4 +1,4 @@
-"""SubGen: Algorithm 1's samples, their weights, and what its two lemmas promise."""
+"""SubGen: the samples of the paper's Algorithm 1, their weights, and the claims of both lemmas."""
 
 from __future__ import annotations
 
@@ -44,19 +44,21 @@ class Token:
 
 
 def weights(position: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-weights of tokens that are weighted."""
+    """Return log-weights a and b for the tokens at these positions."""
     return position % 5 * 0.3, position % 7 * 0.3
 
 
 def token_of(flow: Flow, row: int, head: int, place: int) -> Token:
-    """A token of a flow, as the naive loop takes it."""
+    """Return a token of a flow in the form that the naive loop needs."""
     slots = flow.at(torch.full((*flow.keys.shape[:2], 1), place))
     parts = (slots.keys, slots.values, slots.a, slots.b)
     return Token(place, *(t[row, head, 0].tolist() for t in parts))
 
 
 def lumps(batch: int, heads: int, length: int, seed: int = 0) -> Flow:
-    """Keys of whole numbers, so that distances are exact, in lumps; some values are zero."""
+    """Return keys in lumps, and values, some of which are zero. Keys are whole numbers, so that
+    distances are exact.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def draw(low: int, high: int, *shape: int) -> Tensor:
@@ -81,7 +83,7 @@ class Stream(PoolStream):
 def coins(
     draws: CounterRNG, pool: SubGen, head: int, length: int
 ) -> Callable[[str, int, int], float]:
-    """The draws of one head, by purpose, place and entry."""
+    """Return a function that gives a head's random numbers, by purpose, position and entry."""
     place = torch.arange(length).expand(1, head + 1, -1)
     entries = {"pair": pool.samples, "sample": pool.per_cluster, "merge": pool.per_cluster}
     table = {
@@ -92,13 +94,13 @@ def coins(
 
 
 def reference_of(pool: SubGen, coin: Callable[[str, int, int], float]) -> Reference:
-    """The naive loop with a pool's parameters."""
+    """Return the naive loop with a pool's parameters."""
     delta = 0.0 if pool.delta == "auto" else float(pool.delta)
     return Reference(pool.samples, pool.per_cluster, pool.clusters, coin, delta, exact=pool.exact)
 
 
 def agree(stream: Stream, row: int, head: int, naive: Reference) -> None:
-    """The pool holds what the naive loop holds, and remembers the same."""
+    """Check that the pool holds what the naive loop holds, and that its state is the same."""
     position = stream.held.position[row, head]
     there = position >= 0
     wanted = naive.weights()
@@ -196,13 +198,15 @@ def test_the_invariants_of_both_lemmas_hold(tokens, s, m, t, delta, chunk):
         agree(stream, 0, 0, naive)
         state = {name: x[0, 0] for name, x in stream.state.items()}
         used = int((state["count"] > 0).sum())
-        # Lemma 1: mu, and M is drawn from the tokens whose values are not zero.
+        # Lemma 1: mu is the sum of squared lengths of values, and the samples M are drawn from
+        # tokens whose values are not zero.
         lengths = values[0, 0, :seen].double().square().sum(dim=1)
         assert state["mu"] == lengths.sum()
         drawn = state["pairs"][state["pairs"] >= 0]
         assert len(drawn) == (s if lengths.any() else 0)
         assert lengths[stream.held.position[0, 0][drawn]].all()
-        # Lemma 2: a partition of the keys, centers apart, keys near theirs, samples from their own.
+        # Lemma 2: clusters are a partition of the keys. Centers are far apart, keys are near the
+        # center of their cluster, and the samples of a cluster come from it.
         wide = state["delta"].item()
         assert state["count"].sum() == seen
         assert m is None or used <= m
@@ -220,14 +224,16 @@ def test_the_invariants_of_both_lemmas_hold(tokens, s, m, t, delta, chunk):
             assert math.dist(one, other) > wide
 
 
-# --- both sums are unbiased: as many streams as there are heads, over the same tokens
+# --- both sums are unbiased: each of many heads is a stream of its own over the same tokens
 
 RUNS = 3000
 QUERY = torch.tensor([0.6, -0.4], dtype=torch.float64)
 
 
 def same_tokens_for_all(length: int) -> Flow:
-    """Keys in lumps of different sizes, most of which come late; values of different lengths."""
+    """Return keys in lumps of different sizes, most of which appear late, and values of different
+    lengths. All heads have the same.
+    """
     generator = torch.Generator().manual_seed(5)
     lump = torch.tensor([[0.0, 0.0], [2.0, 1.0], [-1.0, 2.0], [1.0, -3.0]])
     which = torch.multinomial(
@@ -242,7 +248,7 @@ def same_tokens_for_all(length: int) -> Flow:
 
 
 def estimates(held: Slots) -> tuple[Tensor, Tensor]:
-    """(numerators [runs, value_dim], denominators [runs]) for the query."""
+    """Return numerators [runs, value_dim] and denominators [runs] of attention for the query."""
     held = held.map(lambda t: t[0].double() if t.is_floating_point() else t[0])
     logits = held.keys @ QUERY
     above = (logits + held.a).exp()[..., None] * held.values
@@ -250,7 +256,7 @@ def estimates(held: Slots) -> tuple[Tensor, Tensor]:
 
 
 def truth(flow: Flow, seen: int, pool: SubGen) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Both sums, and the variance that Algorithm 1's estimate of each must have."""
+    """Return both exact sums, each followed by the variance of Algorithm 1's estimate of it."""
     keys, values = flow.keys[0, 0, :seen].double(), flow.values[0, 0, :seen].double()
     e = (keys @ QUERY).exp()
     lengths = values.square().sum(dim=1)
@@ -294,7 +300,7 @@ def test_both_sums_are_unbiased_before_and_after_merges(pool):
         assert (mine_below.mean() - below).abs() < 5 * (below_var / RUNS).sqrt() + weights_off(
             seen
         ) * below
-        # And they spread as independent draws do.
+        # The variance is that of independent draws.
         assert ((mine.var(dim=0) / above_var - 1).abs() < 0.2).all()
         assert (mine_below.var() / below_var - 1).abs() < 0.2
     if pool.clusters:
@@ -363,7 +369,7 @@ def test_a_distance_to_begin_with_is_the_smallest_among_one_more_key_than_cluste
     keys = torch.tensor([0.0, 50.0, 50.0, 20.0, 90.0])[None, None, :, None]
     stream = Stream(SubGen(1, 3, 1), Flow(keys, torch.ones_like(keys)), 1)
     widths = [stream.state["delta"].item() for _ in stream]
-    # 0, 50, 20 and 90 are four: 20 lies next to 0.
+    # With 90, there are four different keys, one more than clusters. The two nearest are 0 and 20.
     assert widths == [0, 0, 0, 0, 20]
     assert stream.state["count"].tolist() == [[[2, 2, 1]]]
     assert stream.state["born"].tolist() == [[[0, 1, 4]]]
@@ -372,7 +378,7 @@ def test_a_distance_to_begin_with_is_the_smallest_among_one_more_key_than_cluste
 def test_clusters_do_not_merge_in_chains():
     keys = torch.tensor([0.0, 10.0, 20.0, 90.0])[None, None, :, None]
     stream = Stream(SubGen(1, 3, 1), Flow(keys, torch.ones_like(keys)), 4).whole()
-    # 10 goes to 0. 20 is near 10, which is no center any more.
+    # 10 joins the cluster of 0. 20 is near 10, but 10 is no longer a center.
     assert stream.state["born"].tolist() == [[[0, 2, 3]]]
     assert stream.state["count"].tolist() == [[[2, 1, 1]]]
 
@@ -388,9 +394,6 @@ def test_a_key_that_is_no_number_is_refused_and_changes_nothing(bad):
     assert all(state[name] is t for name, t in stream.state.items())
 
 
-# --- the policy
-
-
 # --- through a model
 
 SMALL = "sink(2) | recent(6) | subgen(samples=6, clusters=4, per_cluster=2)"
@@ -398,7 +401,7 @@ OPEN = "sink(2) | recent(6) | subgen(samples=6, clusters=none, per_cluster=2, de
 
 
 def naive_pipe(pool: SubGen, length: int) -> Callable[..., Any]:
-    """Two sinks, six recent tokens and the naive loop."""
+    """Return the naive form of a pipe of two sinks, six recent tokens and the pool."""
     loops: dict[tuple[int, int], Reference] = {}
 
     def fold(held: Any, new: Any, at: Any) -> Any:
@@ -452,7 +455,7 @@ def test_a_whole_prompt_at_once_is_sampled_as_one_that_came_in_chunks(llama, ids
 
 @pytest.mark.slow
 def test_rows_of_a_stream_without_a_limit_grow_apart(llama, ids):
-    # One row says the same token again and again, the other one has new keys all the time.
+    # One row repeats the same token, and the other gets new keys all the time.
     tokens = ids(2, 200)
     tokens[0] = 7
     text = "recent(4) | subgen(samples=2, clusters=none, per_cluster=1, delta=0.5)"
