@@ -110,7 +110,7 @@ def _measured(model: PreTrainedModel, length: int) -> tuple[float, float]:
 
 @torch.no_grad()
 def _sensitivity(model: PreTrainedModel, length: int, turn: float) -> tuple[float, float]:
-    """(change of logits per unit of change of the weights, relative to the largest; the largest).
+    """(change of logits per unit of change of weights, relative to the largest logit; this logit).
 
     Args:
         model: any causal language model.

@@ -1,7 +1,7 @@
 """Every pool must cope with strange keys and values, odd sizes, and too few slots.
 
-Most tests feed a single layer without a model, so that its head dimensions can be such as no model
-here has. A test checks that `PIPES` below contains every pool of `POOLS`.
+Most tests feed a single layer without a model, so that its head dimensions can be ones that no
+model here has. A test checks that `PIPES` below contains every pool of `POOLS`.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def tokens(keys: Tensor, values: Tensor, first: int) -> Slots:
 
 
 def reading(whole: Slots, queries: Tensor) -> ObservedAttention:
-    """What the last queries [1, heads, group, n, dim] read, without positions."""
+    """The attention of the last queries [1, heads, group, n, dim], without positions."""
     nowhere = whole.position[:, :, :0]
     ahead = torch.tensor([int(whole.position.max()) + 1 + queries.shape[3]])
     return ObservedAttention(lambda: whole, lambda: nowhere, queries, ahead, FORM, LayerPositions())

@@ -81,7 +81,7 @@ class Stream:
         self.seen, self.waiting, self.at = [0] * self.batch, [0] * self.batch, 0
 
     def read(self, columns: int) -> None:
-        """Feed the next columns; in one of them, a row may have no token yet."""
+        """Feed the next columns. A row that begins later has no token in some of them."""
         part = slice(self.at, self.at + columns)
         begins = torch.arange(self.batch) * self.lag
         real = torch.arange(self.at, self.at + columns) >= begins[:, None]

@@ -89,7 +89,7 @@ def hive_of(*parameters: Any, prompt: int = 0) -> Callable[..., tuple[list[Any],
     """A fold (mine, new, at) -> (mine, gone); `at` has the layer and the head.
 
     Args:
-        parameters: of `Beehive`.
+        parameters: those of `Beehive`.
         prompt: length of a prompt that is folded at once; 0 for none.
     """
     hives: dict[Any, Beehive] = {}

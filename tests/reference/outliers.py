@@ -12,7 +12,7 @@ def dot(x: list[float], y: list[float]) -> float:
 
 @dataclass
 class Outliers:
-    """The tokens that one head keeps: `held` has, by position, how far each key points away."""
+    """What one head keeps: `held` has, by position, how far a key points away from the mean."""
 
     n: int
     over: int

@@ -125,7 +125,7 @@ class Kept(Cache):
 
     @property
     def is_linear(self) -> list[bool]:
-        """No layer is."""
+        """No layer has linear attention."""
         return [False] * len(self.types)
 
     is_dummy = is_linear

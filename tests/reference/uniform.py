@@ -24,5 +24,5 @@ def by_rate(tokens: Sequence[int], rate: float, draw: Callable[[int], float]) ->
 
 
 def log_weight(came: int, n: int) -> float:
-    """What each of n tokens must count for so that sums over all that came are unbiased."""
+    """The log-weight of each of n tokens that makes sums over all arrived tokens unbiased."""
     return math.log(max(1.0, came / n))

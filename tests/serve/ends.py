@@ -75,7 +75,7 @@ def shares(
     *,
     read: bool = False,
 ) -> dict[int, Share]:
-    """For each number of windows, check the answers of the turns that follow after so many windows.
+    """For each number of windows, check the next answers of sessions that have seen that many.
 
     Args:
         model: a model from `train`.

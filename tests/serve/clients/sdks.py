@@ -355,7 +355,7 @@ class LangChainAgent(Talk):
 
 
 class LlamaIndex(Talk):
-    """LlamaIndex' chat engine, whose memory is saved to a file."""
+    """LlamaIndex' chat engine, whose memory is saved as JSON."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind

@@ -1,4 +1,4 @@
-"""Two replicas on Ray: one is killed, and its session goes on on the other."""
+"""Two replicas on Ray: one is killed, and its session continues on the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""For tests of stores: checkpoints of a small model, and disks whose process is killed anywhere."""
+"""For tests of stores: checkpoints of a small model, and processes killed at any disk change."""
 
 from __future__ import annotations
 
