@@ -1,18 +1,19 @@
-"""How far two runs of one computation may lie apart, derived from the roundings on the way.
+"""How far two runs of one computation may differ, derived from the roundings in between.
 
-Two machines, or two kernels of one, take the same sums in different orders, and no test may depend
-on the order. So no tolerance is a number that once passed: it is what rounding allows, for the
-precision, the number of terms and the size of what is compared. What is the same operations in the
-same order on any machine is compared with `torch.equal`, and needs nothing from here.
+Two machines, or two kernels on one machine, add the same terms in different orders, and no test may
+depend on the order. So tolerances are not numbers with which a test once passed. They are what
+rounding allows for the precision, the number of terms, and the size of the compared numbers.
+Results of the same operations in the same order on every machine are compared with `torch.equal`
+and need nothing from this file.
 
-A rounding to the nearest number is off by up to half an eps of it, as a standard deviation by
+Rounding changes a number by up to half an eps of its size, which is a standard deviation of
 eps / sqrt(12). A sum of n terms is rounded n times, and no partial sum exceeds the sum of the
-terms' sizes. Roundings fall either way and cancel (Higham and Mary 2019, "A New Approach to
-Probabilistic Rounding Error Analysis", section 3), so a sum in any order is off by
-eps * sqrt(n / 12) of that size, and two of them lie eps * sqrt(n / 6) apart. Five standard
-deviations of that are exceeded once in 1.7 million numbers: 5 / sqrt(6) = 2.04, hence `SUM`.
+terms' sizes. Some roundings go up and some down, so that they partly cancel (Higham and Mary 2019,
+"A New Approach to Probabilistic Rounding Error Analysis", section 3). So a sum in any order is off
+by eps * sqrt(n / 12) of that size, and two sums differ by eps * sqrt(n / 6) of it. Five of these
+standard deviations are exceeded once in 1.7 million numbers: 5 / sqrt(6) = 2.04, hence `SUM`.
 
-This file knows nothing about weir.
+This file does not use weir.
 """
 
 from __future__ import annotations
@@ -26,76 +27,76 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 SUM = 2
-"""Two sums of n terms lie at most this many eps * sqrt(n) of the terms' sizes apart."""
+"""Two sums of n terms differ by at most this many eps * sqrt(n) of the sum of the terms' sizes."""
 STEP = 2.0**-14
-"""By how much of itself a weight is moved to see what that does: far above its last place."""
+"""The share by which weights are changed to measure the effect: far more than by rounding."""
 TOKENS, DRAWS = 1024, 3
-"""How many tokens are read, and how often the weights are moved, to find the worst of them."""
+"""How many tokens are read, and how often the weights are changed, to find the largest effect."""
 _found: WeakKeyDictionary[PreTrainedModel, dict[int, tuple[float, float]]] = WeakKeyDictionary()
 
 
 def off(terms: int = 1, dtype: torch.dtype = torch.float32) -> float:
-    """How far apart two sums of so many terms may lie, relative to the sum of the terms' sizes."""
+    """How far two sums of `terms` terms may differ, relative to the sum of the terms' sizes."""
     return SUM * torch.finfo(dtype).eps * math.sqrt(terms)
 
 
 def softmax_off(terms: int, logit: float, dtype: torch.dtype = torch.float32) -> float:
-    """How far apart two softmax weights may lie, relative to themselves.
+    """How far two softmax weights may differ, relative to themselves.
 
-    Each is the exponential of a logit, so it is off, relatively, by what its logit is off
-    absolutely. Both the logit and its largest neighbor, which is taken off, count.
+    Each is the exponential of a logit, so its relative error is the absolute error of the logit.
+    The errors of the logit and of the largest logit, which is subtracted from it, add up.
 
     Args:
-        terms: that a logit is the sum of: the heads' size.
-        logit: the sum of those terms' sizes, |query| |key| scale at most.
+        terms: number of terms of a logit: the dimension of a head.
+        logit: the sum of these terms' sizes, at most |query| |key| scale.
         dtype: the precision.
     """
     return 2 * off(terms, dtype) * logit
 
 
 def weights_off(total: float, additions: int = 16) -> float:
-    """How far a sum of weights may be off, relative to itself, that are kept as logarithms.
+    """How far a sum of weights may be off, relative to itself, if weights are stored as logarithms.
 
-    A weight e^a is off, relatively, by what `a` is off absolutely.
+    The relative error of a weight e^a is the absolute error of `a`.
 
     Args:
-        total: what the weights sum to; no logarithm exceeds its own.
-        additions: in float32, one after the other, that the largest logarithm is made of.
+        total: the sum of the weights. No weight's logarithm exceeds the sum's.
+        additions: number of float32 additions, one after the other, in the largest logarithm.
     """
     return off(additions) * (1 + math.log(max(1.0, total)))
 
 
 def run_off(model: PreTrainedModel, length: int = 64) -> float:
-    """How far apart two runs' logits may lie, relative to the largest of them.
+    """How far two runs' logits may differ, relative to the largest of them.
 
-    A run that rounds is an exact run of other weights (backward error analysis): a product in a sum
-    of n is off by eps * sqrt(n / 12) of itself, and so in effect is its weight. So every weight is
-    moved at random by `STEP` of itself to see how far the logits move, and the rotary frequencies
-    by as much less as the two roundings of a plain model's angles are fewer. The largest movement
-    of any logit for each unit of `STEP`, times how far apart two runs' products are,
-    eps * sqrt(n / 6), is the bound. Deep models and steep attention have a wide one, flat ones a
-    narrow one, and no kernel has a say.
+    A run with roundings is an exact run with other weights (backward error analysis): a product in
+    a sum of n is off by eps * sqrt(n / 12) of itself, as if its weight were off by that much. So
+    every weight is changed at random by `STEP` of itself, and the change of the logits is measured.
+    Rotary frequencies are changed less, because a plain model rounds angles only twice. The bound
+    is the largest change of any logit, per unit of change of the weights, times the difference of
+    two runs' products, eps * sqrt(n / 6). It is wide for deep models and steep attention and narrow
+    for flat ones, and it does not depend on any kernel.
 
     Args:
         model: any causal language model.
-        length: how many tokens a row has; angles are the less exact the more of them there are.
+        length: number of tokens of a row. Angles are less exact in longer rows.
     """
     return _measured(model, length)[0]
 
 
 def nll_off(model: PreTrainedModel, tokens: int, length: int = 64) -> float:
-    """How far apart two runs' means of so many negative log-likelihoods may lie, in nats.
+    """How far two runs' means of `tokens` negative log-likelihoods may differ, in nats.
 
-    Each is the difference of two numbers of the size of logits, and each token is off by itself:
-    of a mean, roundings leave one part in the root of the number of tokens. A perplexity is off
-    by as much relatively.
+    Each likelihood's logarithm is the difference of two numbers of the size of logits. The errors
+    of tokens are independent, so the error of their mean is smaller by the square root of their
+    number. It is also the relative error of a perplexity.
     """
     relative, size = _measured(model, length)
     return 2 * relative * size / math.sqrt(tokens)
 
 
 def _measured(model: PreTrainedModel, length: int) -> tuple[float, float]:
-    """How far apart logits of a model may lie, relative to the largest of random text; and that."""
+    """(how far logits may differ, relative to the largest of a random text; this largest one)."""
     mine = _found.setdefault(model, {})
     if length not in mine:
         # Terms of the model's longest sum of products with weights.
@@ -109,12 +110,12 @@ def _measured(model: PreTrainedModel, length: int) -> tuple[float, float]:
 
 @torch.no_grad()
 def _sensitivity(model: PreTrainedModel, length: int, turn: float) -> tuple[float, float]:
-    """How far the logits move for each unit that the weights move, relative to the largest one.
+    """(change of logits per unit of change of weights, relative to the largest logit; this logit).
 
     Args:
         model: any causal language model.
         length: tokens of a row.
-        turn: how far rotary frequencies move for each unit that the weights move.
+        turn: change of rotary frequencies per unit of change of the weights.
     """
     draw = torch.Generator().manual_seed(0)
     vocabulary = model.get_input_embeddings().weight.shape[0]
@@ -136,29 +137,29 @@ def _sensitivity(model: PreTrainedModel, length: int, turn: float) -> tuple[floa
 
 
 def close(got: Tensor, wanted: Tensor, terms: int = 1, size: float | Tensor | None = None) -> None:
-    """Both are the same sums of `terms` numbers, but for rounding.
+    """Assert that both are the same sums of `terms` numbers, but for rounding.
 
     Args:
         got: what weir computed; its dtype is the precision.
         wanted: what it should be, in the same shape, in that precision or in float64.
-        terms: that were added up; where sums follow one another, of all of them.
-        size: what the terms' sizes sum to, entry by entry or the largest of all; by default the
-            largest entry of `wanted`, which is right where nothing cancels.
+        terms: number of terms that were added up; if sums follow one another, of all sums.
+        size: the sum of the terms' sizes, for each entry or the largest of all; by default the
+            largest entry of `wanted`, which is right if no terms cancel.
     """
     within(got, wanted, off(terms, got.dtype) * (largest(wanted) if size is None else size))
 
 
 def close_runs(got: Tensor, wanted: Tensor, model: PreTrainedModel, length: int = 64) -> None:
-    """Both are what one model made of the same tokens, but for rounding.
+    """Assert that both are what one model computes from the same tokens, but for rounding.
 
-    Logits, or what was computed on the way to them and so was rounded less often: keys, values,
-    queries, the attention a slot received.
+    They can be logits, or numbers from which logits are computed and which were rounded less often:
+    keys, values, queries, the attention that a slot received.
     """
     within(got, wanted, run_off(model, length) * largest(wanted))
 
 
 def within(got: Tensor, wanted: Tensor, bound: float | Tensor) -> None:
-    """No entry is off by more than its bound, and those that are not finite are the same."""
+    """Assert that no entry is off by more than its bound, and that infinite entries are equal."""
     assert got.shape == wanted.shape
     got, wanted = got.double(), wanted.double()
     apart = (got - wanted).abs().where(got != wanted, 0.0)  # infinities are equal, too
@@ -169,6 +170,6 @@ def within(got: Tensor, wanted: Tensor, bound: float | Tensor) -> None:
 
 
 def largest(numbers: Tensor) -> float:
-    """The size of the largest finite number, 0 where there is none."""
+    """The size of the largest finite number; 0 if there is none."""
     there = numbers.detach()[numbers.isfinite()]
     return float(there.abs().max()) if there.numel() else 0.0

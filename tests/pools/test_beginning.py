@@ -1,4 +1,4 @@
-"""The beginning: each row keeps as many first tokens as it was told."""
+"""The pool `beginning`: a row keeps its first tokens, as many as its marks say and at most n."""
 
 from __future__ import annotations
 

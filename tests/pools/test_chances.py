@@ -1,4 +1,4 @@
-"""What chance does in samples: who is kept, and with what weights, over thousands of seeds."""
+"""Random samples under thousands of seeds: which tokens are kept, and with what weights."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ WEIGHTED = pytest.mark.parametrize(
 
 @pytest.fixture(scope="module")
 def seeds() -> ManySeeds:
-    """Four thousand of them."""
+    """4,000 seeds at once, one for each head."""
     return ManySeeds.of(SEEDS, MIDDLE)
 
 
@@ -71,7 +71,8 @@ def test_by_rate_every_token_is_kept_with_that_probability_and_for_itself(seeds)
     chi = ((counts - SEEDS * 0.25) ** 2).sum().item() / (SEEDS * 0.25 * 0.75)
     assert z_of_chi_square(chi, MIDDLE) < 5
     sizes = kept.held.sum(dim=2).double()[0]
-    # A binomial's variance; were tokens kept in company, sizes would spread more.
+    # The variance of a binomial distribution. If some tokens were kept together, sizes would vary
+    # more.
     variance = MIDDLE * 0.25 * 0.75
     assert abs(float(sizes.var()) - variance) < 5 * variance * math.sqrt(2 / SEEDS)
 
@@ -99,12 +100,12 @@ def test_it_makes_no_difference_how_arrivals_are_cut(steps, samples, weighted):
 
 
 def exact(came: int, query: torch.Tensor) -> torch.Tensor:
-    """Both sums over all that came."""
+    """Numerator and denominator of attention over all tokens that arrived."""
     return sums(arrivals(0, came, 1, KEYS), query)[0]
 
 
 def worst_bias(kept: Slots, came: int) -> float:
-    """Over the queries and both sums, in standard deviations."""
+    """The largest bias over all queries and both sums, in standard deviations."""
     return max(bias(sums(kept, query), exact(came, query)) for query in QUERIES)
 
 
@@ -116,7 +117,8 @@ def test_weighted_both_sums_are_unbiased_whenever_it_folds(seeds, pool):
 
 @WEIGHTED
 def test_other_weights_would_be_biased(seeds, pool):
-    # The right sample with the plain weights, and with weights that are four per cent off.
+    # The right sample, with weights that are a third of the right ones (as without weighting), and
+    # with weights that are 4% or 6% too small or too large.
     *_, (_, kept) = folds(pool, seeds, [24], KEYS)
     for wrong in (1 / 3, *((23 / 24, 25 / 24) if pool.slots() else (0.94, 1.06))):
         off = replace(kept, a=kept.a + math.log(wrong), b=kept.b + math.log(wrong))

@@ -1,4 +1,6 @@
-"""Defended tokens: the largest attention of any query, faded, times what values say."""
+"""The pool `defend`: tokens stay by the largest attention that any query gave them, which fades
+with time, times the length of their values.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,7 @@ def test_a_model_reads_as_with_a_naive_pool(
     reads_as(stream, twin, ids(1, 150), whole)
 
 
-# --- one pool by itself: keys are numbers, and each query wants some of them
+# --- one pool without a model: keys are numbers, and each query attends mostly to some of them
 
 
 def tokens(keys: list[float], first: int = 0, values: list[float] | None = None) -> Slots:
@@ -68,7 +70,7 @@ def tokens(keys: list[float], first: int = 0, values: list[float] | None = None)
 
 
 def folded(pool: Defend, held: Slots, new: Slots, query: float, state: dict[str, Tensor]) -> Slots:
-    """What stays when one query has read everything."""
+    """The slots that stay after a fold in which one query attends to everything."""
     whole = held.join(new)
     seen = torch.tensor([int(new.position.max()) + 1])
     queries = torch.full((1, 1, 1, 1, 1), query)
@@ -82,7 +84,9 @@ def folded(pool: Defend, held: Slots, new: Slots, query: float, state: dict[str,
 
 
 def stays(half_life: int | None) -> list[int]:
-    """What is left of a token that one query wanted most, after three that want another."""
+    """The places of the tokens that stay: one query attended most to token 1, the next three to
+    newer tokens.
+    """
     pool = Defend(2, window=1, half_life=half_life, kernel=1, wide=0)
     empty = tokens([])
     state = pool.state(empty)

@@ -33,7 +33,7 @@ CAN = [text for text in TEXTS if droppable(text)]
 
 
 def near(found, wanted, model) -> None:
-    """Whether logits differ by rounding only."""
+    """Assert that logits differ by rounding only."""
     assert (found - wanted).abs().max() <= run_off(model) * wanted.abs().max()
 
 
@@ -66,7 +66,7 @@ def test_no_pool_keeps_what_was_dropped(text):
     cache.drop(0, [(START, STOP)])  # again
     after = feed(model, cache, ids(1, seed=1))
     assert after.isfinite().all()
-    # A row that is taken and put goes on in the same way, and is one that a row can be.
+    # A row that is put into another cache passes its checks there and goes on in the same way.
     other = weir.StreamingCache(model, text, chunk=4)
     other.put_row(0, cache.take_row(0), check=True)
     for seed, length in enumerate((1, 5, 1, 1, 30, 1, 40), 2):
@@ -118,7 +118,7 @@ def test_quantized_slots_are_dropped_too(slots):
     twin = weir.StreamingCache(model, f"sink(2) | recent(4) | recent(56):{slots}", chunk=4)
     feed(model, twin, other)
     twin.drop(0, [(START, STOP)])
-    # Of what was dropped nothing is left, in no buffer.
+    # No buffer still contains anything of the dropped tokens.
     for name, t in twin.take_row(0).tensors.items():
         assert torch.equal(t, state.tensors[name]), name
     more = ids(9, seed=1)

@@ -1,7 +1,7 @@
-"""What every pool must bear: strange keys and values, odd sizes, too little room.
+"""Every pool must cope with strange keys and values, odd sizes, and too few slots.
 
-A layer by itself, so that head dimensions can be what no model here has. Whatever `POOLS` holds is
-tested; a pool that is not among the pipes below is missing, and a test says so.
+Most tests feed a single layer without a model, so that its head dimensions can be ones that no
+model here has. A test checks that `PIPES` below contains every pool of `POOLS`.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ EVERY = [
     for texts in PIPES.values()
     for text in texts
 ]
-"""Every pipe; of each pool the first is quick."""
+"""All pipes. Those after the first pipe of each pool are marked as slow."""
 
 LENGTH, CHUNK = 90, 4
 
@@ -117,7 +117,7 @@ def fed(
 ) -> tuple[Tensor, Layer]:
     """Answers [batch, heads, LENGTH, value_dim] in forwards of several lengths, and the layer.
 
-    After each forward the slab is as large as before, and holds whole tokens of the stream.
+    Asserts after each forward that the slab is as large as before, and that its slots are valid.
     """
     pipe = policy(text).for_layer(0, 1)
     gate = lambda keys, values: keys.float().sum(dim=3).tanh()  # noqa: E731
@@ -153,7 +153,7 @@ def exactly(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 
 def test_every_pool_is_tested_here():
-    assert set(PIPES) == set(POOLS) - {"every", "loud"}  # which other tests register for a while
+    assert set(PIPES) == set(POOLS) - {"every", "loud"}  # other tests register these for a while
     for name, texts in PIPES.items():
         assert all(name in {pool.name for pool in policy(text).pools} for text in texts)
 
@@ -168,12 +168,12 @@ def test_head_dimensions_may_be_odd_and_differ_and_there_may_be_one_head(text, h
     values = random(2, heads[1], LENGTH, dims[1])
     out, layer = fed(text, queries, keys, values)
     assert out.shape == (2, heads[0], LENGTH, dims[1])
-    if "exact=false" not in text:  # which draws from the first token on
+    if "exact=false" not in text:  # such a pool draws tokens at random from the first one on
         first = min(sum(pool.slots() or 99 for pool in policy(text).pools), 6)
         logit = 0.4 * largest(queries.norm(dim=-1)) * largest(keys.norm(dim=-1))
         bound = (softmax_off(dims[0], logit) + off(first)) * largest(values)
         within(out[:, :, :first], exactly(queries, keys, values)[:, :, :first], bound)
-    # What a slot holds is a token of the stream, whole, with its own key and value.
+    # Each slot holds a token of the stream with the value that it had there.
     if policy(text).pools[-1].synthetic:
         return
     held = layer.state.slab.run(0, sum(layer.state.lengths[0]))
@@ -190,7 +190,8 @@ def test_strange_keys_and_values_are_borne(text):
     queries, keys, values = (random(1, 2, LENGTH, n) for n in (7, 7, 5))
     alike = (random(1, 2, 1, n).expand(-1, -1, LENGTH, -1) for n in (7, 5))
     same_key, same_value = alike
-    # Where slots weigh the same in both sums, an answer lies among the values.
+    # If a slot has the same weight in numerator and denominator, answers lie between the smallest
+    # and the largest value.
     among = not policy(text).two_weights
     out, _ = fed(text, queries, same_key, values)
     if among:
@@ -316,18 +317,19 @@ def test_a_budget_is_kept_or_refused_with_a_reason(name):
         try:
             made = policy(f"{name}(budget={budget})")
         except PolicyError as refusal:
-            assert refusal.at in (0, len(f"{name}(budget="))  # the call's, or the number's place
+            # The place of the call or of the number.
+            assert refusal.at in (0, len(f"{name}(budget="))
             assert str(refusal).count("\n") == 0
             continue
         kept.append(budget)
         if isinstance(made, Pipe):
             assert 1 <= made.slots <= budget
-    # Once there is room there is room for every larger budget.
+    # If a budget is enough, so is every larger one.
     assert kept == list(range(kept[0], 60))
     assert kept[0] >= 1
 
 
-# --- what is announced is what is held
+# --- a slab has the slots that its policy announces
 
 
 @pytest.fixture(scope="module")
@@ -349,7 +351,7 @@ def test_a_slab_has_the_slots_that_are_announced_and_keeps_its_bytes(nano, name)
     layers = stream.cache.stack
     announced = [stream.policy.for_layer(n, len(layers)).slots for n in range(len(layers))]
     assert [len(layer.state.slab) - 16 for layer in layers] == announced
-    more = 64 + 16 if name == "pinned" else 0  # which it adds to what it pins
+    more = 64 + 16 if name == "pinned" else 0  # slots that `pinned` adds to its policy's
     assert sum(announced) <= (96 + more) * len(layers)
     slabs = [layer.state.slab.tensors() for layer in layers]
     states = [layer.state.slab.state for layer in layers]

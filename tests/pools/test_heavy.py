@@ -19,7 +19,7 @@ FOLD = Fold(CounterRNG(0), torch.tensor([0]), AttentionParams(1.0))
 
 
 def with_mass(mass: list[list[float]], start: int = 0):
-    """One row's tokens from place `start` on with what they have received, by head."""
+    """Tokens of one row from place `start` on; `mass` has the attention each received, by head."""
     width = len(mass[0])
     slots = tokens(torch.arange(start, start + width).expand(1, len(mass), -1))
     slots.mass = torch.tensor([mass])

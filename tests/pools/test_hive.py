@@ -1,4 +1,4 @@
-"""BUZZ's beehive: local maxima of new tokens, every few-th of the old ones."""
+"""The pool `hive` (BUZZ): an eviction keeps local maxima of new tokens, and thins out old ones."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_model_with_it_gives_what_the_naive_loop_gives(
 
 
 def ceiled(n: int, by: int) -> int:
-    """n / by, rounded up: what sampling one of every `by` leaves of n."""
+    """n / by, rounded up: how many of n tokens are left if one of every `by` tokens is kept."""
     return -(-n // by)
 
 
@@ -130,9 +130,10 @@ def test_its_size_follows_the_recurrence_and_settles_where_the_theorem_says(stri
         expected.append(ceiled(old, small) + ceiled(threshold + 1 - old, stride))
     assert len(after) > 15
     assert after == expected
-    # Without rounding: a = a / small + (T - a) / stride, which is the theorem's w. Rounding up adds
-    # less than 1 twice, the token in excess of T adds 1 / stride, and a / small - a / stride of all
-    # that comes back with the next eviction.
+    # `after` has the number of tokens, a, after each eviction. Without rounding, it settles where
+    # a = a / small + (T - a) / stride, and this a is the theorem's w. Each eviction adds less than
+    # 1 twice by rounding up, and 1 / stride for the token in excess of T. Of what earlier evictions
+    # added, the share 1 / small - 1 / stride is left, so the sum is divided by `share`.
     share = 1 - Fraction(1, small) + Fraction(1, stride)
     exact = Fraction(threshold, stride) / share
     if stride % 2:
@@ -174,11 +175,11 @@ def test_it_fills_its_slots_and_never_exceeds_them(chunk):
     assert max(sizes) == 23 == Hive(23, 5).slots()
 
 
-# --- whom it keeps
+# --- which tokens it keeps
 
 
 def one_eviction(mass: list[list[float]], **options: bool) -> list[list[int]]:
-    """Who stays when so many tokens come that one eviction is due."""
+    """The tokens of each head that stay when just enough tokens arrive for one eviction."""
     width = len(mass[0])
     pool = Hive(width - 1, 4, **options)
     new = tokens(torch.arange(width).expand(1, len(mass), -1))
@@ -207,7 +208,8 @@ def test_swapped_strides_halve_the_segments():
 def test_old_tokens_are_thinned_from_the_oldest_on_whatever_they_received():
     heavy_ends = [[9.0] + [float(place % 4 == 3) for place in range(1, 13)]]
     assert one_eviction(heavy_ends) == [[0, 7, 11, 12]]
-    # Old: 0, 7, 11, 12; new: 13 to 21. Every second of the old, the maxima of the new.
+    # Tokens 0, 7, 11 and 12 are old, 13 to 21 are new. Every second old token stays, and the
+    # maximum of each segment of new tokens.
     pool, start = Hive(12, 4), tokens(torch.arange(13).expand(1, 1, -1))
     start.mass = torch.tensor([heavy_ends])
     state = pool.state(start)
@@ -232,7 +234,7 @@ def test_buzz_shares_its_budget_as_the_theorem_says(budget, stride):
     sink, recent, hive = made.pools
     assert (sink, hive.stride, made.slots) == (Sink(4), stride, budget)
     ratio = Fraction(stride**2 + 1, stride + 1) if stride % 2 else stride - 1
-    # A window of one token more or less would be farther from the ratio, or as far.
+    # With one token more or less in the window, the ratio would be no closer.
     assert abs(hive.threshold - ratio * recent.n) <= (1 + ratio) / 2
 
 

@@ -1,5 +1,5 @@
-"""What every pool must bear in a model: below its budget it is dense, rows do not know each other,
-and a restored stream goes on bit for bit.
+"""Pools in a model: attention is dense below the budget, rows do not affect each other, and a
+restored stream goes on bit for bit.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ ROWS = {
     "long": {"pads": [0, 13, 40]},
     "by the token": {"pads": [0, 13], "sizes": [30, 1, 59]},
 }
-"""How a batch of 90 tokens is padded and fed."""
+"""Ways to pad a batch of 90 tokens and to cut it into calls of the model."""
 POLICIES = {
     "sink(2) | recent(6) | balance(16, block=4)": "by the token",
     "sink(2) | recent(6) | balance(16, 8, halves=authors, sets=flat)": "by the token",
@@ -42,7 +42,7 @@ POLICIES = {
     "sink(2) | recent(8) | snap(14, window=4, kernel=3)": "long",
     "sink(2) | recent(8) | snap(14, window=4, kernel=3, frame=stream)": "long",
 }
-"""How each is fed."""
+"""Policies, each with the entry of `ROWS` that says how its rows are fed."""
 GROWS = [text for text in POLICIES if "none, per" in text]
 
 

@@ -38,7 +38,8 @@ class Token:
 
 
 def slots_at(position: Tensor, keys: Tensor) -> Slots:
-    """Tokens at places [batch, kv_heads, n], -1 for none; values and weights follow from them.
+    """Tokens at places [batch, kv_heads, n], -1 for none; values and weights are computed
+    from the places.
 
     `keys` [batch, kv_heads, length, key_dim] are those of the whole stream.
     """
@@ -91,7 +92,8 @@ def test_it_holds_what_a_naive_loop_holds(pool, chunk, share, length):
     whole = keys.tolist()
 
     def weight(token: Token) -> float:
-        return 2.0 ** (token.position % 3) if pool.use else 1.0  # all are as old to FOLD
+        # In FOLD, all tokens are equally old.
+        return 2.0 ** (token.position % 3) if pool.use else 1.0
 
     naive = {
         (row, head): kcenter_of(
@@ -189,7 +191,7 @@ def test_use_is_attention_by_query_and_not_by_age():
     for use, second in ((0.0, 95), (1.0, 95), (4.0, 95)):
         kept, _ = KCenter(2, use=use).fold(slots.part(0, 0), slots, fold)
         assert kept.position[0, 0].tolist() == [0, second]
-    slots.mass[0, 0, 1] = 90.0  # one for each query, and five times as much as the next
+    slots.mass[0, 0, 1] = 90.0  # 1 per query, and token 95 gets only 0.2 per query
     kept, _ = KCenter(2, use=1.0).fold(slots.part(0, 0), slots, fold)
     assert kept.position[0, 0].tolist() == [0, 10]
 
@@ -198,7 +200,8 @@ def test_a_newer_key_like_a_center_takes_its_place_but_never_the_first_ones():
     keys = torch.tensor([0.0, 100.0, 60.0, 0.5, 99.0, 90.0, 40.0])[None, None, :, None]
     held = slots_at(torch.tensor([[[0, 1, 2]]]), keys)
     new = slots_at(torch.tensor([[[3, 4, 5, 6]]]), keys)
-    # Of 0, 100 and 60 the farthest is 40, at 20; near is what lies within 10 of its center.
+    # The centers are 0, 100 and 60. The key with the largest distance to its center is 40, at 20.
+    # Keys within `fresh` times 20 of a center, so 5 or 10, can take its place.
     for fresh, wanted in ((0.0, [0, 1, 2]), (0.25, [0, 2, 4]), (0.5, [0, 2, 5])):
         kept, gone = KCenter(3, fresh=fresh).fold(held, new, FOLD)
         assert kept.position[0, 0].tolist() == wanted
@@ -229,7 +232,8 @@ def test_of_two_keys_alike_age_says_which_stays_and_far_ones_fade():
     keys = torch.tensor([0.0, 10.0, 30.0, 10.0, 8.0])[None, None, :, None]
     new = slots_at(torch.arange(5)[None, None], keys)
     fold = replace(FOLD, seen=torch.tensor([5]))
-    # Ages 5 to 1: 30 counts as 3.75 with a half-life of 1, 10 as 2.5 then, 8 as 4.
+    # Ages are 5 to 1. With a half-life of 1, the distance 30 counts as 3.75, the newer key's 10 as
+    # 2.5, and 8 as 4.
     for half_life, k, wanted in ((None, 3, [0, 1, 2]), (100, 3, [0, 2, 3]), (1, 2, [0, 4])):
         kept, _ = KCenter(k, half_life=half_life).fold(new.part(0, 0), new, fold)
         assert kept.position[0, 0].tolist() == wanted
@@ -243,14 +247,11 @@ def test_a_center_brings_its_neighbors_as_far_as_there_is_room():
         assert kept.position[0, 0].tolist() == wanted
 
 
-# --- the policy
-
-
 # --- through a model
 
 
 def centers_of(recent: int, k: int, **options):
-    """The naive policy: recent tokens, and centers of what leaves them."""
+    """A naive policy: recent tokens, and centers among the tokens that leave them."""
     options["plain"] = lambda t: t.key.tolist()
     pick = kcenter_of(k, lambda t, at: at.rotate(t.key[None], t.position)[0].tolist(), **options)
 
@@ -273,7 +274,7 @@ def test_a_model_reads_on_as_the_naive_loop_does(llama, ids, positions, chunk):
 
 
 def test_centers_make_way_for_keys_that_are_alike_without_rotation(llama):
-    # No token twice: of equal keys roundings would decide which one is nearer.
+    # No token occurs twice: rounding would decide which of two equal keys is nearer.
     tokens = torch.randperm(61, generator=torch.Generator().manual_seed(0))[None]
     text = "recent(8) | kcenter(9, spans=1, fresh=0.6)"
     cache = weir.StreamingCache(llama, text, chunk=5)

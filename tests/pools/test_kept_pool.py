@@ -1,4 +1,4 @@
-"""Marked tokens stay in the slots that the beginning leaves free, until they are marked no more."""
+"""Marked tokens stay in the slots that the beginning leaves free, as long as they are marked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights fitted by attention matching: to what, how closely, and what they leave alone."""
+"""Weights fitted by attention matching: the fit itself, its limits, and what stays unchanged."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def tokens(keys: Tensor, values: Tensor, first: int) -> Slots:
 
 
 def reading(whole: Slots, queries: Tensor, output: Tensor | None = None) -> ObservedAttention:
-    """What the last queries [batch, heads, group, n, dim] read, without positions."""
+    """The attention of the last queries [batch, heads, group, n, dim], without positions."""
     nowhere = whole.position[:, :, :0]
     ahead = torch.full((len(queries),), int(whole.position.max()) + 1 + queries.shape[3])
     projection = None if output is None else lambda dim, device: output
@@ -87,12 +87,13 @@ def test_factors_are_those_of_least_squares_written_out(projected):
                 ),
                 0.5,
             )
-            # Normal equations: the condition of the rows squared, which pull holds below a hundred.
+            # Normal equations have the square of the rows' condition number. `pull` keeps it below
+            # 100.
             close(got[row, head], torch.from_numpy(wanted).float(), terms=100 * 18 * 4)
 
 
 def folded(pool: Match, held: Slots, new: Slots, queries: Tensor, rest: Slots) -> Slots:
-    """What a pool makes of what it held and of arrivals."""
+    """Fold arrivals into a pool, and return the slots that it then holds."""
     read = reading(rest.join(held).join(new), queries)
     fold = Fold(CounterRNG(0), read.next, FORM, queries, read, state=pool.state(new.part(0, 0)))
     kept, gone = pool.fold(held, new, fold)
@@ -101,7 +102,7 @@ def folded(pool: Match, held: Slots, new: Slots, queries: Tensor, rest: Slots) -
 
 
 def alike(n: int, first: int) -> Slots:
-    """So many tokens of one key and one value."""
+    """n tokens from place `first` on, all with the same key and the same value."""
     key, value = random(1, 2, 1, 4), random(1, 2, 1, 3)
     return tokens(key.expand(-1, -1, n, -1), value.expand(-1, -1, n, -1), first)
 
@@ -110,8 +111,9 @@ def test_of_equal_tokens_those_that_stay_count_for_all():
     queries, rest = random(1, 2, 3, 8, 4), tokens(random(1, 2, 2, 4), random(1, 2, 2, 3), 0)
     none = rest.part(0, 0)
     kept = folded(Match(Recent(2), pull=0.01, window=8), none, alike(6, 5), queries, rest)
-    # Each stands for three, and is held to one with a hundredth of what a slot gives: of two equal
-    # unknowns with squares of 1 and a pull of 0.01 the matrix has a condition of 201.
+    # Each of the two stands for three tokens, and `pull` draws its factor towards 1, with a
+    # hundredth of the weight of the fit. The matrix [[1.01, 1], [1, 1.01]] has a condition number
+    # of 201.
     wanted = torch.full_like(kept.b, math.log((6 + 0.01) / (2 + 0.01)))
     close(kept.b, wanted, 201 * 8)
     assert torch.equal(kept.a, kept.b)
@@ -135,12 +137,12 @@ def test_weights_fade_by_what_arrives_and_nothing_is_weighed_while_there_is_room
         [[*held.b[0, 0].tolist(), 0.0, 0.0]] * 2
     ]
     pool = Match(Recent(3), half_life=2, pull=1e9)
-    kept = folded(pool, held, new, queries, rest)  # one stays, at half of its log-weight
+    kept = folded(pool, held, new, queries, rest)  # one held token stays, with half its log-weight
     close(kept.b[:, :, 0], torch.full_like(kept.b[:, :, 0], 0.4), 8)
 
 
 def test_the_last_queries_get_nearly_what_they_got():
-    """Of twelve tokens four stay; mass and answers are nearer to the truth than unweighed."""
+    """Four of twelve tokens stay. With weights, their attention is closer to that of all twelve."""
     queries, rest = random(1, 2, 1, 16, 4), tokens(random(1, 2, 3, 4), random(1, 2, 3, 3), 0)
     new = tokens(random(1, 2, 12, 4), random(1, 2, 12, 3), 3)
     read = reading(rest.join(new), queries)
@@ -153,7 +155,7 @@ def test_the_last_queries_get_nearly_what_they_got():
 
 
 def test_inside_it_a_pool_stands_where_it_stands():
-    """The window of `snap` is held in front, so all of its slots are for others."""
+    """`recent` before it holds the window of `snap`, so all its slots are for other tokens."""
     made = weir.policy("attention_matching(budget=128)")
     assert made.stands_for == "sink(4) | recent(92) | match(snap(32))"
     assert weir.policy(made.stands_for).pools == made.pools

@@ -1,4 +1,4 @@
-"""What a fold says of the last queries: what they read, where, and how much of it."""
+"""What a fold tells pools about the last queries: which tokens they attended to, and how much."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from weir.slab import Alibi, AttentionParams, LayerPositions, Rotary, Slots
 DIM, HEADS, GROUP, LENGTH = 8, 2, 3, 75
 FORM = AttentionParams(0.4, softcap=4.0, sinks=torch.tensor([[0.3, -1.0, 2.0], [0.0, 1.0, 0.5]]))
 ROTARY = Rotary(torch.tensor([0.7, 0.11, 0.013], dtype=torch.float64), scaling=1.25)
-"""Of a partial rotary embedding: six of eight dimensions turn."""
+"""A partial rotary embedding: six of eight dimensions are rotated."""
 ALIBI = Alibi(torch.tensor([0.5, 0.3, 0.2, 0.1, 0.05, 0.02]))
 EVERY = {
     "rotary": LayerPositions(ROTARY),
@@ -69,9 +69,10 @@ def lists(slots: Slots) -> list[list[list[int]]]:
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("window", [pytest.param(3, marks=pytest.mark.slow), 20])
 def test_shares_are_those_of_a_naive_loop_over_the_rolled_slab(name, pipe, window):
-    """Each share alone, of tokens in whatever order, by the softmax of everything there is.
+    """The share of each token, asked for in any order, equals that of a softmax over all slots.
 
-    The longer window asks queries whose tokens have left the run: they are moved up as well.
+    The longer window contains queries whose tokens have left the run (the newest tokens without a
+    gap). In the rolling frame, the positions of these queries move up as well.
     """
     positions = EVERY[name]
     every: list[tuple[list, Tensor, Tensor, Tensor, int]] = []
@@ -129,14 +130,16 @@ for name in ("llama-yarn", "gemma2", "gpt-oss", "falcon-alibi", "bloom"):
 
 @pytest.mark.parametrize(("name", "pipe", "mode", "prefill"), ANSWERED)
 def test_what_a_fold_says_is_what_every_family_has_answered(name, pipe, mode, prefill, monkeypatch):
-    """The answers of a layer to its tail, as the model got them; once from the shares alone."""
+    """A layer's outputs for its newest tokens are those that the model got. If the pool is alone in
+    its pipe, they are computed from the shares of its slots.
+    """
     model, chunk = shared(name), 8
     found: dict[int, list[Tensor]] = {0: [], 1: []}
     answers: dict[int, list[Tensor]] = {0: [], 1: []}
 
     def look(slots: Slots, fold: Fold) -> None:
         out = fold.read.answers
-        if pipe == "alone":  # its slots are all there are
+        if pipe == "alone":  # there are no slots but its own
             out = torch.einsum("bhgln,bhnd->bhgld", fold.read.attention(slots), slots.values)
         found[fold.draws.layer].append(out)
 
@@ -197,7 +200,7 @@ def test_images_on_three_axes_are_read_where_attention_reads_them(monkeypatch):
 @pytest.mark.parametrize("pipe", PIPES)
 @pytest.mark.parametrize("name", EVERY)
 def test_without_rotation_keys_and_queries_are_what_the_model_said(name, pipe):
-    """But for the factor of a scaled embedding, which only the dimensions that turn have."""
+    """Except for the factor of a scaled embedding, which only rotated dimensions have."""
     seen = []
 
     def look(slots: Slots, fold: Fold) -> None:
@@ -236,7 +239,7 @@ def test_keys_find_back_to_where_they_were_said_and_queries_are_as_strong_anywhe
 
 
 def test_behind_images_too_the_same_word_has_the_same_key_without_rotation():
-    """In the first layer, whose keys are a function of the token alone."""
+    """This is tested in the first layer, whose keys depend on the token alone."""
     model, asked = seeing("qwen2-vl"), prompt("qwen2-vl", [5, 0, 3, 0, 0, 7])
     keys: dict[int, list[Tensor]] = {}
     ids = asked.ids[0].tolist()
@@ -250,7 +253,7 @@ def test_behind_images_too_the_same_word_has_the_same_key_without_rotation():
     cache = weir.StreamingCache(model, Pipe((Probe(40, 4, look),)), chunk=1)
     with torch.no_grad():
         model(**asked.given, past_key_values=cache)
-    assert len(keys[BEGIN]) > len(ids)  # of three images, at each fold
+    assert len(keys[BEGIN]) > len(ids)  # the beginnings of three images, at each fold
     for each in keys.values():
         close_runs(torch.stack(each), each[0].expand(len(each), -1), model)
 

@@ -22,21 +22,21 @@ FOLD = Fold(CounterRNG(0), torch.tensor([0]), AttentionParams(0.5))
 
 
 def stream(length: int, seed: int = 0) -> Tensor:
-    """Keys [2, 2, length, 4] that lean one way, all but a few."""
+    """Random keys [2, 2, length, 4], most of which point roughly in the same direction."""
     generator = torch.Generator().manual_seed(seed)
     keys = torch.randn(2, 2, length, 4, generator=generator)
     return keys + torch.tensor([1.2, 0.0, 0.0, 0.0])
 
 
 def at(keys: Tensor, places: Tensor) -> Slots:
-    """The tokens at places [batch, kv_heads, n], -1 for none; weights follow from the places."""
+    """The tokens at places [batch, kv_heads, n], -1 for none; weights depend on them."""
     index = places.clamp_min(0)[..., None].expand(-1, -1, -1, keys.shape[3])
     weight = (places % 5 * 0.25).masked_fill(places < 0, -torch.inf)
     return Slots(keys.gather(2, index), keys.gather(2, index), weight, weight.clone(), places)
 
 
 def once(pool: Outliers, keys: Tensor) -> tuple[list[int], list[int]]:
-    """Who stays and who flows on, of keys [length, key_dim] that arrive at once."""
+    """The tokens that stay and those that flow on, if keys [length, key_dim] arrive at once."""
     new = at(keys[None, None], torch.arange(len(keys))[None, None])
     none = new.part(0, 0)
     held, rest = pool.fold(none, new, replace(FOLD, state=pool.state(none)))
@@ -102,7 +102,7 @@ def test_who_points_away_most_stays_and_of_equals_the_older():
 
 
 def test_the_mean_forgets():
-    # A key like those of long ago points away from those of late.
+    # A key like the old ones points away from the newer ones.
     keys = torch.tensor([1.0, 0.0]).repeat(120, 1)
     keys[60:] = torch.tensor([0.0, 1.0])
     keys[119] = torch.tensor([1.0, 0.0])
@@ -128,7 +128,7 @@ def test_a_row_gets_what_it_would_get_alone_and_goes_on_after_a_restore(llama, i
         assert torch.equal(again.feed(tokens[row : row + 1, 50:], all_logits=True), more)
     held = both.slots(layer=1)
     mine = held.pool == held.pools.index("balance")
-    # Nothing is lost: it is exact, or in the weights of what is balanced.
+    # No token is lost: each is held exactly, or counts in the weights of `balance`.
     exact = (held.position >= 0) & ~mine
     total = held.a.exp().where(mine, 0.0).sum(dim=2) + exact.sum(dim=2)
     within(total, torch.full_like(total, 90.0), weights_off(90) * 90)

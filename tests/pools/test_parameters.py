@@ -1,4 +1,4 @@
-"""What a parameter may be; anything else is refused in a sentence that points at the value."""
+"""Values that parameters cannot have are refused with one sentence that points at the value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pool whose rule is a score: what stays, by the scores and by nothing else."""
+"""Pools derived from `Ranked`: only the scores, and the age of equal ones, decide what stays."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FOLD = Fold(CounterRNG(0), torch.tensor([0]), AttentionParams(1.0))
 
 @dataclass(frozen=True)
 class Told(Ranked):
-    """Scores as they are told, by place in the stream."""
+    """A pool with given scores, by place in the stream."""
 
     name: ClassVar[str] = "told"
 
@@ -44,13 +44,14 @@ class PlaceTally(Tallied):
     def tally(self, slots: Slots, before: Tensor, fold: Fold) -> Tensor:
         place = slots.position.float() + 1
         assert torch.equal(before[before > 0], place[before > 0])
-        assert int((before > 0).sum()) == fold.header  # as many as were held
+        # The test says in `header` how many tokens were held.
+        assert int((before > 0).sum()) == fold.header
         return place
 
 
 @dataclass(frozen=True)
 class Counting(Tallied):
-    """Counts how often it has scored, in a state of its own."""
+    """Counts how often it has computed scores, in an additional tensor of its state."""
 
     name: ClassVar[str] = "counting"
 
@@ -119,7 +120,7 @@ def test_what_a_score_writes_into_the_state_stays_there():
 
 
 def test_nothing_is_scored_while_there_is_room():
-    pool = Told(5, ())  # which cannot score
+    pool = Told(5, ())  # a pool that cannot compute a score
     kept, rest = pool.fold(slots_of([0, 1]), slots_of([2, 3, 4]), FOLD)
     assert places(kept) == [[0, 1, 2, 3, 4]]
     assert len(rest) == 0

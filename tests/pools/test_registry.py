@@ -1,4 +1,4 @@
-"""What is registered as a pool can be written in a policy and used; all else is refused by name."""
+"""A registered pool can be written in a policy and used. What is no pool cannot be registered."""
 
 from __future__ import annotations
 

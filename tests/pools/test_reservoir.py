@@ -1,4 +1,4 @@
-"""A reservoir: Algorithm R over all that left the window, whole chunks at once."""
+"""The pool `reservoir`: Algorithm R over all tokens that left the window, a chunk at a time."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_it_holds_what_algorithm_r_holds_slot_by_slot(chunk, length, weighted, p
 
 @dataclass(frozen=True)
 class Told:
-    """CounterRNG that were written down: a token's number, the same in every head."""
+    """A stand-in for `CounterRNG` with a given number for each token, the same in every head."""
 
     numbers: tuple[float, ...]
     pool: int = 0
@@ -81,8 +81,8 @@ class Told:
 
 
 def figure_4(*numbers: float) -> list[list[int]]:
-    """What the paper's example (two sinks, two samples, two recent tokens) holds after each of nine
-    tokens, if those that leave the recent part from token 4 on have these numbers.
+    """The tokens that the paper's example (two sinks, two samples, two recent tokens) holds after
+    each of nine tokens. `numbers` are the random numbers of token 4 and of those after it.
     """
     pipe = Pipe((Sink(2), Recent(2), Reservoir(2)))
     states = [pool.state(arrivals(0, 0, 1)) for pool in pipe.pools]
@@ -98,7 +98,8 @@ def figure_4(*numbers: float) -> list[list[int]]:
 
 
 def test_figure_4_step_by_step():
-    # Token 4 is kept (p = 2/3) in place of 2, token 5 is not (p = 2/4), 6 is (p = 2/5) for 3.
+    # Token 4 is kept (p = 2/3) and replaces token 2. Token 5 is not kept (p = 2/4). Token 6 is kept
+    # (p = 2/5) and replaces token 3.
     steps = figure_4(0.2, 0.9, 0.3)
     assert steps[:6] == [list(range(n + 1)) for n in range(6)]
     assert steps[6] == [0, 1, 3, 4, 5, 6]
@@ -130,14 +131,15 @@ def counts_of(kept: Slots, came: int) -> torch.Tensor:
 
 
 def test_the_code_of_figure_2_keeps_old_tokens_less_often():
-    # The paper's section 3: sampling again from what is still cached. `test_chances` would fail.
+    # In section 3, the paper samples again from the tokens that are still cached. With such a pool,
+    # the tests in test_chances.py would fail.
     random = Random(0)
     runs = [figure_2(SAMPLES, MIDDLE, random) for _ in range(SEEDS)]
     for came in range(SAMPLES + 2, MIDDLE + 1):
         kept = Counter(token for run in runs for token in run[came - 1])
         counts = torch.tensor([kept[token] for token in range(came)])
         assert unevenness(counts, SEEDS, SAMPLES) > 10, came
-        # It forgets: a token k steps old is there with probability (s/(s + 1))^k.
+        # It forgets: a token that is k steps old is still held with probability (s/(s + 1))^k.
         oldest = SEEDS * (SAMPLES / (SAMPLES + 1)) ** (came - SAMPLES)
         assert abs(counts[0] - oldest) < 5 * math.sqrt(oldest)
 
@@ -179,12 +181,12 @@ def test_layers_and_seeds_have_samples_of_their_own(llama, ids):
     assert len(found) == 6
 
 
-# --- beside other pools
+# --- together with other pools
 
 
 @dataclass(frozen=True)
 class Halving(Pool):
-    """Loses tokens: of those that come, head h passes on every (h + 2)th, with that weight."""
+    """Loses tokens: head h passes on one of h + 2 arrivals, with its weight multiplied by h + 2."""
 
     name = "halving"
 
@@ -234,8 +236,9 @@ def test_after_a_pool_that_chooses_it_sees_what_that_one_let_go():
 
 
 def test_two_samples_in_one_pipe_have_draws_of_their_own():
-    # What the first lets go had a high number there. With the same again it would enter the second
-    # less often than a token that the first had held and lost.
+    # Tokens that the first sample does not take have high random numbers there. With the same
+    # numbers in the second sample, they would enter it less often than tokens that the first held
+    # for a while.
     runs, came = 600, 30
     pipe = Pipe((Reservoir(4, per_head=True), Reservoir(4, per_head=True)))
     streams = Streams(pipe, came, heads=runs).run(came)
@@ -256,6 +259,3 @@ def test_tokens_that_never_came_are_not_counted():
     assert held.position[0, 0].tolist() == [4, 6, -1]
     assert held.b[0, 0, 2] == -math.inf
     assert len(rest) == 0
-
-
-# --- the named policy

@@ -1,4 +1,4 @@
-"""Means of what nobody kept: who is merged, what the means weigh, and whether they are believed."""
+"""The pool `residue`: which tokens are merged into means, and how much weight the means get."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_model_reads_as_with_a_naive_pool(llama, ids, naive, twins, chunk, hal
     reads_as(weir.Stream(llama, f"residue(8, {words})", chunk=chunk), twin, ids(1, 45))
 
 
-# --- who is merged
+# --- which tokens are merged
 
 
 def test_points_are_joined_as_in_a_naive_loop():
@@ -66,7 +66,7 @@ def test_points_that_are_all_alike_or_far_out_are_joined_too(size):
     assert [len(set(head)) for head in found[0].tolist()] == [3, 3]
 
 
-# --- what means weigh, and whether they are believed: folds without a model
+# --- the weights of means, and the gate that lowers them: folds without a model
 
 
 def tokens(keys: Tensor, values: Tensor, first: int) -> Slots:
@@ -77,14 +77,14 @@ def tokens(keys: Tensor, values: Tensor, first: int) -> Slots:
 
 
 def reading(whole: Slots, queries: Tensor) -> ObservedAttention:
-    """What the last queries [1, heads, group, n, dim] read, without positions."""
+    """The attention of the last queries [1, heads, group, n, dim], without positions."""
     nowhere = whole.position[:, :, :0]
     ahead = torch.tensor([int(whole.position.max()) + 1 + queries.shape[3]])
     return ObservedAttention(lambda: whole, lambda: nowhere, queries, ahead, FORM, LayerPositions())
 
 
 def folded(pool: Residue, new: Slots, queries: Tensor, rest: Slots) -> tuple[Slots, dict]:
-    """What a pool that held nothing makes of arrivals, and what it remembers."""
+    """The slots and the state of an empty pool after a fold of arrivals."""
     read = reading(rest.join(new), queries)
     state = pool.state(new.part(0, 0))
     fold = Fold(CounterRNG(0), read.next, FORM, queries, read, state=state)
@@ -92,7 +92,9 @@ def folded(pool: Residue, new: Slots, queries: Tensor, rest: Slots) -> tuple[Slo
 
 
 def test_how_far_gates_mislead_is_what_the_answers_say():
-    """Answers of attention over the rest and the means, apart from those over the tokens."""
+    """The squared distance between attention over the rest and the means, and attention over the
+    rest and the arrivals themselves.
+    """
     parts = [tokens(random(1, 2, n, 4), random(1, 2, n, 3), 10 * n) for n in (9, 4, 6)]
     rest, held, new = sorted(parts, key=lambda it: int(it.position.min()))
     for weights in (held.a, held.b):
@@ -111,7 +113,7 @@ def test_how_far_gates_mislead_is_what_the_answers_say():
         believed = Slots(means.keys, means.values, means.a + log, means.b + log, means.position)
         wanted.append((answers(rest.join(believed)) - truth).square().sum(dim=(2, 3, 4)))
     got = measure_misled(read, held, new, means, 5)
-    # Shares of everything are taken off again: a rest of a tenth loses a digit.
+    # The shares of held tokens are subtracted from 1. If a tenth is left, a digit is lost.
     close(got, torch.stack(wanted, dim=2), terms=1000)
 
 
@@ -128,20 +130,20 @@ def test_equal_tokens_become_one_that_counts_for_all_of_them():
 
 
 def test_a_mean_of_keys_that_queries_tell_apart_weighs_more():
-    """The mean of e^x and e^-x is above e^0, by half of x squared at first."""
+    """The mean of e^x and e^-x is above 1, for small x by about half of x squared."""
     keys = torch.tensor([[0.3, 0.0], [-0.3, 0.0]]).expand(1, 1, 2, 2)
     queries = torch.tensor([1.0, 0.0]).expand(1, 1, 1, 4, 2)
     new = tokens(keys, torch.ones(1, 1, 2, 1), 1)
     rest = tokens(torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 1), 0)
     kept = folded(Residue(1, gate=False, window=4), new, queries, rest)[0]
-    # Of pairs of dimensions without rotation each counts for itself: x is scale * 0.3.
+    # Without rotation, each dimension counts separately instead of in pairs, so x is scale * 0.3.
     close(kept.b, torch.full_like(kept.b, math.log(2) + (0.5 * 0.3) ** 2 / 2), 8)
     plain = folded(Residue(1, gate=False, window=4, spread=False), new, queries, rest)[0]
     close(plain.b, torch.full_like(plain.b, math.log(2)), 8)
 
 
 def test_means_that_mislead_weigh_nothing_in_any_head_of_the_layer():
-    """One head's mean is right; the other's is so wide that its weight is far too much."""
+    """One head's mean is right. The other head merges keys so different that its mean misleads."""
     loud = torch.tensor([[8.0, 0.0], [0.0, 8.0]])
     keys = torch.stack([torch.zeros(2, 2), -loud])[None]
     values = torch.stack([torch.ones(2, 1), 1e6 * torch.ones(2, 1)])[None]
@@ -151,7 +153,7 @@ def test_means_that_mislead_weigh_nothing_in_any_head_of_the_layer():
     kept, state = folded(Residue(1, window=4), new, queries, rest)
     assert kept.b.isneginf().all() and kept.a.isneginf().all()
     assert Residue(1).report(state, 0) == {"gate": 0.0}
-    assert state["b"].isfinite().all()  # what is merged is not forgotten
+    assert state["b"].isfinite().all()  # the weights of merged tokens are still known
     assert folded(Residue(1, window=4, gate=False), new, queries, rest)[0].b.isfinite().all()
 
 
@@ -167,7 +169,7 @@ def test_what_was_merged_fades_by_what_arrives(llama, ids):
         within(weight, torch.full_like(weight, wanted), bound)
 
 
-# --- its slots are no tokens
+# --- its slots do not hold single tokens
 
 
 def test_slots_that_change_at_every_fold_are_not_quantized():
@@ -188,6 +190,6 @@ def test_what_no_fold_has_left_is_not_restored(name):
 
 @pytest.mark.parametrize("seed", [11, 12, 18])
 def test_rounding_chooses_no_gate(llama, ids, seed):
-    """Where queries read nothing but means and arrivals, all gates but 0 say the same."""
+    """If queries attend only to means and arrivals, all gates but 0 give the same answers."""
     policy = "residue(16, window=9, spread=false)"
     rows_read_alone(llama, policy, ids(2, 90, seed), [0, 13], [30, 1, 59], chunk=7)

@@ -1,4 +1,4 @@
-"""Random numbers by name: the same for the same token wherever it comes, and otherwise random."""
+"""Random numbers of tokens: always the same for one token and purpose, and otherwise random."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ def places(batch: int = 1, heads: int = 1, n: int = MANY) -> Tensor:
 
 
 def chi_square(x: Tensor, bins: int) -> float:
-    """How far counts are from even, in standard deviations of a chi-square with bins - 1."""
+    """How far counts in bins are from even, in standard deviations of a chi-square distribution
+    with bins - 1 degrees of freedom.
+    """
     counts = torch.histc(x.double(), bins, 0, 1).double()
     even = x.numel() / bins
     statistic = float(((counts - even) ** 2 / even).sum())
@@ -30,13 +32,13 @@ def chi_square(x: Tensor, bins: int) -> float:
 
 
 def correlation(x: Tensor, y: Tensor) -> float:
-    """Pearson's, in standard deviations of that of independent numbers."""
+    """Pearson's correlation, in standard deviations of the correlation of independent numbers."""
     both = torch.stack([x.flatten(), y.flatten()])
     return float(torch.corrcoef(both)[0, 1]) * math.sqrt(x.numel())
 
 
 def test_the_draws_are_those_of_every_release():
-    # Frozen: a saved session must go on as it would have.
+    # These numbers must never change, because a saved session must go on with the same draws.
     got = CounterRNG(seed=1, layer=2).uniform(3, torch.tensor([[[0, 1], [0, 4_000_000]]]))
     assert got.tolist() == [
         [
@@ -50,7 +52,7 @@ def test_heads_that_are_shared_out_draw_what_they_would_together():
     whole = CounterRNG(seed=1, layer=2).uniform(3, places(heads=4, n=8))
     share = CounterRNG(seed=1, layer=2, first=2)
     assert torch.equal(share.uniform(3, places(heads=2, n=8)), whole[:, 2:])
-    # What is one draw for all heads is the same one wherever it is made.
+    # A draw that all heads share is the same in each part of the heads.
     assert torch.equal(share.of_layer().uniform(3, places(n=8)), whole[:, :1])
 
 
@@ -99,7 +101,8 @@ def test_one_head_for_all_or_each_for_itself():
 
 @pytest.mark.parametrize("bins", [16, 256])
 def test_draws_are_uniform(bins):
-    # Over places, seeds, layers, purposes and indexes alike; five deviations: one run in a million.
+    # Draws are uniform over places, seeds, layers, purposes and indexes. By chance, a check exceeds
+    # five deviations about once in a million times.
     place = places()
     streams = {
         "places": CounterRNG(0).uniform(0, place),
@@ -131,7 +134,8 @@ def test_draws_of_different_names_have_nothing_to_do_with_each_other():
         x, y = (one[:, :1], other[:, :1]) if name == "head" else (one, other)
         assert abs(correlation(x, y)) < 5, name
         assert abs(correlation(x, (y - 0.5).abs())) < 5, name
-        # Independent bits, not only uncorrelated sizes: sums modulo one are uniform again.
+        # If numbers are independent, and not only uncorrelated, their sums modulo 1 are uniform
+        # too.
         assert abs(chi_square((x + y) % 1, 64)) < 5, name
 
 

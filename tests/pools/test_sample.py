@@ -22,7 +22,7 @@ PADDING = (0, 3, 9)
 
 
 def draws_of(at, per_head: bool):
-    """A function from a token to its number, in a pool that is the third of its pipe."""
+    """A function from a token to its random number, in the third pool of a pipe."""
     place = torch.arange(PROMPT + MORE).expand(1, 2, -1)
     table = CounterRNG(SEED, at.layer, 2).uniform(0, place)[0, at.head if per_head else 0]
     return table.tolist().__getitem__
@@ -51,7 +51,7 @@ def reservoir_twin(n: int, weighted: bool, per_head: bool):
 
 
 def uniform_twin(weighted: bool, n: int = 0, rate: float = 0.0):
-    """A naive pool over lists of tokens that remembers all that ever came."""
+    """A naive pool over lists of tokens that remembers every token that ever arrived."""
     came: dict = {}
 
     def fold(mine, new, at):
@@ -168,7 +168,7 @@ def test_a_sample_without_a_limit_grows_with_the_stream(llama, ids):
 
 
 def test_full_prefill_and_chunks_hold_the_same_sample(llama, ids):
-    # A sample depends on places alone: once the same tokens have left the window, it is the same.
+    # A sample depends only on places. Once the same tokens have left the window, it is the same.
     tokens, held = ids(1, 96), {}
     for prefill in ("chunked", "full"):
         for chunk in (1, 8, 32):
@@ -183,7 +183,8 @@ def test_full_prefill_and_chunks_hold_the_same_sample(llama, ids):
 
 @pytest.mark.parametrize("text", ["reservoir(6, weighted=true)", "uniform(6, weighted=true)"])
 def test_weights_are_exact_however_long_the_stream(text):
-    # Put on anew at each fold. Added up token by token in float32, they would stand still.
+    # Weights are computed again at each fold. If they were summed token by token in float32, they
+    # would stop growing.
     pool = weir.policy(START + text).pools[2]
     none = torch.empty(1, 1, 0)
     like = weir.slab.Slots(none[..., None], none[..., None], none, none, none.long())

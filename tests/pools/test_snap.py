@@ -1,4 +1,4 @@
-"""SnapKV: the last queries vote on who stays."""
+"""SnapKV: the last queries vote on which tokens stay."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from weir.slab.slots import Slots
 HEADS, GROUP, DIM = 2, 2, 4
 SCALE = 0.5
 VOTES_OFF = softmax_off(DIM, 20)
-"""By how much of itself a score may be off: no query or key is longer than 6.3."""
+"""The largest relative error of a score by rounding. No query or key is longer than 6.3."""
 
 
 @dataclass
@@ -81,7 +81,7 @@ class Stream:
         self.seen, self.waiting, self.at = [0] * self.batch, [0] * self.batch, 0
 
     def read(self, columns: int) -> None:
-        """Feed the next columns; in one of them, a row may have no token yet."""
+        """Feed the next columns. A row that begins later has no token in some of them."""
         part = slice(self.at, self.at + columns)
         begins = torch.arange(self.batch) * self.lag
         real = torch.arange(self.at, self.at + columns) >= begins[:, None]
@@ -139,8 +139,8 @@ def check_against(
 ) -> int:
     """Read on, and compare the last pool after every fold with the naive one.
 
-    Where two scores are equal up to rounding and the choice between them is another, the naive loop
-    goes on from what the pool chose. Returns how often that was.
+    If scores differ only by rounding, and the pool and the naive loop choose different tokens, the
+    naive loop goes on with those that the pool chose. Returns how often this happened.
     """
     last, excused = len(stream.pipe.pools) - 1, 0
     lists = {at: [[] for _ in stream.pipe.pools] for at in queries}
@@ -212,7 +212,7 @@ def test_it_holds_what_a_naive_loop_holds_in_every_row_and_head(chunk, length, s
         others_of=others_of if frame == "read" else None,
     )
     queries = {at: q for at, (q, _) in own.items()}
-    # No more than a chunk at once: then no row folds twice before it is looked at.
+    # A call has at most a chunk of tokens, so that no row folds twice between two comparisons.
     columns = [1 + n * 11 % chunk for n in range(2 * length // (chunk + 1))]
     assert sum(columns) + batch * (chunk + 3) >= length
     assert check_against(stream, naive, queries, columns, front) <= 3
@@ -267,7 +267,8 @@ def test_a_whole_prompt_keeps_what_the_papers_listing_keeps(kernel, average):
         assert found[-window:] == list(range(n - window, n))
         chosen = found[:-window]
         assert len(chosen) == budget - window
-        # A set of the highest scores; where they are equal, the listing does not say who stays.
+        # The chosen tokens have the highest scores. Which of several equal ones stays is undefined
+        # in the listing.
         wanted = scores[head].topk(budget - window).values
         within(scores[head][chosen].sort(descending=True).values, wanted, VOTES_OFF * wanted)
 
@@ -280,7 +281,7 @@ def one_fold(seen: int, queries: Tensor, **more: Any) -> Fold:
 
 
 def reading(slots: Slots, fold: Fold) -> Fold:
-    """The fold of a layer that holds these slots and no others, where they were said."""
+    """The fold of a layer that holds only these slots, at their places in the stream."""
     nowhere = slots.position[:, :, :0]
     read = ObservedAttention(
         lambda: slots, lambda: nowhere, fold.queries, fold.next, fold.form, LayerPositions()
@@ -336,7 +337,7 @@ def test_a_wanted_token_brings_its_surroundings_and_comes_first_itself():
     keys[8] = 9.0
     fold = one_fold(20, torch.ones(1, 1, 1, 1, 1))
     assert kept(Snap(6, window=1, kernel=5), tokens(keys), fold) == [6, 7, 8, 9, 10, 19]
-    # Of equal neighbors the older stay, but the token they are there for stays in any case.
+    # Of equal neighbors, the older ones stay. The wanted token itself stays in any case.
     assert kept(Snap(3, window=1, kernel=5), tokens(keys), fold) == [6, 8, 19]
 
 
@@ -355,7 +356,8 @@ def test_neighbors_are_neighbors_in_the_stream_and_not_in_the_cache():
 
 
 def test_a_query_has_no_vote_for_what_came_after_it():
-    # Token 2 draws everything, from those who see it; the first query of the window does not.
+    # Tokens 2 and 4 get nearly all attention of the queries that can attend to them. Of the rest,
+    # token 1 gets more than token 0.
     keys = torch.tensor([[0.0], [1.0], [60.0], [0.0], [60.0]])
     queries = torch.tensor([1.0, 1.0, 1.0, 1.0])[None, None, None, :, None]
     assert kept(Snap(4, window=3, kernel=1), tokens(keys), one_fold(5, queries)) == [1, 2, 3, 4]

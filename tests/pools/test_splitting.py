@@ -1,4 +1,4 @@
-"""Tokens that stay, and tokens that flow on, unless nobody is behind."""
+"""Tokens that stay, and tokens that flow on, which are only made if another pool follows."""
 
 from __future__ import annotations
 

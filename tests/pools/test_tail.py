@@ -1,4 +1,4 @@
-"""The sampled tail: priority sampling, sums without bias, and an error that it knows itself."""
+"""The pool `tail`: priority sampling, unbiased sums, and an estimate of its own error."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_it_holds_a_priority_sample_of_all_that_came(chunk, length, attention, v
     said: list[dict[int, float]] = [{}, {}, {}, {}]
 
     def arrive(index: int, row: Row) -> None:
-        """Note what each token had received when it left the recent ones."""
+        """Note the contribution of each token when it left the recent ones."""
         came = range(len(said[2 * index]) + 3, max(3, row.seen - recent))
         at = torch.tensor(list(came), dtype=torch.int64).expand(1, 2, -1)
         mass = received(at, torch.tensor([index]), torch.tensor([row.seen - 1]))[0]
@@ -74,7 +74,7 @@ def test_it_holds_a_priority_sample_of_all_that_came(chunk, length, attention, v
 
 
 def made_up(places: int) -> torch.Tensor:
-    """Keys, which are values too, of tokens that say much and little."""
+    """Keys that are also used as values. Every ninth is multiplied by 5."""
     keys = torch.randn(places, 3, generator=torch.Generator().manual_seed(5)) * 0.5
     return keys * (1 + 4 * (torch.arange(places) % 9 == 0))[:, None]
 
@@ -101,7 +101,7 @@ def test_what_has_said_more_is_kept_more_often():
 
 @dataclass
 class OneQuery:
-    """A query that has read what a pool holds, in every head, as an `ObservedAttention`."""
+    """A stand-in for `ObservedAttention`: one query, in every head, attends to a pool's slots."""
 
     query: torch.Tensor
     held: Slots
@@ -122,7 +122,7 @@ class OneQuery:
 
 
 def test_it_knows_how_far_off_it_is():
-    """What it says by one sample is how far samples under thousands of seeds are from the truth."""
+    """The error that samples estimate, on average over seeds, is their true error to within 7%."""
     places, query = 300, torch.tensor([0.3, -0.2, 0.4])
     keys = made_up(places) + torch.tensor([0.5, 0.5, 0.0])
     draws, pool = ManySeeds.of(SEEDS, places), Tail(60, attention=False, watch=1)
@@ -144,8 +144,9 @@ def test_it_knows_how_far_off_it_is():
 
 
 def foretold_and_true(inputs: LayerInputs, text: str, seeds: int) -> tuple[Tensor, Tensor]:
-    """By seed, the error that a layer reports, and how far its watched answers are from their mean
-    over the seeds: the root mean square of both over what was watched, relative to each answer.
+    """For each seed, the error that a layer reports, and the distance of its watched answers from
+    their mean over all seeds. Both are root mean squares over the watched answers, relative to the
+    length of each answer.
     """
     draws = CounterRNG(tuple(range(seeds)))
     pipe = policy(text).for_layer(0, 1)
@@ -177,7 +178,7 @@ def assert_foretold(model: PreTrainedModel, ids: Tensor, layers: list[int], seed
 
 
 def test_in_a_layer_of_nano_it_knows_how_far_off_it_is():
-    """Where few tokens have most of the attention, and over queries of which some are far off."""
+    """In a trained model, few tokens get most attention, and some queries have large errors."""
     model, tokenizer = weir.load("nano")
     ids = torch.tensor(tokenizer(excerpt(9000)).input_ids[:384])
     assert_foretold(model, ids, [0, 2], 100)
@@ -194,19 +195,19 @@ def test_in_layers_of_a_real_model_it_knows_how_far_off_it_is(start):
 
 
 def excerpt(start: int) -> str:
-    """Some of the packaged text."""
+    """A part of the packaged text."""
     with lzma.open(ASSETS / "war-and-peace.txt.xz", "rt", encoding="utf-8") as text:
         return text.read()[start : start + 6000]
 
 
 def test_no_query_is_counted_by_two_folds():
-    """Folds come every 2 tokens, and 8 queries are kept: each is watched once."""
+    """There is a fold every 2 tokens, and 8 queries are kept, but each query is watched once."""
     model, tokenizer = weir.load("nano")
     ids = tokenizer("The road was long, and 418 was the number of the house. " * 8).input_ids
     stream = weir.Stream(model, "recent(8) | tail(4)", chunk=2)
     stream.feed(ids[:61])
     state = stream.cache.stack[0].state.slab.state
-    held_since = 8 + 2  # when the fold that gave the sample its first token was over
+    held_since = 8 + 2  # tokens read when the sample got its first tokens
     assert (state["1.watched"] == (60 - held_since) * 2).all()
 
 

@@ -1,7 +1,7 @@
-"""Ties are decided by age, also where rounding has made the equal numbers differ.
+"""Ties are decided by age, even if rounding has made equal numbers differ.
 
-A stream that repeats itself has tokens that are equally good. Their scores then differ by rounding,
-which is another in native steps, in another batch and in a kernel.
+A stream that repeats itself has tokens that are equally good. Their scores then differ only by
+rounding, and rounding differs between native steps, kernels and batches.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from weir.pools.hive import _maxima
 from weir.pools.kcenter import farthest_first
 
 NOISE = 1 + 4 * torch.finfo(torch.float32).eps
-"""A factor of two roundings up, and two down."""
+"""A factor by which rounding can make equal scores differ."""
 APART = 1 + 4 * kernels.ALIKE
-"""A factor by which scores differ that rounding does not make unequal."""
+"""A factor so large that scores that differ by it do not differ by rounding only."""
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
@@ -28,7 +28,7 @@ def test_of_scores_equal_but_for_rounding_the_oldest_stay(sign: float) -> None:
     among = torch.ones_like(score, dtype=torch.bool)
     for n in range(1, 5):
         assert select_highest(n, among, score)[0, 0].tolist() == [i < n for i in range(5)]
-    # Exact scores, as those of a pool that says `tie_margin = 0`, are told apart.
+    # With `alike=0`, as for pools with `tie_margin = 0`, all different scores are told apart.
     highest = sorted(range(5), key=lambda i: -score[0, 0, i].item())
     exact = select_highest(1, among, score, alike=0.0)[0, 0]
     assert exact.nonzero().flatten().tolist() == [highest[0]]
@@ -61,14 +61,14 @@ def test_of_a_segment_equal_but_for_rounding_the_first_stays() -> None:
 @pytest.mark.parametrize("k", [2, 40])
 @pytest.mark.parametrize("kernel", [False, True])
 def test_of_keys_equally_far_but_for_rounding_the_oldest_is_picked(kernel: bool, k: int) -> None:
-    """A few picks of many keys and many picks take different loops in the kernel."""
+    """The kernel has one loop for a few picks among many keys, and another for many picks."""
     pick = farthest_first
     if kernel:
         pytest.importorskip("numba", reason="not installed: pip install 'weir-kv[fast]'")
         from weir.kernels.cpu.farthest_first import farthest_first as pick
     keys = torch.zeros(1, 1, 60, 16)
     keys[..., 20, 3] = 1.0
-    keys[..., 40, 5] = NOISE  # farther from the first by rounding
+    keys[..., 40, 5] = NOISE  # farther from the first key, but only by rounding
     keys[..., 50, 7] = 0.5
     order = pick(keys, torch.ones(1, 1, 60, dtype=torch.bool), k)[0, 0]
     assert order[0] == 0

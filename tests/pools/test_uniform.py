@@ -1,4 +1,4 @@
-"""Uniform sampling: so many tokens of all that came, or a share of them."""
+"""Uniform sampling of all tokens that arrived: a fixed number, or a fixed share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def draws_of(head: int, pool: int, places: int):
     return CounterRNG(0, 0, pool).uniform(0, place)[0, head].tolist().__getitem__
 
 
-# --- against the book
+# --- against the textbook rule
 
 
 @pytest.mark.parametrize(("chunk", "length"), [(1, 200), (7, 600), (64, 1000)])
@@ -81,7 +81,7 @@ SEEDS, SAMPLES, MIDDLE = 4000, 8, 56
 
 
 def test_sampling_again_from_what_is_held_would_be_something_else():
-    # New numbers at every fold for all that is there: tokens grow rarer with age.
+    # If held tokens got new random numbers at every fold, old tokens would become rarer.
     seeds, held = ManySeeds.of(SEEDS, MIDDLE), arrivals(0, 0, SEEDS)
     for came in range(1, 21):
         draws = ManySeeds(seeds.table.roll(came, dims=1))
@@ -90,9 +90,7 @@ def test_sampling_again_from_what_is_held_would_be_something_else():
     assert unevenness(held.position.flatten().bincount(minlength=20), SEEDS, SAMPLES) > 10
 
 
-# --- weights
-
-# --- heads, and beside other pools
+# --- together with other pools
 
 
 def test_plain_it_passes_on_what_it_does_not_hold():
@@ -106,6 +104,3 @@ def test_plain_it_passes_on_what_it_does_not_hold():
     for head in range(2):
         found = [p for slots in row.held for p in slots.position[0, head].tolist()]
         assert sorted(found) == list(range(400))
-
-
-# --- the named policy

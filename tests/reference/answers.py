@@ -15,7 +15,7 @@ def plain_answer(
     most: int,
     stop: str | None = None,
 ) -> str:
-    """Greedy decoding, token by token over an ordinary cache, cut at a text that ends it."""
+    """Decode greedily, token by token with an ordinary cache; cut the answer before `stop`."""
     ids: Sequence[int] = tokenizer(prompt)["input_ids"]
     fed, past, written = torch.tensor([ids]), None, []
     with torch.no_grad():

@@ -1,8 +1,8 @@
 """BalanceKV token by token, from the paper alone: what `balance` is checked against.
 
 Kochetkova et al. 2025, "Streaming Attention Approximation via Discrepancy Theory": Algorithms 1, 2
-and 4. Algorithm 4 needs to know the length of the stream; how its levels share a fixed number of
-slots is said in docs/methods/samples.md, and written out in `Levels.make_room`.
+and 4. Algorithm 4 needs to know the length of the stream. docs/methods/samples.md says how its
+levels share a fixed number of slots instead, and `Balance.make_room` implements this.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import cache
 
 @dataclass(frozen=True)
 class Token:
-    """A token, for e^a of them in the numerator and e^b in the denominator."""
+    """A token that counts as e^a tokens in the numerator and as e^b tokens in the denominator."""
 
     position: int
     key: tuple[float, ...]
@@ -25,13 +25,14 @@ class Token:
 
 
 Place = Token | None
-"""A half may be shorter than half: then some of its places are empty."""
+"""A token or an empty place: the half that a block keeps can have fewer tokens than places."""
 
 Coin = Callable[[int, int, int], float]
-"""From a level, a position and, in the highest level, a block to a uniform number."""
+"""A function (level, position, block) -> uniform number; only the highest level names its blocks.
+"""
 
 HIGHEST = 63
-"""The level that is halved into itself."""
+"""The highest level. What stays of its blocks stays in this level."""
 
 
 def dot(x: Iterable[float], y: Iterable[float]) -> float:
@@ -39,13 +40,13 @@ def dot(x: Iterable[float], y: Iterable[float]) -> float:
 
 
 def close(x: float, y: float) -> bool:
-    """Equal but for rounding, by the bound of the rule itself: `Halving` has the same."""
+    """Whether two numbers are equal but for rounding, by the bound that weir's `Halving` uses."""
     return x == y or abs(x - y) < 1e-5
 
 
 @dataclass
 class SoftmaxBalance:
-    """Algorithm 2, and the two ways of keeping exactly half."""
+    """Algorithm 2 (`paper`), and two rules that keep exactly half (`pairs`, `authors`)."""
 
     halves: str
     gamma: float | None
@@ -74,7 +75,7 @@ class SoftmaxBalance:
     def walk(
         self, everyone: list[Token], vectors: list[list[tuple[Token, int]]], numbers: list[float]
     ) -> list[int]:
-        """Signs of vectors, each a sum of tokens with signs, in a block of tokens."""
+        """The signs of vectors in a block of tokens; a vector is a sum of tokens with signs."""
         tokens = [t for vector in vectors for t, _ in vector]
         mean = [sum(x) / len(everyone) for x in zip(*(t.key for t in everyone), strict=True)]
         most_a, most_b = (max(getattr(t, x) for t in everyone) for x in "ab")
@@ -105,7 +106,7 @@ class SoftmaxBalance:
                 n, radius = n // 2, 4 * radius
             c = 30 * math.log(max(n, 2) / (1 / max(n, 2)))
             gain = 1 / (2 * c * radius)
-        known = {  # of each with those in front of it
+        known = {  # products of each token with those before it
             (i, j): product(t, u) for i, t in enumerate(tokens) for j, u in enumerate(tokens[:i])
         }
         numbered = []
@@ -125,16 +126,18 @@ class SoftmaxBalance:
         return signs
 
     def released(self, t: Token, u: Token, alone: bool = False) -> float:
-        """The authors' code, algorithms.md 4.3: later rounds scale v, but not the constant.
+        """The product of two tokens in the authors' code, which scales values by their weights, but
+        not the constant.
 
-        A token that is in the denominator alone has a value of 1. `alone`: only the constant's.
+        If a token is only in the denominator, its weight there scales the constant. With `alone`,
+        only the part of the constant is returned.
         """
         values = 0.0 if alone else math.exp(t.a + u.a) * dot(t.value, u.value)
         counts = [math.exp(x.b) if x.a == -math.inf else float(x.b > -math.inf) for x in (t, u)]
         return values + self.constant * counts[0] * counts[1]
 
     def pairs(self, places: list[Place], draw: Callable[[Token], float]) -> list[Token]:
-        """One of each two neighbors, for both."""
+        """Keep one of each two neighbors, weighted to represent both."""
         couples = [tuple(places[i : i + 2]) for i in range(0, len(places) - 1, 2)]
         alike = [
             c
@@ -160,14 +163,16 @@ class SoftmaxBalance:
         return stays + [t for t in places[len(couples) * 2 :] if t is not None]
 
     def paper(self, tokens: list[Token], signs: list[int]) -> list[Token]:
-        """Lines 12 to 16."""
+        """Lines 12 to 16 of Algorithm 2: the smaller of the two sides stays."""
         plus = [t for t, s in zip(tokens, signs, strict=True) if s > 0]
         minus = [t for t, s in zip(tokens, signs, strict=True) if s < 0]
         fewer = plus if len(plus) <= len(minus) else minus
         return [replace(t, a=t.a + math.log(2), b=t.b + math.log(2)) for t in fewer]
 
     def authors(self, tokens: list[Token], signs: list[int]) -> list[Token]:
-        """The released rule: see algorithms.md, 4.3."""
+        """The rule of the released code: the side that is the last to collect half of the tokens
+        loses these. All others stay, and those from before this moment count twice.
+        """
         half = len(tokens) // 2
         seen, reached = {1: 0, -1: 0}, {}
         for step, sign in enumerate(signs):
@@ -187,7 +192,7 @@ class SoftmaxBalance:
 
 @cache
 def thresholds(slots: int, block: int, levels: int) -> list[int]:
-    """How many tokens let a level be halved, level 0 first."""
+    """How many tokens a level needs before it can be halved, level 0 first."""
     block = max(2, min(block, slots // 2 - slots // 2 % 2))
     for ratio in (1.0, *(i / 64 for i in range(63, -1, -1))):
         wanted = [block * ratio**down for down in range(levels)]
@@ -208,7 +213,7 @@ class Tower:
         return sum(map(len, self.sets))
 
     def halve(self, level: int, block: int, balance: SoftmaxBalance) -> None:
-        """Line 13, for the oldest block of a level."""
+        """Line 13 of Algorithm 4, for the oldest block of a level."""
         mine = self.sets[level]
         size = min(block, max(1, len(mine) - len(mine) % 2))
         if level == HIGHEST:
@@ -229,11 +234,15 @@ class Balance:
     """One head of one row.
 
     Attributes:
-        n, block, eager: of the pool.
+        n, block, eager: as in the pool.
         balance: how blocks are halved.
-        coin: of the one set, or of the denominator's.
-        above: of the numerator's sets, where they are separate; otherwise None.
+        coin: the random numbers of the shared sets or, if the numerator has separate sets, of the
+            denominator's.
+        above: the random numbers of the numerator's separate sets; None if sets are shared.
         precision: epsilon of Algorithm 1.
+        came: how many tokens have arrived.
+        longest: the length of the longest value so far.
+        erased: how many tokens were erased because their values are short.
     """
 
     n: int
@@ -252,7 +261,9 @@ class Balance:
         self.buckets: dict[int, Tower] = {}
 
     def give_back(self) -> None:
-        """After a fold: places that short halves left empty, but for Algorithm 4 to the letter."""
+        """After a fold, remove empty places, unless Algorithm 4 is followed to the letter
+        (`eager`).
+        """
         if not self.eager:
             for tower in self.towers():
                 tower.sets = [[t for t in places if t is not None] for places in tower.sets]
@@ -269,7 +280,7 @@ class Balance:
                 self.main.sets[0].append(replace(token, a=-math.inf))
             if length > 0 and token.a > -math.inf:
                 mantissa, power = math.frexp(length)  # from 1/2 on, below 1
-                i = power - (mantissa == 0.5)  # the least for which 2^i is not below the length
+                i = power - (mantissa == 0.5)  # the smallest with length <= 2^i
                 tower = self.buckets.setdefault(i, Tower(self.above))
                 tower.sets[0].append(replace(token, b=-math.inf))
         if self.count() > self.n:
@@ -302,11 +313,13 @@ class Balance:
         return sum(tower.count() for tower in self.towers())
 
     def towers(self) -> list[Tower]:
-        """The denominator's, and then those of the longest values."""
+        """The denominator's tower, and then the numerator's, those of the longest values first."""
         return [self.main, *(self.buckets[i] for i in sorted(self.buckets, reverse=True))]
 
     def make_room(self) -> None:
-        """Halve while there is a token too many; eager, while any level has its threshold."""
+        """Halve while there are too many tokens or, if eager, while any level reaches its
+        threshold.
+        """
         while True:
             crowded = self.count() > self.n
             used = [tower for tower in self.towers() if tower.count()]
@@ -331,7 +344,7 @@ class Balance:
             used[place].halve(level, self.block, self.balance)
 
     def holds(self) -> list[Token]:
-        """All tokens that stay, by position; of two alike, the denominator's first."""
+        """All tokens that stay, by position; at one position, the denominator's token is first."""
         places = [t for tower in self.towers() for tokens in tower.sets for t in tokens]
         return sorted((t for t in places if t is not None), key=lambda t: (t.position, t.a))
 

@@ -1,4 +1,4 @@
-"""Lines of GGUF files in every type of blocks, of random bytes with scales of usual sizes."""
+"""Random lines (rows of weights) in every type of GGUF blocks, with scales of usual sizes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ _SCALES = {
     "TQ1_0": (52, 1),
     "TQ2_0": (64, 1),
 }
-"""Where the float16 of a block begin, and how many there are; others have one at the start."""
+"""For each type, the offset of the float16 scales in a block, and how many there are. Types that
+are not listed have one at the start.
+"""
 
 
 def unit_of(kind: str) -> tuple[int, int]:
-    """Numbers and bytes of what a type repeats; of numbers of 16 bits, those of a block."""
+    """How many numbers and bytes the smallest unit of a type has; 32 numbers for 16-bit types."""
     import gguf
 
     if kind in ("F16", "BF16"):
@@ -40,7 +42,7 @@ def blocks_of(lines: np.ndarray, kind: str) -> Blocks:
 
 
 def random_lines(kind: str, outputs: int, units: int, seed: int = 0) -> np.ndarray:
-    """Bytes [outputs, bytes of a line] in which every code and factor occurs."""
+    """Random bytes [outputs, bytes of a line], in which every code and factor can occur."""
     draw = np.random.default_rng(seed)
     if kind in ("F16", "BF16"):
         numbers = torch.from_numpy(draw.normal(size=(outputs, 32 * units)))
@@ -48,9 +50,9 @@ def random_lines(kind: str, outputs: int, units: int, seed: int = 0) -> np.ndarr
         return numbers.view(torch.uint8).numpy()
     data = draw.integers(0, 256, (outputs, units, unit_of(kind)[1]), np.uint8)
     scales = draw.uniform(-2, 2, (outputs, units, 2)).astype(np.float16)
-    if kind == "MXFP4":  # powers of two, from -24 to 15
+    if kind == "MXFP4":  # powers of two, with exponents from -24 to 15
         data[..., 0] = draw.integers(104, 144, (outputs, units))
-    elif kind == "IQ1_M":  # 4 bits in each of four places
+    elif kind == "IQ1_M":  # the scale is stored as 4 bits in each of four places
         bits = scales[..., 0].copy().view(np.uint16)
         for i in range(4):
             place = 49 + 2 * i
@@ -62,15 +64,16 @@ def random_lines(kind: str, outputs: int, units: int, seed: int = 0) -> np.ndarr
 
 
 def dequantized(data: np.ndarray, kind: str) -> Tensor:
-    """What the `gguf` package makes of them, float32 [outputs, inputs]."""
+    """The weights as the `gguf` package dequantizes them, float32 [outputs, inputs]."""
     import gguf
 
     return torch.from_numpy(gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind]))
 
 
 def rounded(x: Tensor) -> Tensor:
-    """Rows with each block of 32 in steps of a 127th of its largest number, as float32 rounds
-    them, in float64.
+    """Round rows to steps of 1/127 of the largest absolute number of each block of 32.
+
+    The arithmetic is float32, and the result float64.
     """
     blocks = x.float().unflatten(1, (-1, 32))
     most, all_steps = blocks.abs().amax(2, keepdim=True), torch.tensor(127.0)

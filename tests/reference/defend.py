@@ -1,8 +1,8 @@
 """DefensiveKV as a stream with plain lists: what `defend` is checked against.
 
 Feng et al. 2025, arXiv:2510.13334, section 4: the largest attention of any observed query, pooled
-over neighbors, at least the mean of all, times the length of the value behind the projection. The
-attention is a softmax over everything held, which stands side by side up to the newest token.
+over neighbors, at least the mean of all, times the length of the value after the projection. The
+attention is a softmax over all held tokens, at consecutive positions up to the newest token.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def defend_of(
     """A fold (mine, new, at) -> (mine, gone) of a pool that is alone in its pipe.
 
     Args:
-        n, window, half_life, kernel, wide, average: as in the pool; a half life of `inf` is none.
-        logits_of: (at, place of the query, token, where it is read) -> a logit for each head of the
-            group.
-        length_of: (at, token) -> how long its value is.
+        n, window, half_life, kernel, wide, average: as in the pool; a half-life of `inf` for none.
+        logits_of: (at, place of the query, token, position at which the token is read) -> a logit
+            for each head of the group.
+        length_of: (at, token) -> the length of the token's value.
     """
 
     def fold(mine: Tokens, new: Tokens, at: Any) -> tuple[Tokens, Tokens]:

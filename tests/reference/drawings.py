@@ -1,4 +1,4 @@
-"""A folder of a tiny captioner, of random weights, with drawings and captions in COCO's format."""
+"""A folder with a tiny captioner of random weights, and drawings with captions in COCO's format."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _example = import_example("captions/drawings.py")
 
 
 def captioner(folder: Path, drawings: int = 4) -> PreTrainedModel:
-    """Write the folder; the model that is in it."""
+    """Write the folder, and return its model."""
     folder.mkdir(parents=True, exist_ok=True)
     model, processor = _example.make_captioner(_example.ImageRecipe(width=16, layers=1))
     randomized(model)

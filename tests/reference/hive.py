@@ -26,7 +26,7 @@ def local_max_sample(stride: int, tokens: list[Any]) -> list[Any]:
 
 
 def interval_sample(stride: int, tokens: list[Any]) -> list[Any]:
-    """Every `stride`-th token, the first among them."""
+    """Every `stride`-th token, beginning with the first."""
     return [token for place, token in enumerate(tokens) if place % stride == 0]
 
 
@@ -35,8 +35,8 @@ class Beehive:
 
     Attributes:
         old: survivors of evictions.
-        new: what came since the last one.
-        settled: the newest token an eviction decided about.
+        new: tokens that arrived since the last eviction.
+        settled: the place of the newest token that was there at an eviction.
         after: how many tokens each eviction left.
     """
 
@@ -86,11 +86,11 @@ class Beehive:
 
 
 def hive_of(*parameters: Any, prompt: int = 0) -> Callable[..., tuple[list[Any], list[Any]]]:
-    """A fold (mine, new, at) -> (mine, gone); `at` has what tells one head from another.
+    """A fold (mine, new, at) -> (mine, gone); `at` has the layer and the head.
 
     Args:
-        parameters: of `Beehive`.
-        prompt: so many tokens of the stream are folded at once, as a prompt.
+        parameters: those of `Beehive`.
+        prompt: length of a prompt that is folded at once; 0 for none.
     """
     hives: dict[Any, Beehive] = {}
 

@@ -2,8 +2,8 @@
 
 SubGen (Zandieh et al. 2024), section 3.2, with its reference [8], Dyer and Frieze 1985: the first
 center is arbitrary (the oldest token here); each next one is the point whose distance to the
-nearest center is the largest (the oldest of them). Neighbors, weights, age, centers that make way
-and centers that count less are options of weir's.
+nearest center is the largest (the oldest of them). Neighbors, weights, age, centers that are
+replaced and centers that count less are options that only weir has.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def greedy_k_center(
     key: Callable[[Any], list[float]],
     weight: Callable[[Any], float] = lambda t: 1.0,
 ) -> list[Any]:
-    """The tokens that are picked, in the order in which they are; distances times weights."""
+    """The picked tokens, in the order of the picks. Distances are multiplied by weights."""
     rest = sorted(tokens, key=lambda t: t.position)
     centers: list[Any] = []
     nearest: dict[int, float] = {}
@@ -42,7 +42,7 @@ def greedy_k_center(
 
 
 def with_neighbors(centers: list[Any], tokens: list[Any], k: int, spans: int) -> list[Any]:
-    """Centers in their order, each with the tokens next to it in the stream, as far as k goes."""
+    """Centers in their order, each with its neighbors in the stream, until there are k tokens."""
     stay: list[Any] = []
     for center in centers:
         near = [t for t in tokens if abs(t.position - center.position) <= spans]
@@ -55,7 +55,7 @@ def with_neighbors(centers: list[Any], tokens: list[Any], k: int, spans: int) ->
 def renewed(
     stay: list[Any], first: Any, tokens: list[Any], share: float, key: Callable[[Any], list[float]]
 ) -> list[Any]:
-    """The newest token near each that stays, or itself; the first makes no way."""
+    """The newest token near each center, or the center itself. `first` is never replaced."""
     kept = sorted(stay, key=lambda t: t.position)
     nearest = {}
     for token in tokens:
@@ -81,12 +81,13 @@ def kcenter_of(
     quiet: float = 0.0,
     half_life: float = math.inf,
 ) -> Callable[..., tuple[list[Any], list[Any]]]:
-    """A fold (mine, new, at) -> (mine, gone); `key(token, at)` is what distances are about.
+    """A fold (mine, new, at) -> (mine, gone), with distances between the keys `key(token, at)`.
 
-    `plain(token)` is the key by which centers make way, if it is another. With `quiet` centers but
-    the first count less from the first time that one had to go; `half_life` is of distances.
+    `plain(token)` is the key by which centers are replaced, if it is a different one. `quiet` is
+    subtracted from the log-weights of all centers but the first, once a token was evicted.
+    Distances of a token halve every `half_life` tokens.
     """
-    came: dict[int, tuple[float, float]] = {}  # by place in the stream
+    came: dict[int, tuple[float, float]] = {}  # weights on arrival, by place in the stream
     full: set[Any] = set()
 
     def fold(mine: list[Any], new: list[Any], at: Any = None) -> tuple[list[Any], list[Any]]:

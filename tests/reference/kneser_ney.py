@@ -14,7 +14,9 @@ Gram = tuple[int, ...]
 
 
 class KneserNey:
-    """A model of `tokens`; the discounts are `usual` where n1, n2, n3 or n4 makes them unusable."""
+    """A model of `tokens`. Discounts are `usual` for orders whose counts n1 to n4 allow no
+    estimate.
+    """
 
     def __init__(
         self,

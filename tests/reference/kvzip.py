@@ -17,16 +17,16 @@ import torch
 from transformers import PreTrainedModel
 
 Scores = list[list[list[float]]]
-"""By layer, KV head and token."""
+"""Scores by layer, KV head and token."""
 
 
 @torch.no_grad()
 def scores_of(
     model: PreTrainedModel, text: Sequence[int], part: int, request: Callable[[int], Sequence[int]]
 ) -> Scores:
-    """Score the tokens of a text, which is repeated in parts of so many tokens.
+    """Score the tokens of a text, which the model repeats in parts of `part` tokens.
 
-    `request` returns what the model is asked in front of the part that begins at a token.
+    `request` gets the place at which a part begins, and returns the tokens that ask for this part.
     """
     plain = copy.deepcopy(model)
     plain.set_attn_implementation("eager")

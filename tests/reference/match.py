@@ -15,11 +15,13 @@ def naive_factors(
     """The factors of one head's slots that stay.
 
     Args:
-        gave: what share of its attention each query gave each slot [group, queries, slots].
-        values: of the slots, where each query head's output goes [group, slots, dim].
-        stays: which of them stay.
-        answers: what the layer answered the queries, there too [group, queries, dim].
-        pull: how strongly factors are held to 1.
+        gave: the share of its attention that each query gave each slot [group, queries, slots].
+        values: the slots' values, projected as for the output of each query head
+            [group, slots, dim].
+        stays: which slots stay.
+        answers: the layer's answers to the queries, projected in the same way
+            [group, queries, dim].
+        pull: how strongly factors are drawn towards 1.
     """
     size = np.sqrt((values**2).sum(axis=2).mean())
     rows, wanted = [], []

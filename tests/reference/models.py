@@ -1,7 +1,8 @@
-"""Small random models of every family weir serves, and of some it does not.
+"""Small random models of every family that weir supports.
 
-Random weights of the size that keeps activations near one, norms and biases away from ones and
-zeros: a model whose norms all multiply by one would hide a rotation on the wrong side of a norm.
+The random weights have a size that keeps activations near one. The weights of norms are not ones,
+and biases are not zeros: a model whose norms all multiply by one would hide a rotation on the wrong
+side of a norm.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.nemotron import modeling_nemotron
 
-import weir.models  # noqa: F401  (transformers then knows the attention of a Zero Sink)
+import weir.models  # noqa: F401  (registers the attention of Zero Sinks with transformers)
 
 VOCABULARY = 97
 WINDOW = 24
-"""Of sliding layers beside full ones."""
+"""The window of sliding layers in models that also have layers with full attention."""
 WIDE_WINDOW = 160
-"""Of models in which every layer slides."""
+"""The window of models in which every layer is a sliding one."""
 
 _LLAMA_LIKE = {
     "vocab_size": VOCABULARY,
@@ -37,8 +38,8 @@ _LLAMA_LIKE = {
     "pad_token_id": 0,
 }
 _MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
-# Every expert is chosen: a router that tips over for a rounding is not what is tested here.
 _ZERO_SINK = {"weir_sink": {"kind": "zero"}, "attn_implementation": "weir_zero_sink"}
+# Every expert is chosen, so that rounding cannot change a router's choice.
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 4}
 _LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 4}
 _WIDE = {**_LLAMA_LIKE, "hidden_size": 64}  # heads of 16, for partial rotary embedding
@@ -155,7 +156,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm": ("StableLmConfig", {**_WIDE, "qk_layernorm": True}),
     "starcoder2": ("Starcoder2Config", _LLAMA_LIKE),
     "falcon": ("FalconConfig", _FALCON),
-    # Twelve heads: slopes that are no powers of two, which Falcon's bfloat16 cannot hold.
+    # With twelve heads, some slopes are no powers of two, and Falcon's bfloat16 rounds them.
     "falcon-alibi": (
         "FalconConfig",
         {**_FALCON, "num_attention_heads": 12, "alibi": True, "parallel_attn": False},
@@ -188,32 +189,32 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         {"vocab_size": VOCABULARY, "hidden_size": 48, "n_layer": 2, "n_head": 6},
     ),
 }
-"""A configuration class and its values, by the name a test is shown under."""
+"""For each name, as pytest shows it, a configuration class and its values."""
 
 if not hasattr(modeling_nemotron, "ALL_ATTENTION_FUNCTIONS"):
-    del CONFIGS["nemotron"]  # has attention of its own in older versions of transformers: refused
+    del CONFIGS["nemotron"]  # older transformers give it separate attention code: refused
 
 PLAINLY_EAGER = ("gemma2",)
-"""Families whose fused attention, in older versions of transformers, leaves the soft cap out."""
+"""Families whose fused attention ignores the soft cap in older versions of transformers."""
 
 UNROTATED = {"smollm3": (1,), "exaone4": (1,)}
-"""Layers that do without positions, where a family has such."""
+"""The layers without positions, for families that have such layers."""
 
 MIXED = [
     name for name, (_, values) in CONFIGS.items() if "sliding" in str(values.get("layer_types"))
 ]
 MIXED.append("gemma3-multimodal")
-"""Families with sliding layers beside full ones."""
+"""Families with both sliding layers and layers with full attention."""
 
 QUICK = {
     *("llama", "llama-yarn", "mistral-sliding", "gemma2", "gemma3", "phi3-longrope"),
     *("gpt-neox", "gpt-oss", "llama-zero-sink", "falcon-alibi", "mpt", "bloom"),
 }
-"""Families that between them have every way of positions, windows, caps and sinks."""
+"""Families that together have all kinds of positions, windows, soft caps and sinks."""
 FAMILIES = [
     name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS
 ]
-"""All families; those that are no `QUICK` ones in the slow suite only."""
+"""All families. Those that are not in `QUICK` are marked as slow."""
 
 OWN_ATTENTION = [name for name in CONFIGS if name.startswith(("falcon", "mpt", "bloom"))]
 """Families outside transformers' attention interface."""
@@ -232,7 +233,7 @@ def make(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTr
 
 @cache
 def shared(name: str) -> PreTrainedModel:
-    """One float32 model of the family for all tests, which leave it as it is."""
+    """One float32 model of the family for all tests, which must not change it."""
     return make(name)
 
 

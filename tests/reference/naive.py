@@ -1,6 +1,6 @@
 """A Llama read one token at a time: every slot a Python object, every pool a list.
 
-The model is a small random one. Pools are functions of lists, of one head's slots each.
+The model is a small random one. Pools are functions of lists with the slots of one head.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ VOCABULARY = 61
 
 
 def make_llama(layers: int = 2, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """A random float32 Llama, four query heads over two KV heads; its logits are a few units."""
+    """A random float32 Llama with four query heads and two KV heads, and logits of a few units."""
     config = LlamaConfig(
         **{
             "vocab_size": VOCABULARY,
@@ -42,7 +42,7 @@ def make_llama(layers: int = 2, seed: int = 0, **changes: Any) -> PreTrainedMode
 
 @dataclass
 class Token:
-    """One slot of one KV head; the key as it was before rotation."""
+    """One slot of one KV head, with its key before rotation."""
 
     position: int
     key: Tensor
@@ -54,7 +54,7 @@ class Token:
 
 @dataclass
 class Where:
-    """What a naive fold may know."""
+    """The facts that a naive fold can use."""
 
     layer: int
     head: int
@@ -73,11 +73,16 @@ class Naive:
 
     Attributes:
         model: the model whose weights are used.
-        fold: from what each pool of one head holds and the new tokens to what each holds then.
-        pools: how many pools that is.
+        fold: returns what each pool of one head holds after a fold, from what each held before and
+            the new tokens.
+        pools: number of pools.
         chunk: tokens between folds.
-        rolling: positions are ranks inside the cache; otherwise places in the stream.
-        sinks: by layer, a logit for each query head of a slot without a value; None for no such.
+        rolling: whether positions are ranks in the cache; otherwise, they are places in the stream.
+        sinks: for each layer, the sink logits of its query heads; None for a model without sinks.
+        seen, waiting: tokens of the stream so far, and those that wait for a fold.
+        held, new: by layer and head, what its pools hold, and the tokens that wait.
+        queries: by layer and head, the queries of all tokens, rotated to their places.
+        tallies: by layer and head, the attention of each slot up to the last fold.
     """
 
     model: Any
@@ -106,12 +111,12 @@ class Naive:
         return torch.stack(out)
 
     def slots(self, layer: int, head: int) -> list[Token]:
-        """Every slot of a head, those of the first pool first, those that wait last."""
+        """Every slot of a head: pool by pool, and then those that wait for a fold."""
         held = self.held.get((layer, head), [[] for _ in range(self.pools)])
         return [t for pool in held for t in pool] + self.new.get((layer, head), [])
 
     def received(self, layer: int, head: int) -> dict[int, float]:
-        """The attention of every slot of a head up to the last fold, by place in the stream."""
+        """The attention that each slot of a head received up to the last fold, by place."""
         new = {t.position: 0.0 for t in self.new.get((layer, head), [])}
         return {**self.tallies.get((layer, head), {}), **new}
 
@@ -124,7 +129,7 @@ class Naive:
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
     def placed(self, places: list[int]) -> list[Any]:
-        """Where attention sees slots that hold the tokens at these places of the stream."""
+        """The positions in attention of tokens at these places of the stream."""
         if not self.rolling:
             return places
         order = sorted(set(places))
@@ -161,7 +166,7 @@ class Naive:
             mixed = torch.cat(parts).flatten()[None].to(x.dtype)
             x = x + attention.o_proj(mixed)
             made = layer.mlp(layer.post_attention_layernorm(x)[None])
-            x = x + (made[0] if isinstance(made, tuple) else made)[0]  # of experts, a pair
+            x = x + (made[0] if isinstance(made, tuple) else made)[0]  # experts return a pair
         return self.model.lm_head(decoder.norm(x))[0].float()
 
     def _attend(self, layer: int, head: int, q: Tensor, scale: float) -> Tensor:

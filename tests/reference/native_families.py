@@ -10,7 +10,7 @@ NATIVE = "native"
 
 
 def families() -> dict[str, str]:
-    """By model type, or a type and a setting: `NATIVE`, or why its steps are not native."""
+    """For each model type, or type with a setting: `NATIVE`, or why its steps are not native."""
     section = PAGE.read_text("utf-8").partition("## Models")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (`[^|]*) \| [^|]* \| ([^|]*) \|$", section, re.MULTILINE)
     return {

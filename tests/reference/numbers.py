@@ -1,7 +1,8 @@
-"""Numbers that look random and are the same with every version of everything.
+"""Numbers that look random, and are the same with every version of Python and PyTorch.
 
-Two programs in environments of their own make the same tensors with it. Whole numbers are mixed as
-in SplitMix64 (Steele, Lea and Flood 2014), so nothing rounds. Knows PyTorch only.
+With this file, two programs in different environments make the same tensors. Whole numbers are
+mixed as in SplitMix64 (Steele, Lea and Flood 2014), so nothing is rounded. The file imports only
+PyTorch.
 """
 
 from __future__ import annotations

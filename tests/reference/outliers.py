@@ -1,4 +1,4 @@
-"""BalanceKV's tokens kept for needles, one head, one token at a time: lists and loops."""
+"""BalanceKV's outliers with lists and loops, one head and one token at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def dot(x: list[float], y: list[float]) -> float:
 
 @dataclass
 class Outliers:
-    """What one head keeps, by position: how far its key points away from the mean."""
+    """What one head keeps: `held` has, by position, how far a key points away from the mean."""
 
     n: int
     over: int
@@ -38,5 +38,5 @@ class Outliers:
         return gone
 
     def score(self, position: int) -> float:
-        """How far a token, or one that it stands beside, points away."""
+        """How far a token or one of its neighbors points away, whichever is more."""
         return max(a for p, a in self.held.items() if abs(p - position) <= self.dilate)

@@ -1,7 +1,8 @@
-"""What a query reads of a cache whose positions are counted inside it, one token at a time.
+"""The attention of a query over a cache that counts positions within itself, one token at a time.
 
-Xiao et al. 2024 (StreamingLLM), section 3.2: the tokens of the cache stand side by side, the newest
-at its place in the stream. Plain numbers in double precision, rotated by complex numbers.
+Xiao et al. 2024 (StreamingLLM), section 3.2: the tokens of the cache have consecutive positions,
+and the newest has its place in the stream. Plain numbers in double precision, rotated by complex
+numbers.
 """
 
 from __future__ import annotations
@@ -15,23 +16,23 @@ from weir.slab import AttentionParams, LayerPositions
 
 
 def frame_of(there: list[int], after: int) -> dict[int, int]:
-    """Where each token is read, by its place in the stream.
+    """The position at which each token is read, by its place in the stream.
 
     Args:
-        there: the places of all tokens that are held, rising.
+        there: the places of all tokens that are held, in order.
         after: the place of the next token of the stream.
     """
     return {place: after - len(there) + rank for rank, place in enumerate(there)}
 
 
 def query_place(there: list[int], frame: dict[int, int], place: int) -> int:
-    """Where a query stands: where its token does, or, if it is gone, the next older one."""
+    """The position of a query: that of its token or, if it was evicted, of the next older one."""
     older = [frame[p] for p in there if p <= place]
     return older[-1] if older else frame[there[0]] - 1
 
 
 def rotated(x: list[float], place: int, positions: LayerPositions) -> list[float]:
-    """A query or key at a place: its pairs (i, i + half) turned."""
+    """Rotate a query or key to a place, in pairs of dimensions (i, i + half)."""
     if positions.rotary is None:
         return x
     turns = positions.rotary.frequencies.tolist()
@@ -53,17 +54,17 @@ def share_of(
     head: int,
     newest: int,
 ) -> tuple[dict[int, float], float]:
-    """(the share of each token, by its place in the stream; the logarithm of their sum).
+    """(the share of each token, by its place in the stream; the log of the softmax's denominator).
 
     Args:
-        query: without its rotation.
-        keys: without theirs, by place.
-        frame: where each is read.
-        asked: the query's place in the stream; it sees nothing newer.
-        place: where it stands in the frame.
-        positions, form: of the layer.
+        query: the query without rotation.
+        keys: the keys without rotation, by place in the stream.
+        frame: the position at which each key is read, by place in the stream.
+        asked: the query's place in the stream; it attends to nothing newer.
+        place: the query's position in the frame.
+        positions, form: those of the layer.
         head: which query head.
-        newest: the place from which ALiBi counts, where nothing is rounded.
+        newest: the position from which ALiBi counts if the model does not round its biases.
     """
     q = rotated(query, place, positions)
     logits = {}

@@ -24,8 +24,8 @@ class Cache:
     """The cache of the paper's Figure 4: three lists of tokens, which are numbered as they come.
 
     Attributes:
-        draw: a token's random number in [0, 1). One serves both chances: where it is below p, its
-            share of p is as random as it was.
+        draw: returns a token's random number u in [0, 1), which serves both decisions: if u is
+            below p, u / p is uniform as well and chooses the old sample.
     """
 
     start_size: int
@@ -59,14 +59,14 @@ class Cache:
 
     @property
     def log_weight(self) -> float:
-        """Of each sample, so that sums over the middle are unbiased: log(n_mid / s)."""
+        """The log-weight of a sample that makes sums over the middle unbiased: log(n_mid / s)."""
         middle = self.total_num - len(self.start) - len(self.recent)
         return math.log(max(1.0, middle / self.sample_size))
 
 
 @dataclass
 class Arrivals:
-    """The same reservoir where nothing is known but what arrives: p = s / (arrivals so far)."""
+    """The same reservoir, for a pool that knows only its arrivals: p = s / (arrivals so far)."""
 
     sample_size: int
     draw: Callable[[int], float]
@@ -89,8 +89,8 @@ class Arrivals:
 
 
 def figure_2(sample_size: int, tokens: int, random: Random) -> list[list[int]]:
-    """What the code of Figure 2 leaves of the middle after each token of it: whenever there is one
-    too many, it "will randomly select" as many as there may be from all that are still there.
+    """The tokens of the middle that the code of Figure 2 has kept after each of them: if there is
+    one too many, it "will randomly select" `sample_size` of those that are still there.
     """
     sample: list[int] = []
     steps = []

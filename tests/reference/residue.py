@@ -1,8 +1,8 @@
-"""Means of what is not kept, with plain lists: what `residue` without its gate is checked against.
+"""Means of evicted tokens with plain lists: what `residue` without its gate is checked against.
 
-Groups are joined by Ward's rule: in each round those that are nearest to each other, both to both,
-the cheapest first. A group stands where its newest token stood, and weighs its tokens together,
-times e^(half the variance of its logits).
+Groups are joined by Ward's rule: each round joins pairs in which each group is the nearest to the
+other, the cheapest pairs first. A group is at the place of its newest token. Its weight is the sum
+of its tokens' weights times e^(half the variance of its logits).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Tokens = list[Any]
 
 @dataclass
 class Point:
-    """A group: its weight, the mean of its points, and who is in it."""
+    """A group: its weight, the mean of its points, and the numbers of its points."""
 
     weight: float
     at: Tensor
@@ -28,7 +28,7 @@ class Point:
 
 
 def joined(points: list[Tensor], weights: list[float], most: int) -> list[list[int]]:
-    """Which points are joined until `most` groups are left, by their numbers."""
+    """The numbers of the points in each group, after joining until `most` groups are left."""
     groups = [
         Point(w, p.double(), [i]) for i, (p, w) in enumerate(zip(points, weights, strict=True))
     ]
@@ -67,12 +67,12 @@ def residue_of(
 
     Args:
         r, spread, window: as in the pool.
-        half_life: a half life of `inf` is none.
+        half_life: as in the pool; `inf` for none.
         scale_of: (at) -> the factor of the logits.
     """
 
     def power_of(at: Any) -> Tensor:
-        """The mean square of the last queries, of two dimensions that turn together the mean."""
+        """The mean squares of the last queries, averaged over dimensions that rotate together."""
         places = range(max(0, at.seen - window), at.seen)
         # Zeros stand for queries before the first token.
         total = sum(at.rotate(at.queries[place], -place).square().mean(dim=0) for place in places)

@@ -1,7 +1,7 @@
 """Scores of tokens with plain numbers, from the papers' formulas: what `scores` is checked against.
 
-One head at one fold is a `Sight`. Each function gives a number for each token that the pool holds
-or gets, by its place in the stream; the papers are named in the pools' files.
+A `Sight` is what one head sees at one fold. Each function returns a score for each token that the
+pool holds or receives, by its place in the stream. The pools' files name the papers.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class Sight:
     """What one KV head sees at one fold.
 
     Attributes:
-        mine: the places of the pool's tokens, held and arriving, rising.
-        frame: where every token that is there is read, by its place.
-        queries: of every place of the stream, one for each head of the group, without rotation.
-        keys, values: of every place of the stream, keys without rotation.
+        mine: the places of the pool's tokens, held and arriving, in order.
+        frame: the position at which each token in the cache is read, by its place in the stream.
+        queries: for every place of the stream, a query without rotation for each head of the group.
+        keys, values: for every place of the stream, the key without rotation, and the value.
         seen: tokens of the stream so far.
         first: the number of the group's first query head.
-        positions, form: of the layer.
+        positions, form: those of the layer.
     """
 
     mine: list[int]
@@ -66,7 +66,9 @@ class Sight:
         )
 
     def mean_share(self, window: int) -> Scores:
-        """Of the last queries and the group's heads, those that there were not yet with none."""
+        """The mean share of each token, over the last queries that exist and the heads of the
+        group.
+        """
         total = dict.fromkeys(self.mine, 0.0)
         for query in self.window(window):
             for one in self.group:
@@ -92,7 +94,7 @@ def softmaxed(x: Scores) -> Scores:
 
 
 def pooled(x: Scores, kernel: int, how: Callable[[list[float]], float]) -> Scores:
-    """Over the places around each; a token that is not there has 0."""
+    """Pool scores over the places around each token. A place without a token counts as 0."""
     reach = range(-(kernel // 2), kernel // 2 + 1)
     return {p: how([x.get(p + step, 0.0) for step in reach]) for p in x}
 
@@ -174,7 +176,7 @@ def critical(s: Sight, window: int, n: int, first: float, floor: float) -> Score
 
 
 def caote(s: Sight, window: int) -> Scores:
-    """By leaving each token out and attending again."""
+    """By computing the attention again without each token."""
     total = dict.fromkeys(s.mine, 0.0)
     for query in s.window(window):
         for one in s.group:
@@ -199,7 +201,7 @@ def vase(s: Sight, window: int, n: int, wide: int, kernel: int, noise: Scores) -
 
 
 def lagkv(s: Sight, lag: int, told: Scores) -> Scores:
-    """Told scores stay; a stretch is the tokens that are there with those that come after them."""
+    """By comparing each stretch of `lag` places with the next one. Scores in `told` stay."""
     there = [p for p in s.frame if p in s.mine or p > max(s.mine)]
     out = {}
     for p in s.mine:
@@ -244,7 +246,7 @@ def keyformer(
 
 
 def expected(s: Sight, ahead: int, queries: int, covariance: bool, floor: float) -> Scores:
-    """By the mean over places to come of each query's logit, for a Gaussian of such queries."""
+    """By each query's mean logit over the next `ahead` places, for a Gaussian of such queries."""
     mean = dict.fromkeys(s.mine, 0.0)
     for one in s.group:
         logits = {}
@@ -297,7 +299,7 @@ def tri(s: Sight, offsets: list[int], queries: int) -> Scores:
 
 
 def qfilters(s: Sight, queries: int) -> Scores:
-    """The common direction by multiplying with the queries' matrix again and again."""
+    """By the common direction of the queries, which power iteration finds."""
     total = [0.0] * len(s.keys[0])
     for one in s.group:
         asked = [
@@ -331,7 +333,7 @@ def qfilters(s: Sight, queries: int) -> Scores:
 def ladder(
     tokens: list[int], n: int, rung: int, keep: int, of: int, offset: int
 ) -> tuple[list[int], int]:
-    """One group after the other, from the oldest on, until there are no more than `n`."""
+    """Thin out one group after the other, from `rung` on, until at most `n` tokens are left."""
     left = list(tokens)
     while len(left) > n:
         if len(left) - rung < of:
@@ -343,7 +345,7 @@ def ladder(
 
 
 def spans(score: Scores, n: int, size: int) -> list[int]:
-    """The tokens of the best spans, whole while there is room; then the best of the next."""
+    """The tokens of the best spans; of the first span that does not fit, the best tokens."""
     members: dict[int, list[int]] = {}
     for p in score:
         members.setdefault(p // size, []).append(p)

@@ -1,6 +1,6 @@
-"""Small random models that see images, of every family weir streams images through, and pictures.
+"""Small random models of every family whose images weir streams, and prompts with random images.
 
-Vision towers of one layer and a few patches; each image is a handful of tokens.
+Vision towers have one layer and a few patches. Each image is a handful of tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 from reference.models import VOCABULARY, randomized
 
 IMAGE = VOCABULARY - 1
-"""The id that stands for a piece of an image."""
+"""The token id that stands for a piece of an image."""
 VIDEO, BEGIN, END = VOCABULARY - 2, VOCABULARY - 3, VOCABULARY - 4
 
 _TEXT = {
@@ -180,15 +180,21 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], int]] = {
         8,
     ),
 }
-"""A configuration class, its values, and tokens of an image, by the name a test is shown under."""
+"""For each name, as pytest shows it: a configuration class, its values, and the number of tokens of
+an image.
+"""
 
 THREE_AXES = ["qwen2-vl", "qwen2.5-vl"]
-"""Families whose image tokens have places in time, height and width; two words enclose an image."""
+"""Families whose image tokens have places in time, height and width. Two further tokens enclose an
+image.
+"""
 CAUSAL = [name for name in CONFIGS if name not in THREE_AXES]
-"""Families whose image tokens stand at places like those of words."""
+"""Families whose image tokens have places like those of words."""
 
 PATCHES = (1, 4, 6)
-"""Of an image of a family with three axes in time, height and width; two by two are a token."""
+"""The patches of an image in time, height and width, for families with three axes. Two by two
+patches are a token.
+"""
 
 
 def make_seeing(name: str, **changes: Any) -> PreTrainedModel:
@@ -200,7 +206,7 @@ def make_seeing(name: str, **changes: Any) -> PreTrainedModel:
 
 @cache
 def seeing(name: str) -> PreTrainedModel:
-    """One model of the family for all tests, which leave it as it is."""
+    """One model of the family for all tests, which must not change it."""
     return make_seeing(name)
 
 
@@ -227,12 +233,12 @@ class Prompt:
 
 
 def prompt(name: str, *rows: list[int], seed: int = 0) -> Prompt:
-    """Rows of one length: so many random words for each positive number, an image for each 0.
+    """Make a batch of rows from numbers: n above 0 stands for n random words, and 0 for an image.
 
     Args:
         name: the family.
-        rows: as said; shorter rows are padded on the left with id 0.
-        seed: of words and pixels.
+        rows: the numbers of each row. Shorter rows are padded on the left with id 0.
+        seed: the seed of words and pixels.
     """
     draw = torch.Generator().manual_seed(seed)
     each, made, images = CONFIGS[name][2], [], []
@@ -255,7 +261,7 @@ def _pictures(name: str, images: list[Tensor], counts: list[int]) -> dict[str, T
     if not images:
         return {}
     if name in ("idefics3", "smolvlm"):
-        # By row, those of rows with fewer padded with black ones.
+        # The images of each row. Rows with fewer images are padded with black ones.
         most, left = max(counts), list(images)
         black = torch.zeros(3, 16, 16)
         rows = [torch.stack([left.pop(0) for _ in range(n)] + [black] * (most - n)) for n in counts]
@@ -265,7 +271,7 @@ def _pictures(name: str, images: list[Tensor], counts: list[int]) -> dict[str, T
         sizes = torch.tensor([PATCHES] * len(images))
         return {"pixel_values": patches, "image_grid_thw": sizes}
     pictures = {"pixel_values": torch.stack(images)}
-    if name == "llava-next":  # the whole, and the only part it is cut into
+    if name == "llava-next":  # the whole image, and the only part that it is cut into
         pictures["pixel_values"] = torch.stack([torch.stack([t, t / 2]) for t in images])
     if name in ("llava-next", "pixtral", "mistral3"):
         pictures["image_sizes"] = torch.tensor([[16, 16]] * len(images))

@@ -25,7 +25,7 @@ def attention_after_a_zero_token(
         queries: [batch, heads, length, dim].
         keys, values: [batch, kv_heads, tokens, dim].
         seen: [batch, length, tokens], true where a query may look.
-        scale, softcap: of the logits.
+        scale, softcap: the factor and the cap of logits.
 
     Returns:
         [batch, heads, length, dim] and, without those of the zero token,

@@ -1,9 +1,9 @@
 """SnapKV with plain lists, from the paper alone: what `snap` is checked against.
 
 Li et al. 2024, "SnapKV: LLM Knows What You Are Looking for Before Generation", section 4 and
-Listing 1: the softmax of each query of the observation window, summed over the window, for the
-tokens before it; pooled over neighbors; the top ones are kept, and the window. A fold is taken for
-the end of a prompt that consists of what is still there.
+Listing 1: the attention of the queries in the observation window is summed over the window and
+pooled over neighbors. The tokens before the window with the highest sums are kept, and the window.
+Each fold is treated as the end of a prompt that consists of the tokens still held.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Sinks = Callable[[Any], list[float]]
 
 
 def softmax(logits: list[float], sink: float = -math.inf) -> list[float]:
-    """e^x over its sum, in which a sink of a model counts."""
+    """The softmax of logits, with the model's sink in the denominator."""
     top = max(logits)
     powers = [math.exp(x - top) for x in logits]
     total = math.fsum([*powers, math.exp(sink - top)])
@@ -33,9 +33,10 @@ def votes_of(
     sinks_of: Sinks | None = None,
     read: bool = False,
 ) -> dict[int, float]:
-    """What each token before the window gets, by its place.
+    """The votes for each token before the window, by its place in the stream.
 
-    With `read` they stand side by side, the newest where it was said; each remembers its own place.
+    With `read`, tokens have consecutive positions, and the newest has its place in the stream.
+    `said` remembers the place of each.
     """
     moved = {t.position: copy.copy(t) for t in tokens}
     for rank, place in enumerate(sorted(moved)):
@@ -56,7 +57,7 @@ def votes_of(
 
 
 def pooled_at(place: int, votes: dict[int, float], kernel: int, average: bool) -> float:
-    """The votes around a place; a token that is gone has none."""
+    """Pool the votes around a place. A place whose token was evicted has none."""
     near = [votes.get(place + step, 0.0) for step in range(-(kernel // 2), kernel // 2 + 1)]
     return math.fsum(near) / kernel if average else max(near)
 
@@ -76,10 +77,10 @@ def snap_of(
     Args:
         budget, window, kernel, average: as in the pool.
         logits_of: (at, place of the query, token, queries) -> a logit for each head of the group.
-        sinks_of: at -> the sink logit of each head of the group; None where the model has none.
-        others_of: at -> the tokens that other pools hold. Votes are then cast where attention reads
-            keys, and what is given to these counts; None casts them at places in the stream, about
-            the tokens of this pool alone.
+        sinks_of: at -> the sink logit of each head of the group; None if the model has none.
+        others_of: at -> the tokens that other pools hold. Votes are then the attention over these
+            and the pool's tokens, at the positions at which attention reads keys. If None, votes
+            are the attention over this pool's tokens alone, at places in the stream.
     """
 
     def scores(tokens: list[Any], at: Any) -> dict[int, tuple[float, float]]:

@@ -5,13 +5,13 @@ the keys of tokens prior to introducing the rotary transformation. Subsequently,
 transformation to the keys in the rolling cache at each decoding phase"; positions are those within
 the cache; for ALiBi, the linear bias is that of those positions.
 
-The model's own layers do everything but keep keys. Slow, and nothing in it is clever.
+The model's own layers do everything except storing keys. This is slow but simple.
 
 - Rotary (Su et al. 2021, RoFormer, equation 16): <R(m) q, R(n) k> = <q, R(n - m) k>. So the model
-  is told that every new token stands at position 0, where R is the identity, and the cache hands
-  out its keys turned by what lies between: the n-th key of the cache by n minus the query's place.
-- ALiBi (Press et al. 2022, section 3): the model counts the keys it is handed and biases them by
-  their places among those.
+  is told that every new token is at position 0, where R is the identity, and the cache returns its
+  keys rotated by their distance to the query: the n-th key by n minus the query's position.
+- ALiBi (Press et al. 2022, section 3): the model counts the keys that the cache returns, and biases
+  them by their positions among these.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def streaming_logits(
 
     Args:
         model: a causal language model.
-        ids: [batch, length], or embeddings in their place [batch, length, width].
+        ids: [batch, length], or embeddings instead [batch, length, width].
         sinks: tokens from the start of the stream that stay.
         budget: tokens that stay in all; a new one attends to these and to itself.
         unrotated: layers that do not rotate (or bias) at all.
@@ -49,8 +49,8 @@ def streaming_logits(
     if kept.rotary is not None:
         extra["position_ids"] = torch.zeros(1, 1, dtype=torch.int64)
     if any(kept.is_own):
-        # Nothing is to be hidden; older transformers would make one mask for layers that keep
-        # different numbers of tokens.
+        # Nothing must be hidden. Older transformers would make one mask for all layers, although
+        # they keep different numbers of tokens.
         extra["attention_mask"] = dict.fromkeys(kept.types)
     logits = []
     with torch.no_grad():
@@ -63,7 +63,7 @@ def streaming_logits(
 
 
 class Kept(Cache):
-    """The keys, unrotated, and the values that StreamingLLM keeps of every layer."""
+    """The unrotated keys and the values that StreamingLLM keeps in every layer."""
 
     def __init__(
         self, model: PreTrainedModel, sinks: int, budget: int, unrotated: Collection[int]
@@ -73,11 +73,11 @@ class Kept(Cache):
         decoder: Any = model.get_decoder()
         self.rotary: Any = getattr(decoder, "rotary_emb", None)
         if getattr(config, "alibi", False):
-            self.rotary = None  # Falcon has the module all the same
+            self.rotary = None  # Falcon has the module even with ALiBi
         self.unrotated = unrotated
         layers = config.num_hidden_layers
         self.types = getattr(config, "layer_types", None) or ["full_attention"] * layers
-        # Beside layers that see everything, a sliding layer is left to its own window.
+        # If the model also has layers with full attention, sliding layers keep their own window.
         mixed = "full_attention" in self.types
         self.is_own = [mixed and kind == "sliding_attention" for kind in self.types]
         self.limits = [(sinks, budget)] * layers
@@ -90,7 +90,7 @@ class Kept(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """All keys, each at its place in the cache, and all values; then the middle is dropped."""
+        """Return all keys, each at its place in the cache, and all values, and drop the middle."""
         keys, values = key_states, value_states
         if layer_idx in self.keys:
             keys = torch.cat([self.keys[layer_idx], keys], dim=2)
@@ -108,24 +108,24 @@ class Kept(Cache):
         found = getattr(self.rotary, f"{self.types[layer]}_inv_freq", None)
         return self.rotary.inv_freq if found is None else found
 
-    # What transformers asks in order to count places and to make masks, which hide nothing here.
+    # transformers calls the following to count places and to make masks, which hide nothing here.
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens that are kept."""
         return self.keys[layer_idx].shape[2] if layer_idx in self.keys else 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """As many columns as keys are handed out."""
+        """As many columns as there are keys to attend to."""
         return self.get_seq_length(layer_idx) + query_length, 0
 
     @property
     def is_sliding(self) -> list[bool]:
-        """Which layers have a window of their own, and so a mask of their own."""
+        """Which layers have their own window, and so their own mask."""
         return self.is_own
 
     @property
     def is_linear(self) -> list[bool]:
-        """No layer is."""
+        """No layer has linear attention."""
         return [False] * len(self.types)
 
     is_dummy = is_linear

@@ -32,9 +32,17 @@ class SubGen:
     """One head.
 
     Attributes:
-        s, t, m: samples of the numerator, samples of a cluster, clusters at most (None: any).
-        coin: (what it is for, a token's position, number of the entry) -> a number in [0, 1).
-        delta: 0 for one that is found.
+        s: number of samples of the numerator.
+        t: number of samples of each cluster.
+        m: the most clusters; None for no limit.
+        coin: (purpose, a token's position, number of the sample) -> a number in [0, 1).
+        delta: the largest distance of a key from the first key of its cluster; 0 to find one.
+        mu: the sum of the weights of all tokens in the numerator.
+        pairs: the samples of the numerator.
+        clusters: the clusters of the denominator.
+        merges: how often a cluster was merged into another.
+        came: all tokens that have arrived.
+        exact: whether there have been so few tokens that all are still held.
     """
 
     s: int
@@ -77,7 +85,9 @@ class SubGen:
             self.double_delta(min(near))
 
     def double_delta(self, nearest: float) -> None:
-        """One cluster too many: a wider delta, and clusters that are near each other merge."""
+        """Widen delta because there is a cluster too many, and merge clusters that are near each
+        other.
+        """
         if self.delta > 0:
             self.delta *= 2
         else:
@@ -114,7 +124,7 @@ class SubGen:
         self.mu += weight
 
     def weights(self) -> dict[int, tuple[float, float]]:
-        """What each token kept counts for in line 29 and in line 30, by its position."""
+        """The weights of each kept token in line 29 and in line 30, by its position."""
         if self.exact:
             return {
                 token.position: tuple(math.exp(getattr(token, name, 0.0)) for name in ("a", "b"))

@@ -1,4 +1,4 @@
-"""Who the tasks over files are tried on: nano, and a random model whose answers all differ."""
+"""Models on which tests try tasks from files: nano, and a random model whose answers all differ."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weir.evals.task import Subject
 
 
 def nano(policy: str = "dense", **options: Any) -> Subject:
-    """nano under a policy, loaded anew, so that a test may change it."""
+    """nano under a policy. It is loaded again, so that a test can change it."""
     model, tokenizer = weir.load("nano", device="cpu")
     return Subject("nano", model, tokenizer, weir.policy(policy), **options)
 
@@ -23,5 +23,5 @@ def stranger(policy: str = "dense", **options: Any) -> Subject:
 
 
 def quiet(done: float) -> None:
-    """Progress, told to nobody."""
+    """Check the progress, and show nothing."""
     assert 0 < done <= 1

@@ -1,12 +1,12 @@
 """Streams on three axes, one token at a time, from the papers alone: what weir is checked against.
 
-Wang et al. 2024, "Qwen2-VL", section 2.1: a word has the same place in time, height and width, the
-pieces of an image spread from one place over height and width (a video over time too), and what
-follows begins behind its longer side. Xiao et al. 2024, section 3.2, count places within the cache:
-here those of the words and images that are still there. Of an image that is there in part, the
-pieces stay where they were to each other.
+Wang et al. 2024, "Qwen2-VL", section 2.1: a word has the same place in time, height and width. The
+pieces of an image share a place in time, and spread over height and width (those of a video also
+over time). The next word or image begins after the longer side. Xiao et al. 2024, section 3.2,
+count places within the cache: here, those of the words and images that are still held. If only a
+part of an image is held, its pieces keep their places relative to each other.
 
-Slow, and nothing in it is clever.
+This is slow but simple.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Place = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Spot:
-    """Where one token stands within its word or image.
+    """The place of one token within its word or image.
 
     Attributes:
-        group: which word or image of the stream it is of.
-        reach: how far on the next word or image begins.
-        within: in time, height and width from where its own begins.
+        group: the number of its word or image in the stream.
+        reach: the distance from the beginning of its word or image to the beginning of the next.
+        within: its place in time, height and width, from the beginning of its word or image.
     """
 
     group: int
@@ -79,14 +79,14 @@ def angles(places: Any, decoder: Any, sections: list[int]) -> Tensor:
 
 
 def turned(x: Tensor, angle: Tensor) -> Tensor:
-    """`x` [..., dim] with dimension i and i + half turned by the i-th angle, in float64."""
+    """`x` [..., dim] with dimensions i and i + half rotated by the i-th angle, in float64."""
     first, second = x.double().chunk(2, dim=-1)
     cos, sin = angle.cos(), angle.sin()
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 class KeptOnAxes(Kept):
-    """The keys, unrotated, and the values that StreamingLLM keeps of every layer."""
+    """The unrotated keys and the values that StreamingLLM keeps in every layer, on three axes."""
 
     def __init__(self, model: PreTrainedModel, sinks: int, budget: int, stream: list[Spot]) -> None:
         super().__init__(model, sinks, budget, ())
@@ -98,7 +98,7 @@ class KeptOnAxes(Kept):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """All keys, turned by what lies between each and the query; then the middle is dropped."""
+        """Return keys, rotated by their distance to the query, and values, and drop the middle."""
         place = self.count.get(layer_idx, 0)
         self.count[layer_idx] = place + 1
         held = [*self.held.get(layer_idx, []), place]
@@ -125,9 +125,9 @@ def streaming_on_axes(
     """Logits after each token of a stream under StreamingLLM.
 
     Args:
-        model: with three axes.
-        embeddings: what its decoder reads [1, length, width].
-        stream: the spot of each.
+        model: a model with three axes.
+        embeddings: the inputs of its decoder [1, length, width].
+        stream: the spot of each token.
         sinks: tokens from the start of the stream that stay.
         budget: tokens that stay in all; a new one attends to these and to itself.
 
@@ -148,7 +148,7 @@ class NaiveOnAxes(Naive):
     """The naive loop on three axes.
 
     Attributes:
-        stream: the spot of each token to come.
+        stream: the spot of each token of the stream.
     """
 
     stream: list[Spot] = field(default_factory=list)

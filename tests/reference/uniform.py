@@ -1,9 +1,9 @@
 """Uniform sampling by the book: what `uniform` is checked against.
 
 BalanceKV, appendix B.1: "sampling a fraction of key and value embeddings ... uniformly at random".
-Everything that ever came is kept here, and the sample is drawn from it anew each time it is asked
-for: by budget, order all tokens by a random number and take the first; by rate, toss a coin for
-each. It streams nothing, so nothing can go wrong with time.
+These functions get all tokens that ever arrived, and draw a sample from them each time: by budget,
+they order all tokens by a random number and take the first ones; by rate, they toss a coin for each
+token. Nothing is streamed, so no error can build up.
 """
 
 from __future__ import annotations
@@ -24,5 +24,5 @@ def by_rate(tokens: Sequence[int], rate: float, draw: Callable[[int], float]) ->
 
 
 def log_weight(came: int, n: int) -> float:
-    """What each of n tokens must count for so that sums over all that came are unbiased."""
+    """The log-weight of each of n tokens that makes sums over all arrived tokens unbiased."""
     return math.log(max(1.0, came / n))

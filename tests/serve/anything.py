@@ -1,4 +1,4 @@
-"""A engine_client whose model says anything at all, for what holds it to something."""
+"""A client whose model can say anything, for tests of what restricts answers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TAKES_ARGS = TAKES_TOOLS.replace(
 def random_client(
     template: str | None = CHATML, rows: int = 3, policy: str = POLICY, chunk: int = 32
 ) -> EngineClient:
-    """Its model has random weights, and no token that ends an answer where there is no template."""
+    """A client of a model with random weights; without a template, no token ends an answer."""
     tokenizer = make_tokenizer(template)
     model = make_llama(layers=1, vocab_size=len(tokenizer), tie_word_embeddings=False)
     if template is not None:

@@ -6,5 +6,5 @@ from weir.serve import TokenSequence, TurnRecord
 
 
 def bare_record(turn: TokenSequence, reason: str) -> TurnRecord:
-    """A record that names the turn and says nothing else."""
+    """A record that names the turn and has no further content."""
     return TurnRecord(turn.id, "", turn.id, turn.parent, turn.id, (), turn.output_ids[-1], 1)

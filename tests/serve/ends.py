@@ -3,8 +3,7 @@
     python tests/serve/ends.py [--json]
 
 Trains the model of `toychat`, and lets an engine of `weir serve` hold endless sessions with it
-under several policies, all of a few slots. A window is as many tokens as the first of them has
-slots.
+under several policies with few slots. A window is as many tokens as the first policy has slots.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ LIMIT = 40
 
 @dataclass
 class Share:
-    """Of some answers, how many ended, and how many were what they should have been."""
+    """How many of some answers ended, and how many were right."""
 
     ended: int = 0
     right: int = 0
@@ -50,7 +49,7 @@ class Share:
 
 
 class Heard:
-    """A listener that remembers what it was told."""
+    """A listener that collects the tokens of an answer."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -76,15 +75,16 @@ def shares(
     *,
     read: bool = False,
 ) -> dict[int, Share]:
-    """By how many windows a session had seen before, the share of its next turns' answers.
+    """For each number of windows, check the next answers of sessions that have seen that many.
 
     Args:
-        model: from `train`.
-        policy: of every session.
-        windows: after how many.
-        sessions: at once.
-        turns: of each session that are looked at.
-        read: turns that are not looked at are read with their answers, many at once.
+        model: a model from `train`.
+        policy: the policy of all sessions.
+        windows: the numbers of windows after which answers are checked.
+        sessions: how many sessions there are at the same time.
+        turns: how many turns of each session are checked after each number of windows.
+        read: whether turns that are not checked are read together with their right answers, many
+            in one prompt, instead of being generated.
     """
     engine = Engine(model, policy, sessions, SessionStore(keep=2 * sessions), chunk=4)
     dice = random.Random(0)

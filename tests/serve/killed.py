@@ -1,7 +1,7 @@
-"""Servers that are killed: each line that comes in begins one, as a copy of this process.
+"""Servers that tests kill: each line of the input starts one, as a copy of this process.
 
-So a start takes none of Python's, and all servers have one random model. A server says its port and
-process id; when it is dead, that is said too.
+So a server starts without starting Python, and all servers have the same random model. Each prints
+its port and process id. When it is dead, this process prints that.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TOKENIZER = make_tokenizer()
 MODEL = make_model(TOKENIZER)
 weir.Stream(MODEL, POLICY, chunk=4).feed(
     list(range(32))
-)  # what the first call loads is loaded once
+)  # loads what the first call needs, before any copy
 
 
 def serve(folder: Path, *, shared: bool) -> None:

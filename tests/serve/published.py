@@ -1,4 +1,4 @@
-"""Bodies made from the types that openai, anthropic and ollama publish: each field once by itself.
+"""Request bodies made from the types that the packages openai, anthropic and ollama publish.
 
 A `Variant` is a small body of a route with one more field, at any depth, and the path to it.
 """
@@ -16,7 +16,7 @@ import typing_extensions
 from pydantic import BaseModel
 
 DEPTH = 6
-"""Objects within objects that are looked into."""
+"""How many levels of objects within objects get a field."""
 WORDS = ("x", "y")
 Path = tuple[str | int, ...]
 
@@ -50,7 +50,7 @@ def fields_of(kind: Any) -> dict[str, tuple[Any, bool]] | None:
     """The fields of an object's type, and whether each is required; None for other types."""
     if typing.is_typeddict(kind) or typing_extensions.is_typeddict(kind):
         hints = typing_extensions.get_type_hints(kind, include_extras=True)
-        # Not from `__required_keys__`: where annotations are texts, it takes none for required.
+        # Not from `__required_keys__`, which misses required fields if annotations are strings.
         wanted = (typing.Required, typing_extensions.Required)
         return {
             name: (hint, kind.__total__ or get_origin(hint) in wanted)
@@ -63,7 +63,7 @@ def fields_of(kind: Any) -> dict[str, tuple[Any, bool]] | None:
 
 
 def variants(kind: Any, depth: int = DEPTH) -> Iterator[tuple[Path, Any]]:
-    """Values of a type: for each a path to the part that is new, () for the value as a whole."""
+    """Values of a type, each with the path to the part that is new; () for the whole value."""
     origin, args = get_origin(kind), get_args(kind)
     if origin in (
         typing.Annotated,
@@ -116,7 +116,7 @@ def _first(hint: Any, depth: int) -> Any:
 
 
 def bodies(kind: Any, base: dict[str, Any]) -> Iterator[Variant]:
-    """Bodies of a route, from the type of its parameters and a body that is answered."""
+    """Bodies of a route, from the type of its parameters and a body that the route accepts."""
     fields = fields_of(kind)
     assert fields is not None
     seen = set()

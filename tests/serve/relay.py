@@ -67,12 +67,12 @@ class Relay:
         return f"http://127.0.0.1:{self.port}"
 
     def take(self) -> list[Exchange]:
-        """The exchanges since the last call of this method that had an answer of the model."""
+        """Return the exchanges whose request has a body, and forget all exchanges so far."""
         taken, self.exchanges = self.exchanges, []
         return [one for one in taken if one.body]
 
     def take_all(self) -> list[Exchange]:
-        """All exchanges since the last call of a method that takes some, marks included."""
+        """Return all exchanges so far, marks included, and forget them."""
         taken, self.exchanges = self.exchanges, []
         return taken
 

@@ -37,7 +37,7 @@ CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
 
 
 def make_tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
-    """Every byte is a token, and there are some special ones."""
+    """A tokenizer in which every byte is a token, with a few special tokens."""
     bytes_of = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE({c: n for n, c in enumerate(bytes_of)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -65,7 +65,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Any:
 
 @dataclass
 class Server:
-    """A server on a port of its own."""
+    """A server and its port."""
 
     engine_client: EngineClient
     server: uvicorn.Server
@@ -90,7 +90,7 @@ class Server:
         return httpx.post(f"{self.url}{path}", json=body, headers=headers, timeout=600)
 
     def settled(self) -> None:
-        """Wait until nobody is answered any more."""
+        """Wait until no request is being answered."""
         for _ in range(1000):
             load = self.engine.load()
             under_way = self.engine_client.open_requests("127.0.0.1")
@@ -101,7 +101,7 @@ class Server:
 
 
 def logged(caplog: Any, field: str) -> list[dict[str, Any]]:
-    """The fields of the lines in the log that have a field; a line comes after its response."""
+    """Wait for log lines with `field`, and return their fields. A line follows its response."""
     for _ in range(200):
         found = [r.fields for r in caplog.records if field in getattr(r, "fields", {})]
         if found:
@@ -170,7 +170,7 @@ def run_app(
 def serving_nano(
     pinned: int = 64, rows: int = 2, answer: int = 64, aliases: Sequence[str] = ()
 ) -> Iterator[Server]:
-    """Serve nano to the clients that people use, with `pinned` tokens of a beginning."""
+    """Serve nano for tests with real clients, with `pinned` slots for the beginning of a stream."""
     model, tokenizer = weir.load("nano")
     limits, store = Limits(answer=answer), SessionStore(keep=64)
     policy = f"pinned(streaming_llm(budget=256), n={pinned}, header=16)"
@@ -185,9 +185,9 @@ def serving_nano(
 def serving(
     engine_client: EngineClient, keys: Keys | None = None, **access: list[str]
 ) -> Iterator[Server]:
-    """A client of an engine, served by uvicorn in a thread of its own."""
+    """Serve a client of an engine by uvicorn, in a separate thread."""
     bound = bind("127.0.0.1", 0, keys or Keys())
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)  # what is not read is soon too much
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)  # unread data soon fills it
     server, thread = run_app(make_app(engine_client, keys, **access), BoundedConnection, bound)
     try:
         yield Server(engine_client, server, bound.getsockname()[1])
@@ -203,7 +203,7 @@ def serving(
 def raw(
     port: int, path: str, body: bytes, *headers: str, length: int | None = None
 ) -> socket.socket:
-    """A request by hand, whose answer is still to be read."""
+    """Send a request by hand, and return the connection with its answer still unread."""
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.settimeout(600)
@@ -220,7 +220,7 @@ def raw(
 
 
 def fields_without_effect(kind: type[Strict]) -> tuple[dict[str, Any], list[str]]:
-    """The fields of features that are not served, with a value that is accepted; those ignored."""
+    """(unsupported fields, each with a value that is accepted; names of ignored fields)."""
     known = {name: field for name, field in kind.model_fields.items() if field.annotation is Any}
     unserved = {
         name: only.allowed[-1]

@@ -1,7 +1,8 @@
-"""Where the clients are that slow tests run, and at which versions.
+"""The clients that slow tests run: where they are installed, and in which versions.
 
-package.json has the versions: of Node's clients in `dependencies`, of Python's in `python`, an
-environment for each name. Run as `python environments.py FOLDER` this installs the latter.
+package.json has the versions: those of Node's clients in `dependencies`, and those of Python's
+clients in `python`, where each name is an environment. `python environments.py FOLDER` installs
+Python's clients.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 INSTALLED = HERE.parents[2] / ".clients"
-"""Where `make clients` puts them."""
+"""Where `make clients` installs them."""
 VERSIONS = json.loads((HERE / "package.json").read_text("utf-8"))
 NODE = Path(os.environ.get("WEIR_NODE_CLIENTS") or INSTALLED)
 PYTHON = Path(os.environ.get("WEIR_PYTHON_CLIENTS") or INSTALLED / "python")
@@ -59,7 +60,7 @@ def missing_node(package: str) -> str:
 
 
 def install(folder: Path) -> None:
-    """Make the environments that do not have the versions of package.json."""
+    """Create the environments that do not have the versions of package.json yet."""
     for name, wanted in VERSIONS["python"].items():
         pins = [f"{package}=={version}" for package, version in wanted.items()]
         done = folder / name / ".installed"

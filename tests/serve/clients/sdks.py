@@ -1,9 +1,10 @@
 """Talks to a server with one Python client: streamed turns, one of them longer than the model's
 window, a resumed conversation, and a forced call with its result.
 
-Run as `python sdks.py URL CLIENT` in an environment that has the client. The server's side checks
-what was read: `GET URL/mark/fresh` says that a new history begins. Prints one line of JSON with
-the name and the arguments of the call, and how many answers had text.
+Run as `python sdks.py URL CLIENT` in an environment that has the client. URL is a relay in front of
+the server, so that the test can check what was read. `GET URL/mark/fresh` tells the relay that a
+new history begins. Prints one line of JSON with the name and the arguments of the call, how many
+answers had text, and whether the client rewrites calls.
 """
 
 import asyncio
@@ -21,8 +22,9 @@ os.environ["ANONYMIZED_TELEMETRY"] = os.environ["OTEL_SDK_DISABLED"] = "false"
 URL, WHICH = sys.argv[1:]
 V1 = f"{URL}/v1"
 MODEL, CLAUDE = "nano", "claude-sonnet-4-5-20250929"
-# Words whose answers are not empty when nothing is sampled. Each client has a conversation that
-# no other one has had. The second message is longer than the 512 tokens that nano was trained on.
+# Messages whose answers are not empty with greedy decoding. Each client has a conversation that
+# no other client has had. The second message is longer than the 512 tokens that nano was trained
+# on.
 FIRST = f"{WHICH}: Prince Andrew went to the"
 LONG = " ".join(
     f"Then the {n}th officer of the regiment rode to the village by the river and he"
@@ -50,7 +52,7 @@ def mark(what: str) -> None:
 
 
 def run(work: Any) -> Any:
-    """The result of something asynchronous."""
+    """Run a coroutine, and return its result."""
     return LOOP.run_until_complete(work)
 
 
@@ -58,7 +60,7 @@ class Talk:
     """A conversation by one client."""
 
     calls, rewrites = True, False
-    """Whether it can call tools; whether it tells the model of calls in other words."""
+    """Whether it can call tools; whether it sends calls back in other words than the model's."""
 
     def start(self) -> None:
         """Connect."""
@@ -120,7 +122,7 @@ class OpenAIChat(Talk):
 
 
 class OpenAIResponses(Talk):
-    """With the whole input each time, and nothing stored."""
+    """Responses with the whole input each time; nothing is stored."""
 
     def __init__(self) -> None:
         self.messages = []
@@ -190,7 +192,7 @@ class OpenAIConversation(OpenAIResponses):
         return response.output_text
 
 
-GREEDY = {"extra_body": {"temperature": 0}}  # Anthropic's newest client has no such argument
+GREEDY = {"extra_body": {"temperature": 0}}  # Anthropic's newest client has no argument for it
 
 
 class AnthropicMessages(Talk):
@@ -328,7 +330,7 @@ class LangChain(Talk):
 
 
 class LangChainAgent(Talk):
-    """LangChain's agent with a checkpoint, which sends what is new and the id before it."""
+    """LangChain's agent with a checkpoint, which sends new messages and the last response's id."""
 
     calls = False
 
@@ -353,7 +355,7 @@ class LangChainAgent(Talk):
 
 
 class LlamaIndex(Talk):
-    """LlamaIndex' chat engine, whose memory is saved to a file."""
+    """LlamaIndex' chat engine, whose memory is saved as JSON."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -371,7 +373,7 @@ class LlamaIndex(Talk):
         if self.kind == "anthropic":
             from llama_index.llms.anthropic import Anthropic as LlamaAnthropic
 
-            # It asks only models whose window it knows: the server has an alias.
+            # It accepts only models whose window it knows, so the server has an alias.
             return LlamaAnthropic(
                 model=CLAUDE, base_url=URL, api_key="none", temperature=0, max_tokens=tokens
             )
@@ -460,7 +462,7 @@ class LiteLLM(Talk):
 
 
 class LiteLLMResponses(Talk):
-    """LiteLLM's responses, each by the id of the one before."""
+    """LiteLLM's responses. Each continues the one before by its id."""
 
     calls = False
 
@@ -522,7 +524,7 @@ class PydanticAI(Talk):
         self.start()
 
     def call(self) -> tuple[str, Any]:
-        """A forced call: an output tool, whose result a further turn answers."""
+        """Force a call of an output tool, and send its result in a further turn."""
         from typing import Annotated
 
         from pydantic import BaseModel, Field
@@ -562,7 +564,7 @@ class OpenAIAgents(Talk):
         client = AsyncOpenAI(base_url=V1, api_key="none", max_retries=0)
         kind = OpenAIResponsesModel if self.kind == "responses" else OpenAIChatCompletionsModel
         choice = given.pop("choice", None)
-        # Its runner takes an answer that is cut short for a failure, so answers end at a letter.
+        # Its runner treats an answer that is cut short as a failure, so answers stop at a letter.
         ends = {"extra_body": {"stop": ["e", "a", "o", ","]}} if choice != "required" else {}
         settings = ModelSettings(
             max_tokens=CALL, temperature=0, tool_choice=choice, include_usage=True, **ends
@@ -629,7 +631,7 @@ class Smolagents(Talk):
         return text
 
     def call(self) -> tuple[str, Any]:
-        """An agent that calls tools, which smolagents always forces, for two steps."""
+        """Run two steps of an agent. Smolagents always forces tool calls."""
         from smolagents import ToolCallingAgent, tool
 
         places = []

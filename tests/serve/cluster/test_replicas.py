@@ -1,4 +1,4 @@
-"""Two replicas on Ray: one is killed, and its session goes on on the other."""
+"""Two replicas on Ray: one is killed, and its session continues on the other."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def cluster(tmp_path):
 
 
 def ask(url: str, messages: list[dict[str, str]], session: str | None) -> httpx.Response:
-    """A turn, asked again as OpenAI's client does."""
+    """Ask for a turn, again after some errors, as OpenAI's client does."""
     body = {"model": "nano", "messages": messages, "max_tokens": 8, "temperature": 0}
     headers = {} if session is None else {"x-session-id": session}
     for _ in range(400):  # a replica takes as long to start as `weir serve`
@@ -65,7 +65,7 @@ def ask(url: str, messages: list[dict[str, str]], session: str | None) -> httpx.
 
 
 def post(url: str, path: str, body: dict[str, Any]) -> Any:
-    """The answer to a request; a replica may just be starting."""
+    """Post a request, again while no replica is ready, and return the answer."""
     for _ in range(400):
         answer = httpx.post(f"{url}{path}", json=body, timeout=60)
         if answer.status_code != 503:
@@ -104,10 +104,10 @@ def test_the_session_of_a_killed_replica_goes_on_elsewhere(cluster):
         seen.append(whole["usage"])
         said.append(whole["choices"][0]["message"])
         said.append({"role": "user", "content": "And then?"})
-        if turn in (1, 2):  # one after the other, so that the one with the session is among them
+        if turn in (1, 2):  # one replica, then another, so that one of them has the session
             serving = [pid for pid in processes() if parent_of(pid) not in processes()]
             os.kill(min(serving) if turn == 1 else max(serving), signal.SIGKILL)
-    # Each turn read only what was new, also those after the kills, and one that names no session.
+    # Each turn read only what was new, also after the kills, and without the session's name.
     for before, after in itertools.pairwise(seen):
         assert after["prompt_tokens_details"]["cached_tokens"] == before["total_tokens"] - 1
     assert [session["turns"] for session in httpx.get(f"{url}/v1/sessions").json()["data"]] == [4]
@@ -116,7 +116,7 @@ def test_the_session_of_a_killed_replica_goes_on_elsewhere(cluster):
     again = {**body, "previous_response_id": first["id"]}
     assert post(url, "/v1/responses", again)["usage"]["input_tokens_details"]["cached_tokens"] > 0
     assert httpx.get(f"{url}/-/routes").json()["error"]["code"] == "not_found"
-    # Answers that do not end in time are told, and all processes end.
+    # At shutdown, an answer that does not end in time gets an error, and all processes end.
     long = {"model": "nano", "messages": said[:1], "max_tokens": 60_000, "stream": True}
     long["ignore_eos"] = True
     with httpx.stream("POST", f"{url}/v1/chat/completions", json=long, timeout=120) as answer:

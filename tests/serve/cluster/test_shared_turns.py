@@ -1,4 +1,4 @@
-"""Two replicas share a store: what one has ended the other goes on from, and nothing is lost."""
+"""Two replicas share a store: each can continue turns of the other, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def replicas(shared) -> Replicas:
 
 
 def turn(store: SessionStore, name: str, n: int = 0, **given: Any) -> TurnRecord:
-    """A turn that ends on a replica."""
+    """Save a turn that ends on a replica."""
     made = record(name, n, **{"created": float(n), **given})
     error = save(store, made, NODES[n])
     if error is not None:
@@ -122,7 +122,7 @@ def test_what_a_killed_replica_was_writing_goes_later_or_with_its_session(
     turn(replicas.a, "n0")
     shared.write(f"{FOLDER}/half.safetensors", b"x")
     turn(replicas.b, "n1", 1)
-    assert "half.safetensors" in shared.list_names(FOLDER)  # it may be under way
+    assert "half.safetensors" in shared.list_names(FOLDER)  # it may still be being written
     monkeypatch.setattr(shared_turns, "ABANDONED", -1.0)
     turn(replicas.a, "n2", 2)
     assert "half.safetensors" not in shared.list_names(FOLDER)
@@ -145,7 +145,7 @@ def test_a_full_shared_folder_is_known_before_an_answer_and_loses_none(tmp_path,
     def full(fd):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(storage.os, "fsync", full)  # where it was not known
+    monkeypatch.setattr(storage.os, "fsync", full)  # now writing fails
     assert isinstance(save(replicas.a, record("n1", 1), NODES[1]), StorageFull)
     again = Replicas(open_storage(str(tmp_path)))  # a start needs no room
     assert [each.node for each in again.b.list_turns("me", "s")] == ["n0"]
@@ -161,7 +161,7 @@ def test_a_storage_that_fails_loses_no_other_turn(replicas, shared, monkeypatch)
     write = shared._write
 
     def fail(path, data):
-        if path.endswith(".json"):  # a record; its snapshot was written before
+        if path.endswith(".json"):  # a record, whose snapshot was already written
             raise OSError(errno.EIO, "Input/output error")
         write(path, data)
 
@@ -260,7 +260,7 @@ def test_a_storage_that_is_none_is_refused_or_a_folder(place, tmp_path, monkeypa
 
 
 class MortalStorage:
-    """A storage as a process sees it that is killed after so many changes."""
+    """A storage as used by a process that is killed after `left` changes."""
 
     def __init__(self, shared: Storage) -> None:
         self.shared = shared
@@ -275,7 +275,7 @@ class MortalStorage:
 
 
 class Cluster(RuleBasedStateMachine):
-    """Two replicas that answer, delete and are killed, beside a store in memory."""
+    """Two replicas that answer, delete and are killed, compared with a store in memory."""
 
     @initialize()
     def begin_with_nothing(self) -> None:
@@ -313,7 +313,7 @@ class Cluster(RuleBasedStateMachine):
             store.place.add([(NODES[n], made)])
         self.replicas[replica] = self.replica()
         if any(one.node == made.node for one in self.replicas[replica].list_turns("me", session)):
-            self.oracle.save(NODES[n], made)  # whole, though no client has seen its end
+            self.oracle.save(NODES[n], made)  # it was saved, although no client has seen its end
 
     @rule(
         replica=st.sampled_from("ab"),

@@ -1,6 +1,6 @@
-"""Bytes that are no request, or hardly one, on a socket of the server.
+"""Broken requests, sent to the server's socket, harm neither the server nor other conversations.
 
-`WEIR_FUZZ=5000` sends so many.
+`WEIR_FUZZ=5000` sends 5,000 of them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def server() -> Iterator[Server]:
 
 
 def request() -> bytes:
-    """One that is right."""
+    """A valid request."""
     body = json.dumps(BODY, ensure_ascii=False).encode()
     head = (
         "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
@@ -57,7 +57,7 @@ def request() -> bytes:
 
 
 def mangled(data: bytes, draw: random.Random) -> bytes:
-    """A request with a few things done to it."""
+    """A request with a few random changes."""
     found = bytearray(data)
     for _ in range(draw.randint(1, 4)):
         start = draw.randrange(len(found) + 1)
@@ -75,14 +75,14 @@ def mangled(data: bytes, draw: random.Random) -> bytes:
 
 
 def sent(port: int, wait: float, data: bytes) -> bytes:
-    """What the server says to it; where it waits for more, this side hangs up after so long."""
+    """Send data, and return the response. Hang up if nothing comes for `wait` seconds."""
     heard = bytearray()
     with socket.create_connection(("127.0.0.1", port), timeout=wait) as connection:
         try:
             connection.sendall(data)
             while part := connection.recv(65536):
                 heard += part
-        except (ConnectionError, TimeoutError):  # it may close before it has read all
+        except (ConnectionError, TimeoutError):  # the server may close before it has read all
             pass
     return bytes(heard)
 

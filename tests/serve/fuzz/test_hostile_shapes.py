@@ -1,6 +1,6 @@
-"""Bodies from the server's own description, in which something is put that costs much.
+"""Request bodies from the server's OpenAPI description, with a costly value in a random place.
 
-`WEIR_FUZZ=5000` sends so many.
+`WEIR_FUZZ=5000` sends 5,000 of them.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def example(schema: dict[str, Any], known: dict[str, Any], draw: random.Random, 
 
 
 def spoil(value: Any, draw: random.Random) -> Any:
-    """Put something that costs much in a place anywhere in a value."""
+    """Replace a random part of a value by something that is costly to handle."""
     if isinstance(value, dict) and value and draw.random() < 0.9:
         name = draw.choice(list(value))
         return {**value, name: spoil(value[name], draw)}
@@ -100,7 +100,7 @@ def test_nothing_hostile_is_an_error_of_the_server(server: Server) -> None:
     for _ in range(ROUNDS):
         path, schema = draw.choice(routes)
         body = json.dumps(spoil(example(schema, known, draw, 5), draw))
-        if draw.random() < 0.1:  # what is no JSON at its end only
+        if draw.random() < 0.1:  # JSON that is broken only at its end
             body = body[: draw.randrange(len(body) + 1)]
         headers = draw.choice(HEADERS) if draw.random() < 0.2 else HEADERS[0]
         answer = httpx.post(
@@ -114,7 +114,7 @@ def test_nothing_hostile_is_an_error_of_the_server(server: Server) -> None:
         if answer.status_code != 200:
             assert len(answer.content) < 2000
             error = answer.json()["error"]
-            if path.startswith("/api/"):  # Ollama's form is a text, and Anthropic's has a type
+            if path.startswith("/api/"):  # Ollama's error is a text, and Anthropic's has a type
                 assert isinstance(error, str) and error, (path, body[:300], answer.text)
             else:
                 key = "type" if path.startswith("/v1/messages") else "code"

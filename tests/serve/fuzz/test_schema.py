@@ -1,6 +1,6 @@
-"""Requests made from the server's own description, right ones and wrong ones, by schemathesis.
+"""Valid and invalid requests, which schemathesis makes from the server's OpenAPI description.
 
-`WEIR_FUZZ=500` makes so many of each kind for each route.
+`WEIR_FUZZ=500` makes 500 of each kind for each route.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def test_whatever_is_asked_is_answered_as_described(server: Server, mode: Genera
         operation = found.ok()
         json = [body for body in operation.body if body.media_type == "application/json"]
         if mode is GenerationMode.NEGATIVE and not json:
-            continue  # any name in a path is a good one, and so are any bytes of a file
+            continue  # any name in a path is valid, and so are any bytes of a file
 
         @QUICK
         @given(case=operation.as_strategy(generation_mode=mode))
@@ -59,7 +59,7 @@ def test_whatever_is_asked_is_answered_as_described(server: Server, mode: Genera
                 and ("model" in case.body)
             ):
                 case.body["model"] = "small"
-            # What is right by its form may be refused for what it says: an empty prompt is.
+            # A request of the right form can be refused for its content, such as an empty prompt.
             case.call_and_validate(excluded_checks=[positive_data_acceptance], timeout=60)
 
         ask()

@@ -1,8 +1,8 @@
-"""Sessions in any order of turns, forks, rewinds, deletions and deaths, beside an oracle.
+"""Sessions in any order of turns, forks, rewinds, deletions and killed servers, and an oracle.
 
-The oracle is lists of turns in plain Python, and for what is said a stream that reads the whole
-history by itself. A server that is killed leaves its files as they are at that moment: the next one
-opens a copy of them. `WEIR_FUZZ=100` plays so many lives of servers.
+The oracle has lists of turns in plain Python. Its answers are from a stream that reads the whole
+history without a server. A server that is killed leaves its files as they are at that moment, and
+the next server opens a copy of them. `WEIR_FUZZ=100` runs 100 such random courses of events.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ History = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class Told:
-    """A turn that a client saw the end of; its history are all messages, its answer the last."""
+    """A turn whose end a client has seen. `history` has all messages, the answer last."""
 
     id: str
     parent: str | None
@@ -53,17 +53,17 @@ class Told:
 
 @dataclass
 class Owner:
-    """What a client believes to be kept."""
+    """The sessions and turns that a client believes the server has."""
 
     key: str
     sessions: dict[str, list[Told]] = field(default_factory=dict)
 
     def line(self, session: str, turn: str) -> list[Told]:
-        """The turns that lead to one of a session's, in the order they came."""
+        """The turns of a session that lead to one of its turns, oldest first."""
         turns = {told.id: told for told in self.sessions[session]}
         path = []
         at: str | None = turn
-        while at in turns:  # what the same was said before in another session is not of this one
+        while at in turns:  # a parent in another session, with the same history, is left out
             path.append(turns[at])
             at = turns[at].parent
         return path[::-1]
@@ -75,7 +75,7 @@ def as_messages(history: History) -> list[dict[str, str]]:
 
 @cache
 def answer_to(history: History) -> str:
-    """What the model says, by a stream that reads everything."""
+    """What the model answers, by a stream that reads the whole history."""
     text = TOKENIZER.apply_chat_template(
         as_messages(history), tokenize=False, add_generation_prompt=True
     )
@@ -87,7 +87,7 @@ def answer_to(history: History) -> str:
 
 
 class Machine(RuleBasedStateMachine):
-    """One server at a time, and two owners."""
+    """One server at a time, and two owners of sessions."""
 
     @initialize()
     def start(self) -> None:
@@ -123,7 +123,7 @@ class Machine(RuleBasedStateMachine):
         return found
 
     def pick(self, first: int, at: int, back: int) -> tuple[Owner, str, str]:
-        """An owner who has sessions, one of them, and a turn of it."""
+        """An owner who has sessions, one of these sessions, and one of its turns."""
         owner = self.owners[first]
         if not owner.sessions:
             owner = self.owners[1 - first]
@@ -138,7 +138,7 @@ class Machine(RuleBasedStateMachine):
         back=st.integers(0, 3),
     )
     def turn(self, who: int, name: str, said: str, back: int) -> None:
-        """A turn that goes on from one of a session's, or begins it."""
+        """A turn that continues one of a session's turns, or begins the session."""
         owner = self.owners[who]
         turns = owner.sessions.get(name, [])
         before = turns[-1 - back % len(turns)].history if turns else ()
@@ -156,7 +156,7 @@ class Machine(RuleBasedStateMachine):
         cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
         assert (cached > 0) == bool(before)
         newest = self.forward_lock_of(owner, name)[-1]
-        # Of turns at which the same was said it goes on from any, in another session too.
+        # It can continue any turn with the same history, also one of another session.
         known = (told for each in owner.sessions.values() for told in each)
         same = {told.id for told in known if told.history == before}
         assert newest["parent"] in same or (newest["parent"] is None and not before)
@@ -201,7 +201,7 @@ class Machine(RuleBasedStateMachine):
         verb=st.sampled_from(["fork", "rewind", "turns", "export", ""]),
     )
     def trespass(self, first: int, at: int, verb: str) -> None:
-        """What is another's is as what never was."""
+        """Sessions of another owner cannot be told from sessions that do not exist."""
         owner, name, turn = self.pick(first, at, 0)
         other = next(each for each in self.owners if each is not owner)
         body = {"turn": turn} if verb in ("fork", "rewind") else None
@@ -218,7 +218,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def kill(self) -> None:
-        """All files as they are at this moment, opened by another."""
+        """Copy all files as they are at this moment, and open the copy with another server."""
         here = self.folder / str(self.lives)
         self.lives += 1
         shutil.copytree(here, self.folder / str(self.lives))
@@ -227,7 +227,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def stands(self) -> None:
-        """What is told is what the oracle knows."""
+        """What the server tells is what the oracle has."""
         for owner in self.owners:
             told = self.ask(owner, "GET", "/v1/sessions").json()["data"]
             found = {each["id"]: (each["turns"], each["head"]) for each in told}
@@ -255,7 +255,7 @@ Machine.TestCase.settings = settings(
     deadline=None,
     derandomize=True,
     database=None,
-    phases=[Phase.generate],  # to make a failure smaller takes minutes
+    phases=[Phase.generate],  # shrinking a failure would take minutes
     suppress_health_check=list(HealthCheck),
 )
 TestSessions = pytest.mark.slow(Machine.TestCase)

@@ -1,7 +1,7 @@
-"""Processes that save turns until they are killed, and say of each when it is safe.
+"""Processes that save turns until they are killed, and print the name of each turn that is safe.
 
-Each line that comes in begins one, as a copy of this process, so that a round takes no start of
-Python's; when it is dead, that is said too.
+Each line of the input starts one, as a copy of this process, so that Python is not started again.
+When the copy is dead, this process prints that.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What tests of stores share: nodes of a small model, and a disk that can be cut off anywhere."""
+"""For tests of stores: checkpoints of a small model, and processes killed at any disk change."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CHUNK = 4
 
 
 def nodes(count: int, tokens: int = 20) -> list[Checkpoint]:
-    """Ends of turns that differ."""
+    """Checkpoints at the ends of different turns."""
     cache = StreamingCache(MODEL, POLICY, chunk=CHUNK, batch=1)
     made = []
     for n in range(count):
@@ -52,7 +52,7 @@ def store(
 
 
 def save(store: SessionStore, made: TurnRecord, checkpoint: Checkpoint) -> Exception | None:
-    """Save a turn and wait until it is safe; why it cannot be kept, or None."""
+    """Save a turn, wait until it is safe, and return why it cannot be kept, or None."""
     told, errors = threading.Event(), []
 
     def done(error: Exception | None) -> None:
@@ -66,12 +66,12 @@ def save(store: SessionStore, made: TurnRecord, checkpoint: Checkpoint) -> Excep
 
 
 def kept(store: SessionStore, name: str, checkpoint: Checkpoint) -> Exception | None:
-    """Save a turn of this name, in a session of its own."""
+    """Save a turn of this name in a separate session; return like `save`."""
     return save(store, record(name, session=f"of {name}"[:50], checkpoint=checkpoint), checkpoint)
 
 
 def same(found: Checkpoint, wanted: Checkpoint) -> bool:
-    """Whether two nodes are one, bit for bit."""
+    """Whether two checkpoints are equal, bit for bit."""
     mine, other = found.state, wanted.state
     return (
         found.pending == wanted.pending
@@ -114,14 +114,14 @@ def record(node: str, n: int = 0, checkpoint: Checkpoint | None = None, **given:
 
 
 def pack(its: SessionStore, owner: str, session: str, path: Path) -> int:
-    """Write a session into a file; how many turns it has."""
+    """Write a session into a file, and return how many turns it has."""
     turns = [(its.load(one.node), one) for one in its.list_turns(owner, session)]
     write_export(path, turns, FORM)
     return len(turns)
 
 
 def unpack(its: SessionStore, owner: str, path: Path, limit: int | None = None) -> SessionSummary:
-    """Take in a session from a file."""
+    """Import a session from a file."""
     return its.import_session(read_export(path, FORM, limit, owner))
 
 
@@ -153,7 +153,7 @@ class PlainStore:
         return self.told(ends[-1]) if ends else None
 
     def told(self, made: TurnRecord) -> TurnRecord:
-        """A record, in the first session that its turn joined and still is in."""
+        """A record, with the first of the sessions that still have its turn."""
         return replace(made, session=next(s for _, s, node in self.members if node == made.node))
 
     def list_turns(self, owner: str, session: str) -> list[TurnRecord]:
@@ -202,7 +202,7 @@ class Killed(BaseException):
 
 
 class Cut:
-    """`os` as `folder` sees it, in a process that is killed after so many changes of the disk."""
+    """`os` as the snapshot folder uses it, in a process that is killed after `left` changes."""
 
     def __init__(self, after: int | None) -> None:
         self.left = after
@@ -225,7 +225,7 @@ class Cut:
 
 
 def kill(store: SessionStore) -> None:
-    """End a store as a killed process does: nothing more is written, the lock is gone."""
+    """End a store as if its process were killed: nothing more is written, and the lock is free."""
     place, writer = store.place, store._writer
     folder_file.os = Cut(0)  # type: ignore[attr-defined]
     try:
