@@ -62,7 +62,7 @@ test: checks ## what must pass: ruff, mypy, the documentation, and pytest withou
 	$(call stage,tests (pytest$(comma) without those marked slow))
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(pytest) -m 'not slow and not models' $(TESTS)
 
-test-all: checks browser ## the same with the slow tests and all cases of thinned tests
+test-all: checks browser ## the same with the slow tests, and with all cases of the tests of which make test runs only some
 	$(call stage,all tests (pytest))
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(pytest) -m 'not models' $(TESTS)
 

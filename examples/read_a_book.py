@@ -3,8 +3,8 @@
     python examples/read_a_book.py [MODEL]
 
 Two policies read the same 1,500 tokens with 256 slots. `streaming_llm` keeps the first four
-tokens and the newest ones. `kcenter` keeps tokens whose keys are far apart; in a novel, numbers
-are. `dense` keeps every token and is asked after 200 tokens. If it cannot answer, the model cannot,
+tokens and the newest ones. `kcenter` keeps tokens whose keys are far apart. In a novel, numbers
+are among them. `dense` keeps every token and is asked after 200 tokens. If it cannot answer, the model cannot,
 and the other two policies say nothing about forgetting.
 """
 

@@ -42,7 +42,7 @@ def inspect(
     policy: Annotated[
         str | None,
         Option(
-            help="Policy of the section kept: a named policy or a pipe of pools [default: sink(4) "
+            help="Policy to show in the section 'kept': a named policy or a pipe of pools [default: sink(4) "
             "| recent(60) | heavy(64), or weir if you give --budget]"
         ),
     ] = None,

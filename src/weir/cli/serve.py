@@ -75,10 +75,10 @@ def serve(
         Option(
             min=1,
             help="Without --data, or with --cluster: number of finished turns whose state is kept "
-            "in memory [default: as many as fit, at most 256]. With --data and --disk, for "
-            "the time when the disk is full: number of new turns that are kept in memory, and of "
-            "the most recently used turns that are not deleted from the disk to make room "
-            "[default: 0]. Refused with --data alone.",
+            "in memory [default: as many as fit, at most 256]. With --data and --disk, it "
+            "matters only while the disk is full: this many new turns are kept in memory, and this "
+            "many of the turns used last are not deleted from the disk to make room [default: 0]. "
+            "With --data and neither --disk nor --cluster, it is refused.",
         ),
     ] = None,
     data: Annotated[
