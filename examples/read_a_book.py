@@ -4,8 +4,8 @@
 
 Two policies read the same 1,500 tokens with 256 slots. `streaming_llm` keeps the first four
 tokens and the newest ones. `kcenter` keeps tokens whose keys are far apart. In a novel, numbers
-are among them. `dense` keeps every token and is asked after 200 tokens. If it cannot answer, the model cannot,
-and the other two policies say nothing about forgetting.
+are among them. `dense` keeps every token and is asked after 200 tokens. If it cannot answer, the
+model cannot, and the other two policies say nothing about forgetting.
 """
 
 import sys

@@ -42,8 +42,8 @@ def inspect(
     policy: Annotated[
         str | None,
         Option(
-            help="Policy to show in the section 'kept': a named policy or a pipe of pools [default: sink(4) "
-            "| recent(60) | heavy(64), or weir if you give --budget]"
+            help="Policy to show in the section 'kept': a named policy or a pipe of pools "
+            "[default: sink(4) | recent(60) | heavy(64), or weir if you give --budget]"
         ),
     ] = None,
     budget: options.Budget = None,
