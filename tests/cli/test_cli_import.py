@@ -28,7 +28,7 @@ class Last(Recent):
 
 @pytest.fixture
 def module(tmp_path, monkeypatch):
-    """A file with a pool; nothing of it is left behind."""
+    """A file that registers a pool, which is taken away after the test."""
     pools = dict(POOLS)
     monkeypatch.setenv(VARIABLE, "")
     path = tmp_path / "mine_last.py"
