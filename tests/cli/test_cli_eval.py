@@ -32,7 +32,7 @@ def text(tmp_path_factory) -> Path:
 
 
 def words_of(model: str, text: Path, out: Path) -> list[object]:
-    """The options of a grid of 2 tasks and 6 policies, with budgets where policies take them."""
+    """The options of a grid of 2 tasks and 4 policies, two of them with two budgets: 12 cells."""
     return [
         "eval", "--model", model, "--tasks", TASKS.format(text=text), "--policies", POLICIES,
         "--budgets", "24,48", "--chunk", 8, "--out", out,

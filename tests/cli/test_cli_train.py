@@ -140,7 +140,7 @@ def test_what_cannot_be_trained_is_one_line(capsys, text, tmp_path, changes, say
 def test_on_the_packaged_book_a_model_is_trained_that_chat_opens(
     capsys, monkeypatch, tmp_path, steps
 ):
-    """The default vocabulary of a short text lacks the names that exercises need; a note says so."""
+    """The vocabulary of a short text lacks the names that exercises need; a note says so."""
     out = tmp_path / "model"
     book = ASSETS / "war-and-peace.txt.xz"
     small = ("--width", 32, "--layers", 1, "--rows", 2, "--tokens", 3000, "--no-compiled")

@@ -1,4 +1,4 @@
-"""Budgets by layer, from a text to a file that is a policy."""
+"""Calibration of budgets by layer, from a text to a policy file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ POLICY = "sink(2) | recent(14)"
 
 
 class Letters:
-    """A tokenizer for the small Llama: a letter, a token."""
+    """A tokenizer for the small Llama: each letter is a token."""
 
     def __call__(self, text: str, **options: object) -> dict[str, list[int]]:
         return {"input_ids": [ord(letter) % 61 for letter in text]}
