@@ -225,7 +225,7 @@ def test_all_bodies_of_the_attackers_are_refused(port):
     notes: list[tuple[str, float]] = []
     attacker = Attacker(port, "small", 0, {}, b"", notes)
     slow = refused_bodies("small")
-    for way in slow[:-1]:  # the last one sends its body byte by byte, which takes too long here
+    for way in slow[:-1]:  # the last one sends a byte at a time
         way(attacker)
     assert len(notes) == len(slow) - 1
     assert all(what.endswith((" 400", " 413", " 429")) for what, _ in notes), notes

@@ -260,7 +260,7 @@ def test_a_copy_of_a_cache_knows_which_rows_ended(fresh_llama):
     seen, held = cache.seen, copy.deepcopy(cache)
     for each in (cache, held):
         model.generate(whole, max_new_tokens=1, eos_token_id=end, pad_token_id=PAD, **{CACHE: each})
-        # In row 0 nothing is left to feed of the last answer, in row 1 its last token is.
+        # In row 0, nothing of the last answer is left to feed. In row 1, its last token is.
         assert each.seen == [seen[0] + 5, seen[1] + 6]
 
 

@@ -1,8 +1,8 @@
 """KV heads of a layer with separate pipes: `[[window(8), window(16)], h2o(8)]`.
 
-A layer whose heads have different pipes is divided into parts. If these pipes are the same one,
-written in two ways, the layer must read as an undivided layer does. Rows, files and refused calls
-are tested together with all other policies, in `test_row_states.py`, `test_not_finite.py` and
+A layer whose heads have different pipes is divided into parts. If all of its pipes hold the same
+tokens, the layer must read as an undivided layer does. Rows, files and refused calls are tested
+together with all other policies, in `test_row_states.py`, `test_not_finite.py` and
 `test_compiled.py`.
 """
 

@@ -27,7 +27,7 @@ CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
 {% endif %}"""
 SOURCE = str(Path(weir.__file__).parents[1])
 LIMIT = 600
-"""Seconds after which a command counts as hanging. A busy machine may give it none for a minute."""
+"""Seconds after which a command counts as hanging. A busy machine may not run it for a minute."""
 
 
 def make_model(folder: Path, template: str | None = None, layers: int = 1) -> str:

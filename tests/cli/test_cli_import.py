@@ -1,4 +1,4 @@
-"""`weir --import`: pools of one's own in every command."""
+"""`weir --import`: every command can use pools that a user has written."""
 
 from __future__ import annotations
 

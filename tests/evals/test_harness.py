@@ -76,7 +76,7 @@ def nano() -> tuple[Any, Any]:
 
 
 def sum_off(model: Any, tokens: int = 64) -> float:
-    """How far the log-likelihoods of a text of the tasks, sums over tokens, may differ by run."""
+    """How far the log-likelihood of a text, a sum over its tokens, may differ between two runs."""
     return tokens * nll_off(model, tokens)
 
 

@@ -1,4 +1,4 @@
-"""The kernel for a piece of a prompt equals two-weight attention. Bound: as `test_decode_exact`."""
+"""The kernel for pieces of a prompt equals two-weight attention. Bound: see `test_decode_exact`."""
 
 from __future__ import annotations
 

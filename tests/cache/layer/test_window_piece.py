@@ -31,7 +31,7 @@ def tokens(count: int, seed: int, dtype: torch.dtype = torch.float32) -> tuple[T
 
 
 def feed(layer: Layer, pieces: list[int], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Feed random tokens piece by piece; the answers to all. A piece's place is its random seed."""
+    """Feed random tokens piece by piece; the answers to all. Tokens depend on a piece's place."""
     seen, found = 0, []
     for count in pieces:
         waiting = seen % layer.spec.chunk
@@ -83,7 +83,7 @@ def test_it_answers_and_holds_what_chunks_do(text, chunk, pieces, rolling, monke
     assert asked
     by_chunks(monkeypatch)
     wanted = feed(one_by_one, pieces)
-    # Both add up some hundred numbers of about 1, but in different orders, so they round otherwise.
+    # Both add up some hundred numbers of about 1, in different orders, so they round differently.
     assert torch.allclose(found, wanted, rtol=0, atol=2.0**-17)
     assert together.state.lengths == one_by_one.state.lengths
     assert together.state.plain == one_by_one.state.plain

@@ -44,7 +44,7 @@ def text(tmp_path) -> str:
 
 def test_a_layer_that_needs_nothing_leaves_its_slots_to_the_others(model, text, tmp_path):
     with torch.no_grad():
-        model.model.layers[0].self_attn.v_proj.weight.zero_()  # whatever it sees, it says nothing
+        model.model.layers[0].self_attn.v_proj.weight.zero_()  # its attention adds nothing
     told: list[float] = []
     found = calibrate(model, Letters(), text, POLICY, chunk=4, tokens=150, on_step=told.append)
     assert [it.pipe.slots for it in found.layers] == [2 + 7, 2 + 21]

@@ -156,8 +156,8 @@ def test_an_instruction_stands_at_the_start_and_is_asked_for_its_distance_after_
         assert row[0] == words.front[0]
         rules = [row[1 + 7 * n : 8 + 7 * n] for n in range(3)]
         assert all(rule[1] == words.verb and rule[-1] == words.stop for rule in rules)
-        # The rule is in the row again where it is asked for. Its last digits are left out, because
-        # the very last digit of a row is not fed.
+        # The rule is in the row again where it is asked for. Its end is not compared, because the
+        # very last digit of a row is not fed.
         for distance in (32, 64, 128):
             place = 1 + 3 * 7 + distance
             assert row[place - 3 : place + 2] in [rule[:5] for rule in rules]
