@@ -1,8 +1,8 @@
-"""What holds for every run of the tests: the environment, hypothesis, and garbage collection.
+"""Settings for all tests: the environment, hypothesis, and garbage collection.
 
-Tests import nothing from here: `tests/train` has a `conftest` too, and which of the two a name
-stands for would depend on what pytest was given first. Nothing here needs PyTorch: the process that
-hands out the tests to pytest-xdist's workers runs none, and they wait for it.
+Tests import nothing from here: `tests/train` has a `conftest` too, and which of the two is imported
+would depend on the paths that pytest is given. Nothing here imports PyTorch: with pytest-xdist, the
+process that distributes tests runs none itself, and its workers wait for it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Before anything imports PyTorch: two threads of a step that wait for each other spin, and on a
-# machine with other work, as that of a second worker, they wait for long.
+# Set before anything imports PyTorch. Otherwise threads spin while they wait for each other, which
+# takes long if the machine has other work, such as a second worker of pytest-xdist.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# Before anything imports numba: kernels outlive a checkout that is thrown away.
+# Set before anything imports numba, so that compiled kernels outlive a temporary checkout.
 os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(tempfile.gettempdir()) / "weir-kernels"))
 
 settings.register_profile(
@@ -34,20 +34,20 @@ settings.load_profile("weir")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Load what thins tests everywhere, and the fixtures wherever tests are run."""
+    """Load the plugin that thins tests in all processes, and fixtures in those that run tests."""
     config.pluginmanager.import_plugin("thinning")
     if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):
         config.pluginmanager.import_plugin("model_fixtures")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip tests of weir's kernels where the environment switches them off."""
+    """Skip tests of weir's kernels if the environment switches the kernels off."""
     if os.environ.get("WEIR_KERNELS") == "reference" and item.get_closest_marker("own_kernels"):
         pytest.skip("WEIR_KERNELS chooses other kernels")
 
 
 LONG = 0.15
-"""Seconds of a full collection after which what it has looked through is hidden from the next."""
+"""Seconds. If a full collection takes longer, its objects are hidden from later collections."""
 _last = {"began": 0.0, "took": 0.0}
 
 
@@ -60,17 +60,17 @@ def _own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """Hide what there is before the first test from the garbage collector.
+    """Hide all objects that exist before the first test from the garbage collector.
 
-    Those are some million objects of modules, which every full collection would look through: half
-    a second each time, and tests of what goes with a cache ask for many.
+    These are about a million objects of modules. Every full collection would look through them,
+    which takes half a second, and tests that check what is freed with a cache run many collections.
     """
     _hide()
     gc.callbacks.append(_time)
 
 
 def pytest_runtest_logfinish() -> None:
-    """The same between two tests, where one has imported or compiled as much again."""
+    """Hide objects again after a test that has imported or compiled a lot."""
     if _last["took"] > LONG:
         _hide()
 
@@ -88,7 +88,7 @@ def _hide() -> None:
 
 
 def _time(phase: str, info: dict[str, int]) -> None:
-    """Notes how long full collections take."""
+    """Record how long full collections take."""
     if info["generation"] == 2:
         if phase == "start":
             _last["began"] = time.perf_counter()

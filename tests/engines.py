@@ -1,4 +1,4 @@
-"""Engines that a machine would not choose: steps under `torch.compile` on a CPU."""
+"""An engine that weir would not choose on a CPU: steps under `torch.compile`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weir.models import NOT_ASKED, Chosen, CompiledStep, choose_engine, describe
 
 
 class Counted(CompiledStep):
-    """Notes of every step how many rows it had, 0 for one that was not compiled."""
+    """Records the number of rows of every step, or 0 if the step was not compiled."""
 
     def __init__(self, strict: bool, **options: Any) -> None:
         super().__init__(options, strict)
@@ -31,8 +31,8 @@ def compiled(
 ) -> Iterator[list[int]]:
     """Let a model's steps run under `torch.compile`, wherever the model is.
 
-    With `backend="eager"` all is as it would be compiled, but for the last part, in which PyTorch
-    turns a graph into machine code. Yields `Counted.taken`.
+    With `backend="eager"`, everything is done as for compilation except the last part, in which
+    PyTorch turns a graph into machine code. Yields `Counted.taken`.
     """
     torch.compiler.reset()
     engine, decoder = Counted(strict, backend=backend, **options), describe(model).decoder

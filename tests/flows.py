@@ -1,6 +1,7 @@
-"""Pools alone: tokens of a flow, with keys, values and weights, go through one pool fold by fold.
+"""Feed a flow of tokens, with keys, values and log-weights, to a single pool, fold by fold.
 
-For pools that a naive loop is fed beside, token by token. Knows nothing about any pool.
+Tests use this to compare a pool with a naive loop that gets the same tokens one by one. Nothing
+here depends on a particular pool.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ class Flow:
 
     Attributes:
         keys, values: [batch, kv_heads, length, dim].
-        weights: of the tokens at places [batch, kv_heads, n], the log-weights (a, b) in the same
-            shape; None where all are zero.
+        weights: function from places [batch, kv_heads, n] to the log-weights (a, b) of their
+            tokens, in the same shape; None if all are zero.
     """
 
     keys: Tensor
@@ -46,12 +47,16 @@ class Flow:
 
 @dataclass
 class PoolStream:
-    """A pool that folds a flow; iterating yields the arrivals of each fold.
+    """A pool that folds a flow. Iterating yields the places of the tokens that enter each fold.
 
     Attributes:
-        share: of its tokens that each head of each row gets.
-        form: how the layer attends.
-        held, state: what the pool holds and remembers after the last fold.
+        pool: the pool.
+        flow: the tokens.
+        chunk: tokens of each fold.
+        share: the share of these tokens that each head of each row gets, chosen at random.
+        draws: the pool's random numbers.
+        form: the parameters of attention.
+        held, state: the pool's slots and its other state after the last fold.
     """
 
     pool: Pool
@@ -90,7 +95,7 @@ class PoolStream:
             yield place
 
     def whole(self) -> PoolStream:
-        """The same, after the last fold."""
+        """Fold the whole flow; self."""
         for _ in self:
             pass
         return self
@@ -98,11 +103,11 @@ class PoolStream:
     def beside(
         self, loops: Mapping[tuple[int, int], Any], token: Callable[..., Any]
     ) -> Iterator[tuple[int, int, Any]]:
-        """Each naive loop after each fold, with its row and head, fed what the pool was fed.
+        """After each fold, yield each (row, head, naive loop); loops take the pool's tokens.
 
         Args:
-            loops: by row and head; they have a method `take(token)`.
-            token: makes a loop's token of position, key, value, a and b.
+            loops: naive loops by row and head, with a method `take(token)`.
+            token: function that makes a loop's token from position, key, value, a and b.
         """
         batch, heads, length, _ = self.flow.keys.shape
         whole = self.flow.at(torch.arange(length).expand(batch, heads, -1))

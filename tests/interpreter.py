@@ -1,4 +1,4 @@
-"""Triton as the tests of kernels for a GPU need it: on a GPU, or in its interpreter."""
+"""Skip tests of GPU kernels if Triton can run neither on a GPU nor in its interpreter."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def need_triton() -> None:
 def _refuses_loops() -> bool:
     """Whether the interpreter fails at a loop whose length is an argument.
 
-    Some make an index of an array of one number, which NumPy allowed until 2.4.
+    Some versions of Triton use an array of one number as an index, which NumPy refuses since 2.4.
     """
     import triton
     from triton.runtime.errors import InterpreterError

@@ -1,4 +1,4 @@
-"""`weir bench peers`: processes that are asked in lines, a file that a run goes on from, tables."""
+"""`weir bench peers`: processes that answer line by line, a file that a run resumes, and tables."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ serve(Side)
 
 @pytest.fixture
 def side(tmp_path, monkeypatch):
-    """A peer in this environment, whose script and models lie in a folder of their own."""
+    """A peer that runs in this environment, with its script and models in a temporary folder."""
     sides = str(process.SIDES)
     (tmp_path / "side.py").write_text(SIDE.format(sides=sides), "utf-8")
     (tmp_path / "models").mkdir()
@@ -134,7 +134,7 @@ def test_tables_have_ratios_times_and_what_was_not_measured():
 def test_a_client_that_is_refused_leaves_out_its_oldest_turns(monkeypatch):
     async def turn(self, words, tokens):
         if len(self.messages) > 3:
-            raise WeirError("400: request (1074 tokens) excee…")  # errors are cut
+            raise WeirError("400: request (1074 tokens) excee…")  # error texts are cut off
         return Reply(1e9, (1e9 + 1,), 3, 2, 9, "yes")
 
     monkeypatch.setattr(Talk, "turn", turn)
@@ -142,7 +142,7 @@ def test_a_client_that_is_refused_leaves_out_its_oldest_turns(monkeypatch):
     reply = asyncio.run(talk.turn("hello", 4))
     assert [each["content"] for each in talk.messages] == ["0", "5"]
     assert talk.left_out == 2
-    assert reply.asked < 1e9  # the time of what was refused counts
+    assert reply.asked < 1e9  # the time of the refused requests counts
 
 
 def test_a_chat_goes_past_its_window_and_is_judged(monkeypatch):
@@ -177,7 +177,7 @@ def test_answers_that_go_round_in_circles_are_not_sane():
 def test_the_large_model_is_read_by_weir_and_by_two_builds_of_llamacpp(kind):
     engines = chosen([], "tinyllama")
     (bits,) = {each.bits for each in engines if each.kind == kind}
-    together = [each for each in engines if each.bits == bits]  # these take turns
+    together = [each for each in engines if each.bits == bits]  # engines that take turns
     assert [each.name for each in together] == [
         f"weir {kind} tinyllama",
         f"llama.cpp {kind} tinyllama",

@@ -1,4 +1,4 @@
-"""What is timed is what it says: so many tokens held, and folds that are counted once."""
+"""The caches that are timed: they hold the number of tokens they report, and count folds once."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_folds_are_timed_one_by_one(model):
     made = Weir(model, "streaming_llm(32)", chunk=8)
     made.fill(40)
     made.fill(3)
-    assert (len(made.folds), made.waiting) == (1, 3)  # those within a forward are not told apart
+    assert (len(made.folds), made.waiting) == (1, 3)  # one time, however often the call folded
     made.start_afresh()
     assert (made.folds, made.waiting) == ([], 0)
     with torch.no_grad():
@@ -69,8 +69,8 @@ def test_the_model_has_the_shape_of_smollm2(model):
     shape = config(Setting().sizes)
     assert (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim) == (9, 3, 64)
     layer = 576 * (576 + 2 * 192 + 576) + 3 * 576 * 1536 + 2 * 576
-    assert 30 * layer + 49152 * 576 + 576 == 134_515_008  # what the Hub says of SmolLM2-135M
-    # The embedding is the head, too, and is read once.
+    assert 30 * layer + 49152 * 576 + 576 == 134_515_008  # SmolLM2-135M's count on the Hub
+    # The embedding is also the output head. It is counted once.
     assert weight_bytes(model) == 4 * sum(p.numel() for p in model.parameters())
 
 

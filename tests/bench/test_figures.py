@@ -1,4 +1,4 @@
-"""Figures: what they are called, what is met, what is left out, and that all of them run."""
+"""Figures: their names, whether a target is met, which are left out, and that all of them run."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_without_names_all_are_meant_that_need_not_be_asked_for():
 
 @pytest.fixture
 def made(monkeypatch):
-    """Figures that measure nothing."""
+    """Three registered figures that yield fixed rows instead of measuring."""
     monkeypatch.setattr("weir_bench.run.FIGURES", figures := {})
     monkeypatch.setattr("weir_bench.figure.FIGURES", figures)
 
@@ -146,7 +146,7 @@ def test_without_torchao_weights_of_few_bits_are_left_out_and_with_it_measured()
 def test_the_peak_of_a_prompt_fed_whole_is_higher():
     (each,) = FIGURES["prefill"].measure(SETTING)
     assert each.ours < each.peer
-    # Nothing but the feeding counts: the weights are many times this.
+    # Only the memory for reading the prompt counts. The weights would be many times as much.
     assert each.ours * 1e6 < 40e6
 
 

@@ -1,4 +1,4 @@
-"""The tasks of `quality`, read by a peer that knows the text and by one that knows nothing."""
+"""The tasks of `quality`, on a peer that knows the text up to some place and nothing after it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VOCABULARY = 50
 
 
 class Knows:
-    """A peer that has read `text` before, up to a place; behind that every token is as likely."""
+    """A peer that predicts `text` with certainty up to a place, and all tokens alike after it."""
 
     def __init__(self, text: Tensor, until: int) -> None:
         self.text, self.until, self.seen = text, until, 0
@@ -35,7 +35,7 @@ class Knows:
 
 @pytest.fixture
 def reading(monkeypatch):
-    """The module, which stands beside scripts and is imported by its own name."""
+    """The module `reading`, which is in the folder of the peers' scripts, outside any package."""
     monkeypatch.syspath_prepend(str(process.SIDES))
     return importlib.import_module("reading")
 
@@ -71,7 +71,8 @@ def test_of_a_window_only_the_last_tokens_count(reading, facts) -> None:
 
 
 def test_an_answer_is_right_if_all_its_tokens_are(reading, facts) -> None:
-    # Token 251 is predicted at place 250: from there on the second answer lacks its last two.
+    # From place 250 on, the peer knows nothing. There it has to predict token 251, so that it lacks
+    # the last two of the second answer's three tokens (250 to 252).
     asked = lambda rows, slots: Knows(facts["near.ids"], 250)  # noqa: E731
     found = reading.ask(asked, "near", facts)
     assert found["by_distance"] == {16: 1.0, 32: 0.0}

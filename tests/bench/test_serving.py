@@ -1,4 +1,4 @@
-"""Clients of a server under load: what they hear, and what is made of it."""
+"""Clients of a server under load: the replies they record, and the figures computed from these."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MANNER = Manner(words=1, tokens=5)
 
 @dataclass
 class Stand:
-    """What a run needs to know of a server."""
+    """A stand-in for a server, with the attributes that a run reads."""
 
     port: int
     memory: int = 1_000_000
@@ -60,7 +60,8 @@ def test_a_conversation_goes_on_from_its_answer_and_reads_only_what_is_new(port)
     assert (first.tokens, second.tokens) == (5, 5)
     assert first.read == first.prompt
     assert second.prompt > first.prompt + 5
-    # All but what came before, whose last token no answer reads itself.
+    # It reads only what came after the first turn, and the last token of the first answer, which
+    # was sampled but never read.
     assert second.read == second.prompt - (first.prompt + 5 - 1)
     assert first.asked < first.arrived[0] <= first.arrived[-1] < second.asked
 
@@ -95,7 +96,7 @@ def test_a_server_that_is_not_there_is_an_error_in_one_sentence():
 
 def test_only_what_comes_within_a_run_is_counted_in_it():
     heard = Heard("", 1, [(10.0, 20.0)], [reply(9, 9.5, 11, 12, 21, tokens=8), reply(19, 25)])
-    # Of four pieces two came within, so half of eight tokens are its own.
+    # Two of the first reply's four pieces came within the run, so half of its eight tokens count.
     assert heard.pace == pytest.approx(4 / 10)
     assert heard.between == [1]
     assert heard.first == [6]
@@ -113,7 +114,7 @@ def test_processor_time_a_token_is_of_the_looks_within_a_run():
     looks = [(9.0, 1.0), (11.0, 2.0), (15.0, 4.0), (19.0, 8.0), (21.0, 90.0)]
     replies = [reply(9, *(10.5 + n for n in range(9)), tokens=9)]
     heard = Heard("", 1, [(10.0, 20.0)], replies, processor=looks)
-    # Eight of the tokens came from 11 to 19, for six seconds of work.
+    # Between the looks at 11 and 19, eight of the tokens came, for six seconds of processor time.
     assert heard.worked_within == pytest.approx(6 / 8)
     assert heard.third(0).worked_within is None
     assert replace(heard, replies=[]).worked_within is None
@@ -224,7 +225,7 @@ def test_all_bodies_of_the_attackers_are_refused(port):
     notes: list[tuple[str, float]] = []
     attacker = Attacker(port, "small", 0, {}, b"", notes)
     slow = refused_bodies("small")
-    for way in slow[:-1]:  # the last sends a byte at a time
+    for way in slow[:-1]:  # the last one sends a byte at a time
         way(attacker)
     assert len(notes) == len(slow) - 1
     assert all(what.endswith((" 400", " 413", " 429")) for what, _ in notes), notes

@@ -1,4 +1,4 @@
-"""Contenders take turns, and what is timed is their steps alone."""
+"""Contenders take turns, and only their steps are timed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Clock:
 
 
 class Runner(Contender):
-    """Takes so many seconds for a step, and ten for getting ready."""
+    """A contender whose steps take the given seconds, and whose `rewind` takes ten."""
 
     def __init__(self, name: str, takes: list[float], clock: Clock, said: list[str]) -> None:
         self.name, self.takes, self.clock, self.said = name, iter(takes), clock, said

@@ -1,4 +1,4 @@
-"""`StreamingCache` in direct calls of a model: any cut, any batch, any interruption."""
+"""`StreamingCache` in direct calls of a model, however they are cut, batched or interrupted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.thinned(3, least=2)
 def same_slots(
     one: weir.StreamingCache, other: weir.StreamingCache, model: PreTrainedModel
 ) -> None:
-    """Both hold the same tokens in the same places, with the same keys and values."""
+    """Check that both hold the same tokens in the same slots, with the same keys and values."""
     for layer in range(len(one.stack)):
         mine, theirs = one.slots(layer), other.slots(layer)
         assert torch.equal(mine.position, theirs.position)
@@ -76,8 +76,9 @@ def test_dense_stays_dense_while_it_grows(shallow, ids):
 
 
 def test_below_its_budget_it_is_dense_attention_in_bfloat16(fresh_llama, ids):
-    # Both round some 12 times a layer on the way of the residual stream and twice after it, each
-    # time by at most 2^-8; two runs of two layers differ by 2 * 26 * 2^-8 of the largest logit.
+    # Both runs round about 12 times per layer along the residual stream and twice after the last
+    # layer, each time by at most 2^-8. So with two layers, the two runs differ by at most
+    # 2 * 26 * 2^-8 of the largest logit.
     model, tokens = fresh_llama().bfloat16(), ids(2, 64)
     with torch.no_grad():
         wanted = model(tokens, past_key_values=DynamicCache()).logits
@@ -104,7 +105,7 @@ def test_a_full_prefill_longer_than_a_block_of_queries_is_exact_too(shallow, ids
     assert cache.slots().position[0, 0].tolist() == [0, 1, 2, 3, *range(588, 600)]
 
 
-# --- any cut
+# --- cut into any calls
 
 
 @pytest.mark.slow
@@ -114,7 +115,8 @@ def test_five_thousand_tokens_may_be_cut_in_any_way(shallow, ids):
     at_random: list[int] = []
     while (left := 5000 - sum(at_random)) > 0:
         at_random.append(min(left, int(torch.randint(1, 200, (1,), generator=generator))))
-    # Singly through many folds; all five thousand so would show nothing more.
+    # The first thousand are fed one by one, which is many folds. To feed all of them so would show
+    # nothing more.
     singly = [*[1] * 1000, 7, *[500] * 7, 493]
     ways = {}
     for name, sizes in {"once": [5000], "singly": singly, "at random": at_random}.items():
@@ -136,7 +138,8 @@ def test_slab_bytes_never_change_after_the_first_token(llama, ids):
             bytes_seen.add((cache.nbytes, *(len(layer.state.slab) for layer in cache.stack)))
             start += size
     assert len(bytes_seen) == 1
-    # 24 slots of 2 rows and 2 heads: keys and values of 16, two weights, a place; 4 masters more.
+    # In 2 layers, 2 rows and 2 heads: 24 slots, each with a key and a value of 16 numbers, two
+    # log-weights and a position, and 4 master copies of keys.
     assert cache.nbytes == 2 * 2 * 2 * (24 * (2 * 16 * 4 + 4 + 4 + 8) + 4 * 16 * 4)
 
 
@@ -422,7 +425,7 @@ def test_layers_that_do_not_exist_hold_nothing(llama, half_way):
 
 @contextmanager
 def failing(model: PreTrainedModel, error: BaseException) -> Iterator[None]:
-    """The second layer raises after its attention, so the layers have not all seen a call."""
+    """Make the last layer raise after its attention, so that the call fails at its end."""
 
     def fail(*args: object) -> None:
         raise error
@@ -514,7 +517,7 @@ def test_after_an_interruption_the_model_is_as_it_was(fresh_llama, ids, error):
     assert model.config._attn_implementation == before
 
 
-# --- living with a model
+# --- several caches of one model, hooks and copies
 
 
 def test_a_model_with_caches_is_as_it_was_in_calls_without_one(fresh_llama, ids):
@@ -639,7 +642,7 @@ def test_pickles_and_shallow_copies_are_refused(half_way):
             act(half_way)
 
 
-# --- what can be asked of a cache
+# --- reports
 
 
 def test_it_tells_what_it_holds(llama, ids):
@@ -695,7 +698,7 @@ def test_transformers_is_told_the_truth(llama, ids):
     assert not cache.is_compileable and not cache.is_croppable
 
 
-# --- what a cache says of itself
+# --- truth value and repr
 
 
 def test_a_new_cache_is_true_and_has_as_many_layers_as_the_model(llama):

@@ -1,5 +1,5 @@
-"""`generate` of models as people have them: in 16 bits, adapted, spread out, in pipelines, in TRL,
-and with the options that people pass.
+"""`generate` of models as people use them: in 16 bits, with adapters, spread over devices, in
+pipelines, in TRL, and with all kinds of options.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def words(rows: int) -> Tensor:
 
 
 def written(model: Any, tokens: Tensor, cache: Any = None, **more: Any) -> Tensor:
-    """What the model writes after two turns of `tokens` in one cache."""
+    """The whole conversation after two turns that both ask `tokens`, in one cache."""
     cache = cache_of(model) if cache is None else cache
     first = model.generate(input_ids=tokens, **{CACHE: cache}, **ASKED, **more)
     again = torch.cat([first, tokens], dim=1)
@@ -48,7 +48,7 @@ def written(model: Any, tokens: Tensor, cache: Any = None, **more: Any) -> Tenso
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Words w0, w1, …: one for each token of the small models."""
+    """A tokenizer with a word (w0, w1, …) for each token of the small models."""
     model = Tokenizer(WordLevel({f"w{n}": n for n in range(61)}, unk_token="w60"))
     model.pre_tokenizer = Whitespace()
     more = {"pad_token": "w0", "padding_side": "left"}
@@ -152,7 +152,7 @@ def test_what_trl_generates_with(fresh_llama):
     accelerate = pytest.importorskip("accelerate")
     model = fresh_llama()
     wanted = written(fresh_llama(), words(2))
-    model.train()  # as a trainer has it; there is no dropout in it
+    model.train()  # as a trainer does; the model has no dropout
     model.gradient_checkpointing_enable()
     accelerator = accelerate.Accelerator(cpu=True)
     prepared = accelerator.prepare(model)
@@ -161,7 +161,7 @@ def test_what_trl_generates_with(fresh_llama):
     with utils.unwrap_model_for_generation(prepared, accelerator, generation_kwargs=kwargs) as it:
         assert torch.equal(written(it, words(2), cache), wanted)
     loss = model(words(2), labels=words(2), use_cache=False).loss
-    loss.backward()  # and it can be trained on
+    loss.backward()  # training can go on afterwards
     assert all(p.grad is not None for p in model.parameters())
 
 

@@ -1,4 +1,4 @@
-"""A policy that was measured on a model and lies with it is taken where nobody names one."""
+"""The policy file next to a model, which is used if no policy is given."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WRITTEN = "[h2o(8), sink(2) | recent(14)]"
 
 @pytest.fixture
 def folder(fresh_llama, tmp_path) -> Path:
-    """A folder with a model, and with what was measured on it."""
+    """A folder with a model, and a policy file that was calibrated for it."""
     model = fresh_llama()
     model.generation_config = GenerationConfig()
     model.save_pretrained(tmp_path / "model")
@@ -73,7 +73,7 @@ def test_it_folds_as_often_as_when_it_was_measured_unless_somebody_says_how_ofte
     ):
         assert stream.cache.chunk == 16
     assert weir.Stream(model, chunk=8).cache.chunk == 8
-    assert weir.Stream(model, WRITTEN).cache.chunk == 64  # as text it was measured nowhere
+    assert weir.Stream(model, WRITTEN).cache.chunk == 64  # as text, no chunk belongs to it
     assert size_of(model, file) == size_of(model, file, chunk=16)
     assert size_of(model, file) != size_of(model, file, chunk=64)
     (folder / "weir.toml").write_text(text.replace("format = 1", "format = 1\nchunk = 0"))
@@ -87,11 +87,11 @@ def test_it_folds_as_often_as_when_it_was_measured_unless_somebody_says_how_ofte
 def test_without_one_it_is_the_policy_for_everybody(folder, llama):
     (folder / "weir.toml").unlink()
     assert str(weir.Stream(read(folder)).policy) == EVERYBODYS
-    assert str(weir.StreamingCache(llama).policy) == EVERYBODYS  # which was never in a folder
+    assert str(weir.StreamingCache(llama).policy) == EVERYBODYS  # never was in a folder
     assert find_model_policy(str(folder)) is None
 
 
-@pytest.mark.filterwarnings("ignore:.*numba and a processor with AVX2")  # on lesser ones
+@pytest.mark.filterwarnings("ignore:.*numba and a processor with AVX2")  # if there is none
 def test_nano_comes_with_one_for_its_own_weights_however_they_are_held():
     theirs = find_model_policy("nano")
     assert theirs is not None and len(theirs.pipes) == 4
@@ -103,7 +103,7 @@ def test_nano_comes_with_one_for_its_own_weights_however_they_are_held():
 
 
 def test_nano_with_other_weights_has_none_and_is_not_refused(ids):
-    """Nobody put the packaged file there, so nobody is told to mend it."""
+    """The user has not put the packaged file there, so no error asks the user to repair it."""
     model, _ = weir.load("nano", device="cpu")
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight.mul_(1.01)
@@ -111,9 +111,9 @@ def test_nano_with_other_weights_has_none_and_is_not_refused(ids):
     assert str(weir.Stream(model).policy) == EVERYBODYS
 
 
-@pytest.mark.filterwarnings("ignore:.*numba and a processor with AVX2")  # on lesser ones
+@pytest.mark.filterwarnings("ignore:.*numba and a processor with AVX2")  # if there is none
 def test_a_file_holds_for_a_model_whose_weights_are_rounded_to_blocks(tmp_path):
-    """Their numbers are others then, so that only shape and vocabulary are compared."""
+    """Rounded weights differ from those in the file, so only shape and vocabulary are compared."""
     model, _ = weir.load("nano", device="cpu")
     layers = [{"policy": "sink(4) | recent(60)"}] * 4
     file = tmp_path / "measured.toml"
@@ -131,7 +131,7 @@ def test_it_reads_a_short_prompt_as_the_model_does_where_its_slots_are_exact(lla
             for slots in ("exact", None)
         )
     close_runs(exact, plain, llama)
-    first = slice(64)  # the chunk in front of the first fold
+    first = slice(64)  # the chunk before the first fold
     assert torch.equal(eight[:, first], exact[:, first])
     assert not torch.equal(eight, exact)
 
@@ -180,7 +180,7 @@ def test_a_damaged_one_is_one_sentence_and_not_passed_over(folder, damaged):
 
 def test_one_of_another_model_is_refused(folder, fresh_llama):
     other = fresh_llama(seed=1)
-    other.save_pretrained(folder)  # trained on, say
+    other.save_pretrained(folder)  # as if it had been trained further
     with pytest.raises(WeirError, match=r"calibrated for another model .* Repair or remove it"):
         weir.Stream(read(folder))
 

@@ -55,13 +55,13 @@ MODELS = {"bloom": bloom, "mpt": mpt, "neox": neox}
 
 
 def model_of(kind: str, fresh_llama: Any) -> PreTrainedModel:
-    """A model of a kind, whose own configuration knows no end token."""
+    """A model of the given kind, whose own configuration has no end token."""
     if kind == "llama":
         model = fresh_llama()
     else:
         torch.manual_seed(0)
         model = MODELS[kind]().eval()
-        for weight in model.parameters():  # answers that are not one token over and over
+        for weight in model.parameters():  # so that answers do not repeat one token
             torch.nn.init.normal_(weight, std=0.3)
     model.generation_config.eos_token_id = model.generation_config.pad_token_id = None
     return model
@@ -78,7 +78,7 @@ def ids(*shape: int, seed: int) -> Tensor:
 
 
 def ways_to_end(way: str, end: int) -> dict[str, Any]:
-    """Arguments of `generate` by which rows end at a token, said in one way or another."""
+    """Arguments with which `generate` ends rows at the token `end`, in each of several ways."""
     if way == "argument":
         return {"eos_token_id": end, "pad_token_id": PAD}
     if way == "argument without padding":
@@ -100,7 +100,7 @@ def ways_to_end(way: str, end: int) -> dict[str, Any]:
 
 
 def early_end(model: PreTrainedModel, cache: Any, asked: dict[str, Any], row: int) -> int:
-    """A token with which one row would end early in this call, and no other."""
+    """A token that would end `row` early in this call, and no other row."""
     torch.manual_seed(0)
     held = copy.deepcopy(cache)
     plain = model.generate(**asked, **{CACHE: held}, max_new_tokens=NEW, do_sample=True)
@@ -113,7 +113,7 @@ def early_end(model: PreTrainedModel, cache: Any, asked: dict[str, Any], row: in
 
 
 class Talk:
-    """A conversation of several rows in one cache, beside the same rows each in its own."""
+    """A conversation of several rows in one cache, and each row again in a separate cache."""
 
     def __init__(self, model: PreTrainedModel, rows: list[Tensor], masked: bool) -> None:
         self.model, self.masked = model, masked
@@ -159,7 +159,8 @@ class Talk:
             wrote = int(real[n].sum())
             wanted = told[len(self.said[n]) - 1 :][:wrote]
             close_runs(logits[n, :wrote], wanted, self.model)
-            # The last token is fed with the next turn, but that of a row which ended early.
+            # The last token of an answer is fed with the next turn. Only in the row that ended
+            # early has it been fed already.
             left = 0 if n == row else 1
             self.fed[n] = torch.cat([self.fed[n], mine])
             assert self.cache.seen[n] == len(self.fed[n]) - left
@@ -173,7 +174,7 @@ class Talk:
         self.mask = torch.cat([mask, real if self.masked else torch.ones_like(real)], dim=1)
 
     def ask(self, question: Tensor) -> None:
-        """What the next turn says in every row."""
+        """Set the question that the next turn feeds to every row."""
         self.new, self.new_mask = question, torch.ones_like(question)
         self.said = [torch.cat([s, q]) for s, q in zip(self.said, question, strict=True)]
 
@@ -191,14 +192,14 @@ def test_a_row_may_end_early_in_every_turn(fresh_llama, kind, way, form, masked)
     model = model_of(kind, fresh_llama)
     talk = Talk(model, [ids(n, seed=n) for n in (9, 15)], masked)
     for turn, row in enumerate((0, 0, 1)):
-        # embeddings are of one kind in all turns, as callers have them
+        # All turns have the same form, as callers pass either token ids or embeddings throughout.
         talk.turn(way, row, form)
         talk.ask(ids(2, 5 + turn, seed=70 + turn))
 
 
 def two_rows(model: PreTrainedModel, cache: Any, **more: Any) -> Tensor:
-    """What `generate` writes in two rows of 20 tokens, 30 more at most, of which row 0 ends early
-    where `more` has the token for it.
+    """The answers to two prompts of 20 tokens, with up to 30 tokens each. Row 0 ends early if
+    `more` has an end token for it.
     """
     options = {"max_new_tokens": 30, "do_sample": True, "pad_token_id": PAD}
     torch.manual_seed(0)
@@ -231,7 +232,8 @@ def test_rows_end_at_a_string_too() -> None:
     model, tokenizer = weir.load("nano")
     texts = ["Once there was a river", "The man said to the woman"]
     tokens = torch.tensor([tokenizer(text).input_ids[:4] for text in texts])
-    # Without an end token, transformers lets a row that has ended go on as it likes.
+    # Without an end token, transformers goes on sampling in a row that has ended, instead of
+    # padding it.
     never = model.config.vocab_size - 1
     asked = {"inputs": tokens, "max_new_tokens": 24, "do_sample": False}
     asked |= {"eos_token_id": never, "pad_token_id": never - 1}
@@ -258,7 +260,7 @@ def test_a_copy_of_a_cache_knows_which_rows_ended(fresh_llama):
     seen, held = cache.seen, copy.deepcopy(cache)
     for each in (cache, held):
         model.generate(whole, max_new_tokens=1, eos_token_id=end, pad_token_id=PAD, **{CACHE: each})
-        # Row 0 has no token left over from its last answer, row 1 has one.
+        # In row 0, nothing of the last answer is left to feed. In row 1, its last token is.
         assert each.seen == [seen[0] + 5, seen[1] + 6]
 
 
@@ -324,7 +326,7 @@ def test_transformers_still_has_the_methods_that_weir_hooks(fresh_llama, name):
 
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])
 def test_a_cache_that_is_made_among_the_arguments_is_served_too(fresh_llama, name):
-    """Python looks up `model.generate` before it makes the cache, and with it the hooks."""
+    """Python looks up `model.generate` before it creates the cache, which installs the hooks."""
     model = model_of("llama", fresh_llama)
     model.generation_config.cache_implementation = "static"
     model.generation_config.use_cache = False

@@ -1,4 +1,4 @@
-"""Every family of models: weir's attention is the model's own, and leaves no trace."""
+"""Every family of models: weir's attention equals the model's own, and leaves no trace."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_streaming_llm_is_the_loop_that_drops_the_middle(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "bloom"])  # rotated, and biased
+@pytest.mark.parametrize("name", ["llama", "bloom"])  # with rotated keys, and with ALiBi
 def test_streaming_llm_is_the_loop_over_a_thousand_tokens(name: str) -> None:
     model, ids = shared(name), tokens(1, 1024)
     cache = StreamingCache(model, "streaming_llm(budget=64, sinks=4)", chunk=1)
@@ -100,7 +100,7 @@ def test_a_left_padded_row_gives_what_it_gives_alone(name: str) -> None:
 
 
 def traces(model: PreTrainedModel) -> list[Any]:
-    """All that weir changes in a model: hooks, methods of one object, the attention's name."""
+    """All that weir changes in a model: hooks, methods of single objects, names of attentions."""
     found: list[Any] = [model.config.get_text_config()._attn_implementation]
     for module in model.modules():
         found += [*module._forward_pre_hooks, *module._forward_hooks]
@@ -121,7 +121,7 @@ def test_a_model_is_bit_for_bit_as_before_once_its_cache_is_gone(name: str, how:
     logits(model, ids, past_key_values=cache)
     with pytest.raises(WeirError, match="rows"):
         logits(model, ids[:1], past_key_values=cache)
-    # Attached, but in a call without the cache: the model's own attention.
+    # With the hooks still there, a call without the cache uses the model's own attention.
     assert torch.equal(logits(model, ids), before)
     if how == "detached":
         cache.detach()
@@ -148,12 +148,13 @@ def test_a_cache_goes_at_once_and_not_when_python_collects_circles(name: str) ->
 
 @families
 def test_in_bfloat16_weir_errs_no_more_than_the_plain_model(name: str) -> None:
-    # Let E be how far the plain bfloat16 model is from float32 with the same weights, over all
-    # logits. weir does what the plain model does outside attention; within, it rounds rotated
-    # queries and keys and the output once each, where the plain model rounds cosines, sines, their
-    # products and their sums. So it is at most about E from float32 too, by other roundings, and by
-    # the triangle inequality at most 2 E from the plain model. E itself is a few roundings of 2^-8
-    # through two layers: were it a tenth of the logits, the bound would say nothing.
+    # Let E be the largest difference, over all logits, between the plain bfloat16 model and float32
+    # with the same weights. Outside of attention, weir computes what the plain model computes. In
+    # attention, it rounds rotated queries and keys and the output once each, while the plain model
+    # rounds cosines, sines, their products and their sums. So weir is at most about E from float32
+    # too, by other roundings, and by the triangle inequality at most 2 E from the plain model. E
+    # itself comes from a few roundings of 2^-8 in two layers. If it were a tenth of the logits, the
+    # bound would say nothing.
     plain = make(name, torch.bfloat16)
     exact = make(name)
     exact.load_state_dict(plain.state_dict())
@@ -180,7 +181,8 @@ def test_tokens_that_count_for_several_do_so_in_every_dtype(name: str, dtype: to
         parts = [logits(one, part, past_key_values=cache) for part in ids.split([39, 1, 5], dim=1)]
         assert parts[0].dtype == one.dtype
         found.append(torch.cat(parts, dim=1).double())
-    # To first order, roundings move logits by as much more as they are coarser than float32's.
+    # To first order, the error of logits is proportional to the size of one rounding. So the bound
+    # for float32 is multiplied by how much coarser the dtype is.
     coarser = max(1.0, torch.finfo(dtype).eps / torch.finfo(torch.float32).eps)
     within(*found, run_off(exact) * coarser * largest(found[1]))
 
@@ -319,7 +321,7 @@ def test_falcon_caches_each_kv_head_once(name: str, kv_heads: int) -> None:
 
 
 def test_falcon_with_eager_attention_is_served_as_it_is() -> None:
-    # transformers counts the biases twice there.
+    # With eager attention, transformers adds Falcon's biases twice.
     model, ids = make("falcon-alibi", attn_implementation="eager"), tokens(2, 60)
     assert model.config._attn_implementation == "eager"
     cache = StreamingCache(model, "window(64)", chunk=8)
@@ -329,7 +331,8 @@ def test_falcon_with_eager_attention_is_served_as_it_is() -> None:
 
 
 def test_phi3_keeps_its_cache_where_its_frequencies_would_change() -> None:
-    # Its generate() drops a cache it takes for true when the text passes the original length (192).
+    # Phi-3's generate() drops any cache that is truthy when the text passes the original length,
+    # which is 192 here.
     model, ids = shared("phi3-longrope"), tokens(1, 185)
     cache = StreamingCache(model, "streaming_llm(budget=64)", chunk=8)
     mask = torch.ones_like(ids)

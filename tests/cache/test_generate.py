@@ -1,4 +1,4 @@
-"""`model.generate(..., past_key_values=cache)`: transformers as people use it."""
+"""`model.generate(..., past_key_values=cache)`, the way in which most people use transformers."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def padded(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Words w0, w1, …: one for each token of the small models."""
+    """A tokenizer with a word (w0, w1, …) for each token of the small models."""
     words = Tokenizer(WordLevel({f"w{n}": n for n in range(61)}, unk_token="w60"))
     words.pre_tokenizer = Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", padding_side="left")
@@ -169,7 +169,7 @@ def test_stopping_criteria_stop(llama, ids):
 
 
 def test_guidance_of_an_unconditional_stream_is_untouched(llama, ids):
-    # The processor calls the model by itself, with a cache of its own.
+    # The guidance processor calls the model itself, with a separate cache.
     tokens = ids(1, 20)
     wanted = generated(llama, DynamicCache(), tokens, guidance_scale=1.5)
     got = generated(llama, cache_of(llama, "sink(3) | recent(97)"), tokens, guidance_scale=1.5)
@@ -255,8 +255,8 @@ def test_turns_continue_one_stream(llama, ids, way, options):
 
 @pytest.mark.parametrize("new", [1, 2, 13, 14, 25, 26])
 def test_only_what_is_new_without_its_mask_is_refused(llama, ids, new):
-    # generate() drops as many tokens as the stream has seen, 26; what is longer than that looks
-    # like a whole conversation, and no cache can tell.
+    # generate() drops the first 26 tokens of its input, because the stream has seen 26. Input that
+    # is longer looks like the whole conversation, and no cache can tell the difference.
     cache = cache_of(llama)
     generated(llama, cache, ids(1, 17), 10)
     with pytest.raises(WeirError, match="only the new tokens with an attention_mask that covers"):
@@ -272,7 +272,7 @@ def test_a_conversation_that_ends_where_the_stream_is_cannot_be_fed_again(llama,
 
 
 def ending(model: PreTrainedModel, tokens: Tensor, mask: Tensor, n: int) -> int:
-    """A token with which greedy decoding would end one row early, and not the others."""
+    """A token that would end one row of greedy decoding early, and not the others."""
     plain = generated(model, cache_of(model), tokens, n, attention_mask=mask).sequences
     rows = plain[:, tokens.shape[1] :].tolist()
     for place in range(3, n - 3):
@@ -289,7 +289,7 @@ def test_a_row_that_ended_early_is_not_polluted(fresh_llama, ids, way, padding):
     rows = [ids(1, n, seed=n + 1)[0] for n in (11, 19, 6)]
     tokens, mask = padded(rows)
     end = ending(model, tokens, mask, 20)
-    # A second end token that never comes, and that a set of the two would put first.
+    # A second end token, which never comes, and which would be the first in a set of the two.
     other = next(t for t in range(61) if list({end, t}) == [t, end])
     model.generation_config.eos_token_id = [end, other]
     pad = PAD if padding == "a token of its own" else end
@@ -302,7 +302,7 @@ def test_a_row_that_ended_early_is_not_polluted(fresh_llama, ids, way, padding):
     assert 3 < stop < 18 and answers[1, stop:].eq(pad).all()
     question = ids(3, 7, seed=9)
     whole = torch.cat([first, question], dim=1)
-    # What a tokenizer gives that pads: nothing of what came after the end of row 1 counts.
+    # The mask that a padding tokenizer returns: tokens after the end of row 1 are masked.
     spoken = torch.cat([mask, torch.ones_like(answers), torch.ones_like(question)], dim=1)
     spoken[1, tokens.shape[1] + stop : first.shape[1]] = 0
     fed = whole[:, cache.get_seq_length() :] if way == "only what is new" else whole
@@ -327,7 +327,7 @@ def test_beam_search_is_that_of_a_dynamic_cache_below_the_budget(llama, ids):
     wanted = generated(llama, DynamicCache(), tokens, **options)
     got = generated(llama, cache_of(llama, "sink(3) | recent(60)"), tokens, **options)
     assert torch.equal(got.sequences, wanted.sequences)
-    # A score is a sum of at most 20 log-probabilities over the square root of how many.
+    # A score is a sum of at most 20 log-probabilities, divided by the square root of their number.
     bound = 20 * nll_off(llama, 20) / math.sqrt(20)
     within(got.sequences_scores, wanted.sequences_scores, bound)
 
@@ -335,7 +335,7 @@ def test_beam_search_is_that_of_a_dynamic_cache_below_the_budget(llama, ids):
 @pytest.mark.slow
 def test_beam_search_above_the_budget_is_that_of_beams_read_anew(llama, ids):
     class Anew(LogitsProcessor):
-        """The whole of every beam through a cache of its own, in place of what was computed."""
+        """Replace the scores by those of every whole beam, read again in a separate cache."""
 
         def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
             caches = [cache_of(llama) for _ in input_ids]
@@ -356,17 +356,17 @@ def test_beam_search_above_the_budget_is_that_of_beams_read_anew(llama, ids):
         within(got.sequences_scores, wanted.sequences_scores, nll_off(llama, 12))
 
 
-# --- what cannot work says so
+# --- what cannot work is refused
 
 
 def refused(model: PreTrainedModel, tokens: Tensor, match: str, **options: Any) -> None:
-    """generate() fails with one clear line, and the cache serves on as if nothing had happened."""
+    """Check that generate() fails with one clear line, and that the cache works on afterwards."""
     cache = cache_of(model)
     with pytest.raises((WeirError, ValueError), match=match):
         model.generate(tokens, past_key_values=cache, max_new_tokens=5, **options)
     if hasattr(Cache, "activate_past_recording"):
         assert cache.seen == []
-    else:  # an older transformers tells no cache of an assistant before the first tokens
+    else:  # an older transformers feeds the prompt first, and fails at the assistant later
         cache.reset()
     assert torch.equal(
         generated(model, cache, tokens).sequences, by_hand(model, cache_of(model), tokens)[0]
@@ -404,14 +404,15 @@ def test_a_prompt_of_zero_tokens_is_refused(llama):
     ],
 )
 def test_modes_that_transformers_gave_away_do_no_silent_harm(llama, ids, options):
-    # They live in repositories on the hub now: without trust they fail, and the cache is as it was.
+    # These modes are repositories on the Hub now. Without trust_remote_code they fail, and the
+    # cache is unchanged.
     cache = cache_of(llama)
     with pytest.raises(Exception, match=r"trust_remote_code|hub|Hub|custom_generate|connect"):
         llama.generate(ids(1, 20), past_key_values=cache, max_new_tokens=5, **options)
     assert cache.seen == []
 
 
-# --- transformers' other ways in
+# --- pipelines, embeddings and other models
 
 
 def test_a_pipeline_can_use_a_cache(llama, tokenizer, ids):
@@ -431,7 +432,7 @@ def test_a_second_text_in_a_pipeline_needs_a_cache_of_its_own(llama, tokenizer, 
     options = {"max_new_tokens": 20, "do_sample": False, "return_tensors": True}
     with pytest.raises(WeirError):
         writer(texts, past_key_values=cache_of(llama), **options)
-    # Together in one batch they may share it.
+    # In one batch, the two texts can share a cache.
     out = writer(texts, past_key_values=cache_of(llama), batch_size=2, **options)
     for (answer,), n in zip(out, (30, 21), strict=True):
         wanted, _ = by_hand(llama, cache_of(llama), ids(1, n, seed=n))

@@ -24,7 +24,7 @@ POLICY = "sink(2) | recent(8) | reservoir(6)"
 
 
 class Heard(TextStreamer):
-    """Remembers the tokens it is given."""
+    """A streamer that records the tokens it receives."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -39,7 +39,7 @@ class Heard(TextStreamer):
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The folder for the Hub somewhere else; what transformers copies of it goes there too."""
+    """A copy of the folder for the Hub; transformers puts its own copy of the code next to it."""
     monkeypatch.setattr(
         transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules")
     )
@@ -48,7 +48,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture(params=["callable", "folder"])
 def custom(request: pytest.FixtureRequest, folder: str) -> dict[str, Any]:
-    """What `generate` is told for each of the two ways."""
+    """The arguments with which `generate` uses weir, in each of the two ways."""
     if request.param == "callable":
         return {"custom_generate": weir.generate}
     return {"custom_generate": folder, "trust_remote_code": True}
@@ -109,7 +109,8 @@ def test_it_goes_on_in_a_cache_of_weir(
 
 
 def test_it_takes_a_streamer(llama: PreTrainedModel, ids: Any, custom: dict[str, Any]) -> None:
-    # transformers hands no streamer to a function; without its tokens a reader would wait for ever.
+    # transformers does not pass a streamer to `custom_generate`, so weir has to find it. Without
+    # tokens, the streamer's reader would wait forever.
     heard = Heard()
     got = llama.generate(ids(1, 9), **custom, streamer=heard, max_new_tokens=12, do_sample=False)
     assert heard.tokens == got[0].tolist() and heard.ended

@@ -1,8 +1,9 @@
-"""KV heads of a layer with pipes of their own: `[[window(8), window(16)], h2o(8)]`.
+"""KV heads of a layer with separate pipes: `[[window(8), window(16)], h2o(8)]`.
 
-A layer whose heads have pipes that hold the same tokens, written in two ways, is cut into parts and
-has to read as one that is whole. That rows, files and refused calls are as they must be is tested
-with all other policies, in `test_row_states.py`, `test_not_finite.py` and `test_compiled.py`.
+A layer whose heads have different pipes is divided into parts. If all of its pipes hold the same
+tokens, the layer must read as an undivided layer does. Rows, files and refused calls are tested
+together with all other policies, in `test_row_states.py`, `test_not_finite.py` and
+`test_compiled.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ CUT = "[[sink(2) | recent(14), sink(2) | recent(3)], [recent(9), sink(1) | recen
 
 
 def in_two_ways(model, one, other):
-    """A policy that gives heads `one` and `other` in turns, and other heads in the next layer."""
+    """A policy that gives KV heads `one` and `other` alternately, swapped in every second layer."""
     layers = []
     for number, layer in enumerate(describe(model).layers):
         if layer.positions.window is None:
@@ -95,7 +96,7 @@ def test_rows_are_padded_and_streams_restored_as_ever(llama, ids, tmp_path):
 
 
 def test_draws_do_not_depend_on_how_heads_are_cut(llama, ids):
-    """In the first layer, whose inputs no cache has touched."""
+    """Compared in the first layer, whose inputs do not depend on any cache."""
     drawing = "recent(4) | reservoir(8)"
     text = ids(1, 80)
     whole, cut, other = (
@@ -144,7 +145,7 @@ def test_heads_that_cannot_be_are_refused(llama, policy, said):
 
 
 def test_a_layer_with_other_heads_is_named_by_its_number_in_the_model():
-    """Sliding layers keep their own window, and a policy holds the others."""
+    """Sliding layers keep their own window, and the policy is for the other layers."""
     model = make("gemma2")
     windows = [layer.positions.window for layer in describe(model).layers]
     held = windows.index(None)

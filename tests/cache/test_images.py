@@ -1,4 +1,4 @@
-"""Models that see: images through a cache of weir, against loops that know nothing of it."""
+"""Models with images: read with weir's cache, and compared with loops that do not use weir."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_below_the_budget_a_prompt_with_images_is_the_plain_model(name: str) -> 
     cache = StreamingCache(model, "streaming_llm(100)", chunk=3)
     ours = logits(model, asked.given, past_key_values=cache)
     close_runs(ours, logits(model, asked.given, use_cache=False), model)
-    # and the images matter
+    # Other images give other logits.
     other = prompt(name, [5, 0, 3, 0, 2], [3, 0, 4, 1, 0, 2], seed=1)
     unlike = logits(model, {**asked.given, **other.pictures}, use_cache=False)
     assert float((ours - unlike).abs().max()) > 0.1
@@ -156,7 +156,7 @@ def test_generation_after_images_and_a_second_turn_with_another(name: str) -> No
     cache = StreamingCache(model, "streaming_llm(100)", chunk=4)
     ours = model.generate(**asked.given, attention_mask=mask, past_key_values=cache, **given)
     assert torch.equal(ours, plain)
-    # The whole conversation again, and of the pixels those that are new.
+    # The second turn passes the whole conversation again, but only the pixels of the new image.
     more = prompt(name, [4, 0, 2], [3, 0, 3], seed=5)
     both = torch.cat([ours, more.ids], dim=1)
     given["attention_mask"] = torch.ones_like(both)
@@ -199,7 +199,7 @@ def test_images_without_their_tokens_and_tokens_without_their_images() -> None:
     with pytest.raises(WeirError, match=r"do not match its image tokens .*tokens: 15, features"):
         logits(model, part, past_key_values=cache)
     assert cache.seen == []
-    # One that the model itself has said is a word like any other.
+    # In a later call, as if the model had generated it, an image token is a token like any other.
     logits(model, {"input_ids": words}, past_key_values=cache)
     logits(model, {"input_ids": asked.ids[:, 6:7]}, past_key_values=cache)
     assert cache.seen == [words.shape[1] + 1]

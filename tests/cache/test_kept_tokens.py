@@ -1,4 +1,4 @@
-"""Tokens that a row is told to keep are held as long as its stream, whatever else it holds."""
+"""Tokens that a row is told to keep are held for as long as its stream lasts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def ids(start: int, stop: int) -> torch.Tensor:
 
 
 def kept_places(cache, row=0) -> list[set[int]]:
-    """The places that the pool holds in each layer and head of a row."""
+    """The places that the pool `kept` holds, for each layer and head of a row."""
     held = cache.holding(row)
     pool = held.pools.index("kept")
     mine = held.pool == pool
@@ -88,7 +88,7 @@ def test_rows_of_one_batch_keep_what_they_keep_alone(model):
 
 
 def test_attention_reads_a_kept_token_like_any_other(model):
-    """Tokens that are kept right after the sinks are read as further sinks are."""
+    """Kept tokens that come right after the sinks are read like additional sinks."""
     kept = weir.Stream(model, "beginning(40) | sink(4) | recent(32) | kept(40)")
     sinks = weir.Stream(model, "beginning(40) | sink(29) | recent(32)")
     kept.cache.mark(0, Marks(5, kept=((9, 34),)))

@@ -1,4 +1,4 @@
-"""Rows keep the beginnings and headers that they were told of, each as it would alone."""
+"""Rows keep the beginnings and headers that they are marked with, each row as if it were alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BEGINNINGS = (0, 3, 8, 12, None)
 
 @dataclass
 class Naive:
-    """One row by lists of places: first tokens, sinks, the newest, and the running header's."""
+    """One row as lists of places: beginning, sinks, newest tokens, and header of the turn."""
 
     marks: Marks
     seen: int = 0
@@ -108,7 +108,8 @@ def test_rows_keep_what_a_loop_over_lists_keeps():
     assert [len(row.pools[0]) for row in rows] == [0, 3, 8, 8, 8]
     assert [len(row.pools[3]) for row in rows] == [2, 3, 3, 3, 3]
     assert cache.report(1)["layers"][0]["slots"]["beginning"] == 3
-    # Rows of different marks fold apart, so that no slot is left empty and weights are not read.
+    # Rows with different marks fold separately. So no slot is empty, and attention need not read
+    # log-weights.
     assert all(layer.state.plain for layer in cache.stack)
 
 

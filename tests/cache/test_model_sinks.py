@@ -1,6 +1,6 @@
-"""Models that have a sink, under policies, against a loop over tokens that counts it in each sum.
+"""Models with a built-in sink, compared with a loop over tokens that adds the sink to each sum.
 
-A Zero Sink in two families, and gpt-oss, whose heads have learned logits for theirs.
+Two families with a Zero Sink, and gpt-oss, whose heads have learned sink logits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def zero_llama() -> PreTrainedModel:
 
 
 def gpt_oss() -> PreTrainedModel:
-    """One whose sinks have much of its attention."""
+    """A gpt-oss whose sinks receive much of the attention."""
     rope = {"rope_type": "default", "rope_theta": 10000.0}
     model = make("gpt-oss", layer_types=["full_attention"] * 2, rope_parameters=rope)
     with torch.no_grad():
@@ -50,7 +50,7 @@ models = pytest.mark.parametrize("name", MODELS)
 
 
 def sinks_of(model: Any) -> list[Tensor]:
-    """By layer, each query head's sink logit."""
+    """The sink logits of each layer's query heads."""
     return [
         getattr(layer.self_attn, "sinks", torch.zeros(4)).detach() for layer in model.model.layers
     ]
@@ -88,7 +88,7 @@ FOLDS = {
     "recent(6) | heavy(7)": lambda model: (recent_of(6), heavy_of(7)),
     "snap(16, 4, 5)": lambda model: (snap_fold(model),),
 }
-"""Policies, and pools of the loop; whose scores are attention, the sink takes its share of."""
+"""Policies, and the same pools for the loop. In scores by attention, the sink gets its share."""
 
 
 def same_slots(cache: Any, loop: Naive, model: Any) -> None:
@@ -129,9 +129,10 @@ WEIGHED = {
     "recent(6) | kcenter(10)": 2,
     "buzz(budget=16, stride=3)": 3,
 }
-"""Policies of which the loop is told who stays, with which weights, and the number of pools.
+"""Policies with their number of pools. The loop is told which tokens stay, and with which weights.
 
-Their own tests say that they keep whom they ought to; here it is read with the sink.
+That the policies keep the right tokens is shown by their own tests. Here, only the attention with
+the sink is compared.
 """
 
 

@@ -18,7 +18,7 @@ from weir.cache.plan import ForwardPlan
 from weir.errors import NotFiniteError
 
 BAD = 7
-"""The id of the token that a model goes wrong with."""
+"""The id of the token for which a poisoned model computes numbers that are not finite."""
 POLICIES = [
     "sink(2) | recent(8)",
     "dense",
@@ -213,7 +213,7 @@ def test_a_row_without_an_embedding_is_not_fed_when_another_row_fails_too(llama,
 def test_where_numbers_are_looked_at_late_a_refused_call_leaves_none_behind(
     llama, ids, monkeypatch
 ):
-    """On an accelerator nobody waits for numbers: they stand in the slots when they are refused."""
+    """On an accelerator, numbers are stored before they are checked, and removed if refused."""
 
     def late(running: Transaction, keys: Tensor, values: Tensor, plan: ForwardPlan) -> None:
         looked = [keys, values] if plan.step else [finite_columns(keys, values)]

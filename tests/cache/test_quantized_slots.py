@@ -1,7 +1,7 @@
-"""Quantized slots in a model: who stays is the pools' business, how it is written the slab's.
+"""Quantized slots in a model: pools decide which tokens stay, and the slab how they are stored.
 
-With a code that loses nothing in place of int8, all of it must be what it is with exact slots:
-where slots lie, how they move, what attention reads. What a code loses is then told apart from it.
+With a lossless code in place of int8, everything must be as with exact slots: which tokens stay,
+how they move, what attention reads. What a real code loses is tested separately.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def exact(pipe: str) -> str:
 
 @pytest.fixture
 def lossless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A code that keeps every number as it is, and that no kernel knows."""
+    """Replace int8 by a code that keeps every number as it is, and switch off its kernels."""
     wide = replace(INT8, dtype=torch.float32)
     monkeypatch.setitem(FORMATS, "int8", replace(FORMATS["int8"], keys=wide, values=wide))  # type: ignore[arg-type]
 
@@ -69,7 +69,7 @@ def lossless(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_same(one: StreamingCache, other: StreamingCache, model: PreTrainedModel) -> None:
-    """Both hold the same tokens in the same pools, with the same keys, values and weights."""
+    """Check that both hold the same tokens in the same pools, with equal keys, values, weights."""
     assert one.seen == other.seen
     for layer in range(len(one.stack)):
         mine, theirs = one.slots(layer), other.slots(layer)
@@ -84,7 +84,7 @@ def check_same(one: StreamingCache, other: StreamingCache, model: PreTrainedMode
 
 
 def _of_head(held: Any, row: int, head: int) -> dict[str, Tensor]:
-    """What a head holds, in the order of the stream, and of one token that of the pools."""
+    """What a head holds, in the order of the stream. Slots of one token are ordered by pool."""
     place, pool = held.position[row, head], held.pool[row, head]
     order = (place * 100 + pool).argsort(stable=True)
     order = order[place[order] >= 0]
@@ -182,9 +182,10 @@ def test_until_a_token_enters_the_middle_nothing_is_lost(llama, ids, policy):
 
 @pytest.mark.slow
 def test_a_survivor_of_a_thousand_folds_is_off_by_no_more_than_after_one(shallow, ids):
-    # In the only layer keys and values depend on the token alone, so they are what an exact cache
-    # holds. Masters are off by half a step, and turned, of each pair by half a step in any
-    # direction, half a diagonal; what is read then by half a step of its own.
+    # In the only layer, keys and values depend on the token alone, so an exact cache holds what was
+    # quantized. Each number of a master copy is off by half a step at most. A pair of numbers is
+    # then off by half a diagonal, step / √2, which rotation can bring into one of them. The rotated
+    # key is quantized again, and is off by another half of its own step.
     policy, text = "recent(8) | reservoir(8)", ids(1, 1200)
     quantized = StreamingCache(shallow, policy, chunk=1, slots="int8")
     plain = StreamingCache(shallow, policy, chunk=1)
@@ -210,13 +211,13 @@ def test_a_survivor_of_a_thousand_folds_is_off_by_no_more_than_after_one(shallow
                 assert read.abs().max() <= bound + rounding
                 value = steps(buffers["values_peaks"], INT8)[at] / 2 + rounding
                 assert (mine.values[at] - theirs.values[at]).abs().max() <= value
-    assert checked > len(masters) + 50  # many were there before
+    assert checked > len(masters) + 50  # many were there in earlier segments
 
 
 @pytest.mark.parametrize("pipe", [PIPES[1], PIPES[5], PIPES[7]])
 def test_cuts_and_company_change_no_more_than_roundings_do(shallow, ids, pipe):
-    # A rounding may tip a number to its neighbor, so keys may differ by a step, and by the
-    # roundings; of one layer that is all.
+    # A rounding can tip a number to a neighboring level, so keys and values may differ by steps and
+    # by roundings. With a single layer, nothing else differs.
     text = ids(2, 80)
     whole, cut, alone = (StreamingCache(shallow, pipe, chunk=CHUNK) for _ in range(3))
     fed(shallow, whole, text)
@@ -234,7 +235,7 @@ def test_cuts_and_company_change_no_more_than_roundings_do(shallow, ids, pipe):
 
 
 def test_int4_is_quantized_once_and_never_again(shallow, ids):
-    """A token's key as it was said is read the same for as long as it stays, and its value too."""
+    """A token's value is read the same for as long as the token stays in a pool."""
     text, cache = ids(1, 90), StreamingCache(shallow, INT4, chunk=CHUNK)
     seen: dict[tuple[int, int, int], Tensor] = {}
     for step in range(0, 90, 5):

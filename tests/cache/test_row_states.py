@@ -1,4 +1,4 @@
-"""Rows of a cache that come, go and are put elsewhere, each as it would be alone."""
+"""Rows of a cache that are added, removed and moved, each of which stays as it would be alone."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MODEL = make_llama()
 
 @dataclass
 class Alone:
-    """A row of its own, fed in one call: what every row of a batch is to equal."""
+    """A row in a separate cache, fed in one call. Every row of a batch must equal such a row."""
 
     policy: str
     seed: int
@@ -52,7 +52,7 @@ class Alone:
 
 
 def check_row(cache: StreamingCache, row: int, alone: StreamingCache) -> None:
-    """A row holds, bit for bit in its places and weights, what it holds alone."""
+    """Check that a row holds the places that it holds alone, with equal numbers, to rounding."""
     for layer in range(len(cache)):
         mine, theirs = cache.slots(layer), alone.slots(layer)
         for head in range(mine.position.shape[1]):
@@ -66,7 +66,7 @@ def check_row(cache: StreamingCache, row: int, alone: StreamingCache) -> None:
 
 @contextmanager
 def broken_model() -> Iterator[None]:
-    """Behind its last layer the model fails, when every layer has taken in its tokens."""
+    """Make the model fail after its last layer, when every layer has received the tokens."""
 
     def fail(*given: object) -> None:
         raise ZeroDivisionError
@@ -279,7 +279,7 @@ def test_what_fails_in_a_narrowed_cache_never_happened(ids):
     alone = StreamingCache(MODEL, "sink(2) | recent(6) | heavy(4)", chunk=CHUNK)
     fed(alone, tokens[1:, :20])
     with cache.only(1, 2), broken_model(), pytest.raises(ZeroDivisionError):
-        fed(cache, tokens[1:, 20:])  # of several chunks, all but the last of which were folded
+        fed(cache, tokens[1:, 20:])  # several chunks; all but the last are folded
     assert cache.seen == [20, 20]
     check_row(cache, 1, alone)
     more = tokens[1:, :9]
@@ -447,7 +447,7 @@ def test_rows_that_are_no_states_are_refused_and_nothing_is_changed(ids, rows):
     with pytest.raises(WeirError, match="from take_row, got"):
         cache.put_rows(rows)
     assert cache.seen == [20]
-    cache.put_rows(state for state in cache.take_rows())  # any that can be gone through will do
+    cache.put_rows(state for state in cache.take_rows())  # any iterable is accepted
     assert cache.seen == [20]
 
 

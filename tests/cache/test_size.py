@@ -1,4 +1,4 @@
-"""What a cache will take is known from a configuration, to the byte."""
+"""The size of a cache is known from a model's configuration, to the byte."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ POLICIES = [
 
 @pytest.fixture
 def bare(tmp_path):
-    """From the name of a family, its model without weights, made of a config.json alone."""
+    """A function that makes a family's model without weights, from a config.json alone."""
 
     def make(name):
         shared(name).config.save_pretrained(tmp_path)
@@ -43,7 +43,7 @@ def bare(tmp_path):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_configuration_tells_what_a_model_and_its_streams_take(bare, name):
-    # A forward of some leaves a model with fewer buffers: each stream reads a copy.
+    # In some families, a call leaves the model with fewer buffers, so each stream uses a copy.
     model, empty = make(name), bare(name)
     assert {t.device.type for t in empty.parameters()} == {"meta"}
     weights = sum(t.nbytes for t in [*model.parameters(), *model.buffers()])
@@ -67,7 +67,7 @@ def test_a_stream_in_half_precision_takes_half_the_keys_and_values(bare):
     half = size_of(bare("llama").to(torch.bfloat16), "sink(4) | recent(28)", chunk=4)
     assert (whole.dtype, half.dtype) == ("float32", "bfloat16")
     assert half.step_stream * 2 == whole.step_stream
-    assert whole.stream / 2 < half.stream < whole.stream  # positions stay what they are
+    assert whole.stream / 2 < half.stream < whole.stream  # positions keep their size
 
 
 def test_a_step_reads_every_slot_and_all_weights_but_a_table_that_is_looked_up(bare):

@@ -1,4 +1,4 @@
-"""Which tokens are still held, by whom: by hand, and slot for slot as the layers say."""
+"""Which tokens are held, and by which pools: counted by hand, and compared with all slots."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_every_slot_of_every_layer_and_head_is_told_once(llama, ids, policy):
         for layer, head, token, pool, a, b in zip(*(t.tolist() for t in columns), strict=True)
     ]
     assert sorted(got) == sorted(wanted)
-    # By token: as many pairs as say so, and what their slots stand for.
+    # For each token: the pairs of layer and head that hold it, and its weights, averaged over them.
     for held in holding.tokens():
         mine = [entry for entry in wanted if entry[2] == held.token]
         pairs = {(layer, head) for layer, head, *_ in mine}
@@ -112,7 +112,7 @@ def test_it_can_be_written_as_json(llama, ids):
         "above": 1.0,
         "below": 1.0,
     }
-    # A weight that is beyond float64 is one that json can write.
+    # The exponential of this log-weight is beyond float64, and is still written as JSON.
     where = torch.zeros(4, 1, dtype=torch.int64)
     odd = Holding(1, 1, ("new",), *where, a=torch.tensor([1e4]), b=torch.zeros(1))
     json.dumps(odd.as_json(), allow_nan=False)

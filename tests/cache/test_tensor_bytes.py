@@ -33,7 +33,7 @@ def with_header(header: Any, rest: bytes = DATA[8 + HEADER :]) -> bytes:
 
 
 def changed(name: str, **fields: Any) -> bytes:
-    """The bytes with another entry for a tensor."""
+    """The bytes, with fields of one tensor's header entry changed."""
     header = json.loads(DATA[8 : 8 + HEADER])
     header[name] = {**header[name], **fields}
     return with_header(header)

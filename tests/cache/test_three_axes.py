@@ -66,7 +66,7 @@ def test_below_the_budget_a_stream_is_the_plain_model(
     more = logits(model, {"input_ids": words}, past_key_values=cache)
     whole = Prompt(torch.cat([asked.ids, words], dim=1), asked.pictures)
     close_runs(more, logits(model, whole.given, use_cache=False)[:, -6:], model)
-    # and where the segments stand matters
+    # Positions in time, height and width matter: with plain positions, logits are different.
     words = torch.arange(asked.ids.shape[1])[None]
     flat = logits(model, {**asked.given, "position_ids": words}, use_cache=False)
     assert float((ours - flat).abs().max()) > 0.1
@@ -75,7 +75,7 @@ def test_below_the_budget_a_stream_is_the_plain_model(
 @families
 @pytest.mark.parametrize("parts", [[9, 0, 3, 0, 0, 11, 0, 4], [0, 2, 0, 0, 7]])
 def test_a_stream_with_images_is_streaming_llm_to_the_letter(name: str, parts: list[int]) -> None:
-    # In the second, sinks are segments of an image that is still coming.
+    # In the second case, sinks are parts of an image that is still being read.
     model, asked = seeing(name), prompt(name, parts)
     cache = StreamingCache(model, "streaming_llm(budget=10)", chunk=1)
     ours = logits(model, asked.given, past_key_values=cache)
@@ -103,7 +103,7 @@ def naive_of(model: PreTrainedModel, embeddings: Tensor, **how: Any) -> Tensor:
         ("qwen2-vl", "sink(3) | recent(8)", [sink_of(3), recent_of(8)], 1),
         ("qwen2.5-vl", "sink(3) | recent(8)", [sink_of(3), recent_of(8)], 5),
         ("qwen2-vl", "sink(13)", [sink_of(13)], 5),  # no run: new tokens touch the front
-        ("qwen2.5-vl", "heavy(10)", [heavy_of(10)], 5),  # nor here; heads keep other segments
+        ("qwen2.5-vl", "heavy(10)", [heavy_of(10)], 5),  # nor here; each head keeps other tokens
         ("qwen2-vl", "recent(6) | heavy(7)", [recent_of(6), heavy_of(7)], 1),
         ("qwen2.5-vl", "window(11)", [recent_of(11)], 7),
     ],
@@ -158,7 +158,7 @@ def test_generation_and_a_second_turn_with_another_image(name: str) -> None:
     cache = StreamingCache(model, "streaming_llm(100)", chunk=4)
     ours = model.generate(**asked.given, attention_mask=mask, past_key_values=cache, **given)
     assert torch.equal(ours, plain)
-    # What is new alone, with a mask over everything so far.
+    # Pass only what is new, with a mask over everything so far.
     more = prompt(name, [4, 0, 2], [3, 0, 3], seed=5)
     new = torch.cat([ours[:, -1:], more.ids], dim=1)  # the last token that was said is not fed yet
     both = Prompt(torch.cat([ours, more.ids], dim=1), {})
@@ -166,7 +166,7 @@ def test_generation_and_a_second_turn_with_another_image(name: str) -> None:
     said["mm_token_type_ids"] = (new == IMAGE).int()
     said["attention_mask"] = torch.ones_like(both.ids)
     second = model.generate(**said, past_key_values=cache, **given)
-    for key in more.pictures:  # of each row the first image and then the second
+    for key in more.pictures:  # for each row, its first image and then its second
         old, its = (t.pictures[key].chunk(2) for t in (asked, more))
         both.pictures[key] = torch.cat([old[0], its[0], old[1], its[1]])
     given["attention_mask"] = said["attention_mask"]
@@ -196,7 +196,7 @@ def test_videos(name: str) -> None:
         "mm_token_type_ids": (ids == IMAGE).int() + 2 * (ids == VIDEO).int(),
     }
     if name == "qwen2.5-vl":
-        given["second_per_grid_ts"] = torch.tensor([1.5])  # of which some cut the half off
+        given["second_per_grid_ts"] = torch.tensor([1.5])  # some versions read this as 1
     for chunk in (1, 64):
         cache = StreamingCache(model, "streaming_llm(budget=60)", chunk=chunk)
         ours = logits(model, {"input_ids": ids, **given}, past_key_values=cache)
@@ -330,7 +330,7 @@ def test_images_and_tokens_that_do_not_go_together(name: str) -> None:
             stream.feed({**asked.given, "image_grid_thw": wrong})
         assert stream.seen == 0
     chunked = {"prefill_chunk_size": 9, "max_new_tokens": 2, "pad_token_id": 0}
-    # transformers 5.12 gives the later segments of a prompt no features at all.
+    # transformers 5.12 passes no image features with the later pieces of a prompt.
     with pytest.raises(WeirError, match=r"prefill_chunk_size|the call has no image"):
         model.generate(**asked.given, past_key_values=cache, **chunked)
 

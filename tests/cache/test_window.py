@@ -1,4 +1,4 @@
-"""A policy that holds more at once than its model was made for is told once, and no error."""
+"""A policy that holds more tokens than its model was made for causes one warning, and no error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weir.cache import describe_window_excess, size_of
 from weir.models import CACHE
 
 WINDOW = 256
-"""Of the model."""
+"""The window of the model, in tokens."""
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_a_policy_without_a_limit_is_told_where_frequencies_change():
     model = make("phi3-longrope")
     said = describe_window_excess(model, weir.policy("dense"), 8) or ""
     assert "past 192 tokens this model changes its rotary frequencies" in said
-    # So the frequencies of a long text are those of transformers.
+    # Past 192 tokens, weir and transformers use the same frequencies.
     ids = torch.randint(1, 90, (1, 250), generator=torch.Generator().manual_seed(0))
     logits = weir.Stream(model, "window(248)", chunk=8).feed(ids, all_logits=True)
     assert logits.allclose(model(ids, use_cache=False).logits, atol=1e-4)

@@ -1,4 +1,4 @@
-"""The command line as its tests use it: in this process where that will do, else in its own."""
+"""Run the command line for tests: in this process where that is enough, else in a separate one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
 {% endif %}"""
 SOURCE = str(Path(weir.__file__).parents[1])
 LIMIT = 600
-"""Seconds after which a command hangs: on a busy machine one may get no time for a minute."""
+"""Seconds after which a command counts as hanging. A busy machine may not run it for a minute."""
 
 
 def make_model(folder: Path, template: str | None = None, layers: int = 1) -> str:
@@ -62,7 +62,7 @@ def make_model(folder: Path, template: str | None = None, layers: int = 1) -> st
 
 @dataclass
 class Ended:
-    """A command that has come to its end."""
+    """The exit code and the outputs of a command that has ended."""
 
     code: int
     out: str
@@ -70,12 +70,12 @@ class Ended:
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: object, columns: int = 100) -> Ended:
-    """`weir WORDS` in this process, on a terminal of so many columns."""
+    """Run `weir WORDS` in this process, on a terminal with the given number of columns."""
     capsys.readouterr()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["weir", *map(str, words)])
         patch.setenv("COLUMNS", str(columns))
-        # On a busy machine everything takes long, and a line more would say so.
+        # Commands print an extra line if something takes long, which it may on a busy machine.
         patch.setattr(common, "LONG_WAIT", LIMIT)
         for console in (common.output(), common.messages()):
             # A console made while COLUMNS was set keeps that width for good.
@@ -87,15 +87,17 @@ def run(capsys: pytest.CaptureFixture[str], *words: object, columns: int = 100) 
 
 
 def _hear_signals() -> None:
-    """In the background a shell has its commands ignore Ctrl-C, and all that they start; `nohup`
-    has them ignore that their terminal is closed.
+    """Stop ignoring Ctrl-C and a closed terminal.
+
+    A shell makes its background commands ignore Ctrl-C, and `nohup` makes a command ignore that its
+    terminal is closed. Processes that such a command starts inherit this.
     """
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
 
 
 class Process:
-    """`weir WORDS` in a process of its own; standard error is a terminal, so progress is shown."""
+    """`weir WORDS` in a separate process. Standard error is a terminal, so progress is shown."""
 
     def __init__(self, *words: object, **env: str) -> None:
         self._terminal, theirs = pty.openpty()
@@ -111,20 +113,20 @@ class Process:
         os.close(theirs)
 
     def tell(self, line: str) -> None:
-        """A line on its standard input."""
+        """Write a line to its standard input."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{line}\n".encode())
         self.process.stdin.flush()
 
     def wait_for(self, words: str, times: int = 1, seconds: float = 90) -> None:
-        """Read standard error until it has said `words` so many times."""
+        """Read standard error until `words` has appeared `times` times."""
         end = time.monotonic() + seconds
         while self.err.count(words) < times:
             assert time.monotonic() < end, f"it never said {words!r}: {self.err}"
             assert self._read(0.1) or self.process.poll() is None, self.err
 
     def wait_until(self, happened: Callable[[], bool], seconds: float = 90) -> None:
-        """Read standard error until something has happened elsewhere."""
+        """Read standard error until `happened()` is true."""
         end = time.monotonic() + seconds
         while not happened():
             assert time.monotonic() < end, self.err
@@ -132,14 +134,14 @@ class Process:
             self._read(0.002)
 
     def interrupt(self) -> None:
-        """Ctrl-C."""
+        """Press Ctrl-C."""
         self.process.send_signal(signal.SIGINT)
 
     def interrupt_until_a_line(self) -> None:
-        """Ctrl-C, and again while standard error has not said one more line.
+        """Press Ctrl-C, again and again until standard error has one more line.
 
-        Python looks for signals between its own instructions: one that comes after the last of
-        these and before the system waits for input is only seen together with the next.
+        Python looks for signals between its own instructions. A signal that comes after the last of
+        them, but before the system waits for input, is only noticed together with the next signal.
         """
         end = time.monotonic() + LIMIT
         lines = self.err.count("\n")
@@ -149,10 +151,10 @@ class Process:
             self._read(1)
 
     def end(self) -> Ended:
-        """No more input; wait for its end."""
+        """Close its standard input, and wait until it ends."""
         end = time.monotonic() + LIMIT
         while True:
-            # A terminal that nobody reads would hold up a command that draws its progress.
+            # A command that draws its progress would wait if nobody read its terminal.
             while self._read(0):
                 pass
             try:

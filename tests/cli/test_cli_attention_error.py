@@ -15,7 +15,7 @@ BOOK = str(Path(__file__).parents[2] / "src/weir/assets/war-and-peace.txt.xz")
 
 
 def run(*words: str) -> str:
-    """What a command prints on standard output."""
+    """Run `weir attention-error`; what it prints on standard output."""
     done = CliRunner().invoke(app, ["attention-error", *words], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done.stdout

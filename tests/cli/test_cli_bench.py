@@ -17,7 +17,7 @@ QUICK = ("bench", "--quick", "--only", "decode", "--dtype", "float32", "--thread
 
 @pytest.fixture(autouse=True)
 def threads():
-    """A command that sets them leaves the other tests theirs."""
+    """Restore the number of threads, which the command changes."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -52,8 +52,8 @@ def test_json_is_one_object_and_nothing_else(capsys):
     facts = json.loads(ended.out)
     rows = facts["rows"]
     assert facts["machine"]["layers"] == 1
-    # As it is, and compiled, beside two caches and beside what memory allows; compiled beside one
-    # that is compiled, too.
+    # Steps that are not compiled are compared with two caches and with what the memory's bandwidth
+    # allows. Compiled steps are compared with the same three, and with a compiled cache.
     assert [row["figure"] for row in rows] == ["decode"] * 7
     assert ["compiled" in row["what"] for row in rows] == [False] * 3 + [True] * 4
     assert [row["dtype"] for row in rows] == ["float32"] * 7

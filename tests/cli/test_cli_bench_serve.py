@@ -1,4 +1,4 @@
-"""`weir bench serve`: tables, one JSON object, and wrong words in one line."""
+"""`weir bench serve`: tables, one JSON object, and errors in one line."""
 
 from __future__ import annotations
 

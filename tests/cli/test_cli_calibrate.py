@@ -34,7 +34,7 @@ def test_the_file_is_a_policy_for_every_command(capsys, model, text, tmp_path):
     ended = run(capsys, *words, "--out", path, "--json")
     assert (ended.code, ended.err) == (0, "")
     facts = json.loads(ended.out)
-    assert facts["policy"] == "[sink(4) | recent(20)]"  # one layer has nobody to share with
+    assert facts["policy"] == "[sink(4) | recent(20)]"  # a single layer shares with none
     assert facts["bytes"] == facts["bytes_before"]
     assert facts["layers"][0]["slots"] == 24
     sized = json.loads(run(capsys, "size", model, "--policy", path, "--json").out)

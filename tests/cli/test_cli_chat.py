@@ -1,4 +1,4 @@
-"""`weir chat`: answers on standard output, all that is about them beside it."""
+"""`weir chat`: answers on standard output, everything else on standard error."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ FEW = ("--policy", "sink(4) | recent(20)", "--chunk", 8, "--max-tokens", 12)
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
-    """With a chat template."""
+    """A small random model with a chat template."""
     return make_model(tmp_path_factory.mktemp("model"), CHATML)
 
 
 @pytest.fixture
 def chat(capsys, monkeypatch, model):
-    """Says some lines, and what it then finds on both outputs."""
+    """A function that types lines into a chat, and returns what the command has printed."""
 
     def talk(*lines: str | bytes, words: tuple[object, ...] = (), of: str = model) -> Ended:
         typed = b"".join(
@@ -69,7 +69,7 @@ def test_it_says_why_steps_are_not_native(chat, monkeypatch):
 
 @pytest.mark.slow
 def test_while_the_kernel_is_compiled_one_line_says_so(capfd, monkeypatch):
-    """The first step says it; a first line about steps would say it twice."""
+    """The first step prints this line, so `say_steps` must not print it too."""
     common.say_steps({"run": "eager", "reason": UNFINISHED})
     assert capfd.readouterr().err == ""
     common.say_steps({"run": "eager", "reason": "it has other norms"})
@@ -101,7 +101,7 @@ def test_a_policy_without_a_budget_gets_what_the_window_and_the_memory_allow(
         "the first 4 and the newest 500 tokens. It has 504 slots, as many as fit in the window and "
         "a quarter of the free memory, up to 8,192"
     )
-    assert ended.err.startswith(f"{model} keeps {said}. /help")  # 512 but for the chunk of 8
+    assert ended.err.startswith(f"{model} keeps {said}. /help")  # 504 is the window less the chunk
     free = 4 * 60_000
     monkeypatch.setattr("weir.models.free_memory", lambda device: free)
     budget = int(re.search(r"(\d+) slots,", chat(words=("--policy", "streaming_llm")).err)[1])
@@ -174,11 +174,11 @@ def test_words_of_several_lines_are_one_turn(chat):
     figures = re.findall(r"(\d+) tokens seen, ", several.err)
     assert int(figures[0]) == len("<user\nHello\n/quit\n\nand you?<\n<assistant\n") + 12
     assert len(figures) == 2
-    # What is in quotes is said, whatever it begins with.
+    # Lines in quotes are a message, even if they begin like a command.
     assert "unknown command" not in chat('"""/usr/bin is', 'full"""').err
     assert chat("/save ~nobody-has-this-name/x").err.count("names a user that does not exist") == 1
     assert chat('"""Hello"""').out == chat("Hello").out
-    assert chat('"""Hello').out == chat("Hello").out  # the input ends before the quotes do
+    assert chat('"""Hello').out == chat("Hello").out  # the input ends before the closing quotes
 
 
 @pytest.mark.slow
@@ -195,7 +195,7 @@ def test_how_tokens_are_drawn_is_said_to_the_stream(chat):
 def test_input_that_ends_ends_it(chat):
     assert chat().code == 0
     assert chat("").out == ""
-    assert chat(b"Hello").err.count("tokens seen") == 1  # a last line without an end
+    assert chat(b"Hello").err.count("tokens seen") == 1  # without a line break at the end
 
 
 @pytest.mark.parametrize("word", ["/quit", "/exit"])
@@ -340,7 +340,7 @@ def test_a_conversation_is_kept_and_continued(chat, chats, model):
     ended = chat("And you?", "/report", words=("--continue", "--temperature", 0))
     assert first.out + ended.out == whole.out
     assert ended.err.splitlines()[-1] == whole.err.splitlines()[-1]
-    # Without the saved stream the transcript is read again; a damaged one is said to be.
+    # If the saved stream is missing or damaged, the transcript is read again. Damage is reported.
     for write in (Path.unlink, lambda path: path.write_bytes(b"x")):
         write(next(chats.glob("*.safetensors")))
         again = chat("/remembers and YOU?", words=("--continue",))
@@ -393,7 +393,7 @@ def test_what_is_forgotten_is_told_once_and_listed(chat):
     told = "parts of this conversation are forgotten"
     assert ended.err.count(told) == 1 and "/forgotten shows which ones" in ended.err
     unkept = chat("Remember 482.", "H", words=("--no-keep",)).err
-    assert told in unkept and "/forgotten shows" not in unkept  # it would be refused
+    assert told in unkept and "/forgotten shows" not in unkept  # /forgotten needs a kept chat
     listed = re.findall(r"turns? (\d.*), (\d+) tokens, (.*): ", ended.err)
     assert listed[0][2] != "whole" and listed[-1][2] != "gone"
     assert (
@@ -449,7 +449,7 @@ def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(model, tmp_path):
     assert process.process.stdout.read(20)
     process.interrupt()
     process.wait_for("tokens seen, ")
-    # What is left of the first answer is not to be taken for the second.
+    # The rest of the first answer must not be taken for the second one.
     os.set_blocking(process.process.stdout.fileno(), False)
     while process.process.stdout.read(4096):
         pass
@@ -460,7 +460,7 @@ def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(model, tmp_path):
     process.wait_for("tokens seen, ", times=2)
     process.wait_for("tokens/s\x1b[0m\r\n", times=2)
     for _ in range(10):
-        process.interrupt_until_a_line()  # with no answer under way it starts one
+        process.interrupt_until_a_line()  # if no answer is running, Ctrl-C starts a new line
     process.tell(f"/save {path}")
     process.wait_for("saved to")
     ended = process.end()

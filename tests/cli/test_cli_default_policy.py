@@ -1,4 +1,4 @@
-"""Which policy `weir chat` and `weir serve` take where none is given, and how they say so."""
+"""Which policy `weir chat` and `weir serve` use if none is given, and what they print about it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weir.policies import format_policy_file
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory) -> str:
-    """A model with what was measured on it beside it."""
+    """A model with a policy file next to it, calibrated for it."""
     folder = tmp_path_factory.mktemp("measured")
     model, _ = weir.load(make_model(folder, CHATML))
     layers = [{"policy": "sink(1) | recent(8) | recent(11):int8"}]
@@ -28,7 +28,7 @@ def measured(tmp_path_factory) -> str:
 
 @pytest.fixture
 def chat(capsys, monkeypatch, measured):
-    """Says Hello, and what is then found on both outputs."""
+    """A function that says Hello in a chat and asks for a report; what the command has printed."""
 
     def talk(*words: object):
         monkeypatch.setattr(
@@ -56,7 +56,7 @@ def test_what_is_given_goes_before_it(chat, given, measured):
     told = chat(*given).err
     assert f"by {measured}/weir.toml" not in told
     assert "recent(8)" not in told
-    # Slots alone do not say whose they are, so that what they set aside is named.
+    # --slots alone names no policy, so chat says which policy file it replaces.
     aside = (
         f"--slots replaces the policy file {measured}/weir.toml next to the model with the default "
     )
@@ -145,7 +145,7 @@ def test_a_server_takes_native_steps_unless_answers_are_to_be_the_same(
     asked: list[object] = []
     monkeypatch.setattr(weir.native, "compile_steps", lambda model, **given: asked.append(given))
     monkeypatch.setattr("weir.serve.api.run_app", lambda *given: None)
-    # Its handler would outlive what `capsys` has put in the place of standard error.
+    # The handler of this log would outlive the file that `capsys` uses as standard error.
     monkeypatch.setattr("weir.serve.api.log_json", lambda: None)
     assert run(capsys, "serve", measured, "--port", 0, "--deterministic").code == 0
     assert not asked

@@ -1,4 +1,4 @@
-"""`weir demo`: figures and a page in a folder, a table on the way there."""
+"""`weir demo`: figures and a page in a folder, and a table while it reads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KEYS = {"policy", "ppl", "ppl_by_block", "kv_bytes", "bytes_by_block", "tokens_p
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
-    """The questions come soon."""
+    """Ask the questions after only 100 tokens."""
     monkeypatch.setattr(demo, "AWAY", 100)
 
 
@@ -54,7 +54,7 @@ def test_it_writes_figures_and_a_page_and_prints_the_figures(capsys, out):
     assert is_whole(facts, 1200)
     assert facts["interrupted"] is False
     assert all(set(policy) >= STORY for policy in facts["policies"])
-    # What reads everything still holds everything, and of the newest tokens all that fit.
+    # `dense` still holds all parts of the text, and a window holds the newest ones only.
     held = {policy["policy"]: policy["held"] for policy in facts["policies"]}
     assert set(held["dense"]) == {1.0}
     assert held["window(budget=90)"][-10:] == [1.0] * 10 and held["window(budget=90)"][0] == 0.0

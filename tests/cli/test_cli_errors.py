@@ -168,7 +168,7 @@ def test_ctrl_c_before_there_is_anything_to_report_is_one_line(capsys, monkeypat
 def test_what_ends_it_before_there_is_anything_to_report_is_one_line(
     capsys, monkeypatch, text, number
 ):
-    """SIGHUP, which a closed terminal sends, is like SIGTERM; `nohup` has it ignored."""
+    """SIGHUP, sent when a terminal closes, is treated like SIGTERM, unless `nohup` ignores it."""
     monkeypatch.setattr("weir.stream.read_text", lambda path: os.kill(os.getpid(), number))
     outside = signal.signal(number, lambda *_: None)
     before = signal.getsignal(number)
@@ -199,7 +199,7 @@ def test_ctrl_c_in_the_imports_is_one_line(tmp_path, module, words):
 
 @pytest.mark.slow
 def test_the_installed_command_and_a_full_disk():
-    """In a process of its own: what no test within this one can see."""
+    """Only visible in a separate process: an error at the last flush of standard output."""
     command = [sys.executable, "-c", "from weir.cli import main; main()", "policies", "--json"]
     with open("/dev/full", "w") as full:
         done = subprocess.run(

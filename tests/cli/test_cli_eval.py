@@ -32,7 +32,7 @@ def text(tmp_path_factory) -> Path:
 
 
 def words_of(model: str, text: Path, out: Path) -> list[object]:
-    """The options of a grid of 2 tasks and 6 policies of a budget or without."""
+    """The options of a grid of 2 tasks and 4 policies, two of them with two budgets: 12 cells."""
     return [
         "eval", "--model", model, "--tasks", TASKS.format(text=text), "--policies", POLICIES,
         "--budgets", "24,48", "--chunk", 8, "--out", out,
@@ -41,13 +41,13 @@ def words_of(model: str, text: Path, out: Path) -> list[object]:
 
 @pytest.fixture
 def words(model, text, tmp_path) -> list[object]:
-    """The options of a grid, for a file that is not there yet."""
+    """The options of a grid, with a results file that does not exist yet."""
     return words_of(model, text, tmp_path / "r.jsonl")
 
 
 @pytest.fixture(scope="module")
 def done(model, text, tmp_path_factory) -> Path:
-    """The file of that grid, written without the command; nobody changes it."""
+    """The results file of that grid, written without the command. No test may change it."""
     path = tmp_path_factory.mktemp("done") / "r.jsonl"
     tasks = TASKS.format(text=text)
     grid.run(grid.make_grid([model], tasks, POLICIES, budgets=(24, 48), chunk=8), path)
@@ -130,7 +130,7 @@ def test_a_table_too_wide_for_the_terminal_is_printed_in_parts(
     heads = [line for line in tables if "policy" in line]
     assert len(heads) > 1
     assert sum("h2o(24)" in line for line in tables) == len(heads)
-    # Each has as many columns as fit, and every column is there once, in order and whole.
+    # Each part has as many columns as fit. Every column is in one part, whole and in order.
     shown = [word.strip() for line in heads for word in line.split("┃")[2:-1]]
     assert shown == [*WIDE, "cache, MB"]
     assert all(len(line) + len("─ ppl(tokens=250) ┃") > columns for line in heads[:-1])
@@ -174,7 +174,7 @@ def test_killed_in_the_middle_of_a_cell_and_resumed_the_file_is_the_same(
 @pytest.mark.slow
 def test_ctrl_c_says_what_is_done_and_how_to_go_on(words, text, tmp_path):
     path, long = tmp_path / "r.jsonl", tmp_path / "long.txt"
-    # The last six cells would take seconds each, so that Ctrl-C comes in time however busy we are.
+    # Each of the last six cells takes seconds, so that Ctrl-C comes in time on a busy machine too.
     long.write_text(WORDS * 2000)
     tasks = words.index("--tasks") + 1
     words[tasks] = f"ppl(tokens=250, text={text}), ppl(tokens=40000, text={long})"
@@ -187,7 +187,7 @@ def test_ctrl_c_says_what_is_done_and_how_to_go_on(words, text, tmp_path):
     assert 1 <= done < 12
     assert f"{done} of 12 cells are saved in {path}. Use --resume to continue" in ended.err
     assert ended.err.rstrip().endswith("weir: interrupted")
-    # Its standard error is a terminal: there is progress, and how long it will take.
+    # Its standard error is a terminal, so progress is shown, with the time that is left.
     assert "\x1b[" in ended.err and "ppl under dense" in ended.err
     assert "0:00:0" in ended.err or "-:--:--" in ended.err
 

@@ -1,4 +1,4 @@
-"""`weir --import`: pools of one's own in every command."""
+"""`weir --import`: every command can use pools that a user has written."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Last(Recent):
 
 @pytest.fixture
 def module(tmp_path, monkeypatch):
-    """A file with a pool; nothing of it is left behind."""
+    """A file that registers a pool, which is taken away after the test."""
     pools = dict(POOLS)
     monkeypatch.setenv(VARIABLE, "")
     path = tmp_path / "mine_last.py"

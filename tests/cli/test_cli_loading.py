@@ -41,7 +41,7 @@ def test_a_stream_in_half_precision_takes_half_of_the_bytes(capsys, model, text)
         json.loads(run(capsys, *words, *more).out)["bytes_by_block"][0]
         for more in ((), ("--dtype", "bfloat16", "--device", "cpu"))
     )
-    assert whole / 2 <= half < 0.6 * whole  # weights and positions are what they were
+    assert whole / 2 <= half < 0.6 * whole  # log-weights and positions keep their size
 
 
 @pytest.mark.slow

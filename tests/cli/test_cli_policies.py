@@ -1,4 +1,4 @@
-"""`weir policies`: what it lists is what registers, with a sentence for every parameter."""
+"""`weir policies`: it lists all that is registered, with an explanation of every parameter."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_every_parameter_is_explained():
     named, pools = list_entries()
     for it in (*named, *pools):
         if not is_ours(it.name):
-            continue  # what another test registers
+            continue  # another test has registered it
         names = [word.partition("=")[0] for word in it.parameters.split(", ") if word]
         assert list(explain(it, pools)) == names, it.name
 

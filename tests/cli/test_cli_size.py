@@ -1,4 +1,4 @@
-"""`weir size`: what a model and its streams take, read from a configuration and from no weight."""
+"""`weir size`: the bytes of a model and its streams, computed from its configuration."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def model(tmp_path_factory) -> str:
 
 @pytest.fixture
 def config(model, tmp_path):
-    """The model's config.json in a folder of its own."""
+    """A folder that has the model's config.json, but no weights."""
     path = tmp_path / "only" / "config.json"
     path.parent.mkdir()
     AutoModelForCausalLM.from_pretrained(model).config.save_pretrained(path.parent)
@@ -50,7 +50,7 @@ def test_json_is_one_object_with_every_figure_and_nothing_else(capsys, model):
         loaded(torch.tensor([[1]]), past_key_values=cache)
     weights = sum(t.nbytes for t in [*loaded.parameters(), *loaded.buffers()])
     table = loaded.get_input_embeddings().weight.nbytes
-    pairs = 2 * 32 * 16 * 4  # keys and values, slots, a head's size, float32
+    pairs = 2 * 32 * 16 * 4  # keys and values, 32 slots, 16 numbers each, in float32
     streams = (10**6 - weights) // cache.nbytes
     assert facts == {
         "model": model,
@@ -163,7 +163,7 @@ def test_a_file_that_is_cut_off_is_not_said_to_be_elsewhere(capsys, tmp_path):
     file = write_large(tmp_path / "some.gguf", 64, 1)
     assert run(capsys, "size", file).code == 0
     file.write_bytes(file.read_bytes()[:-64])
-    for more in ([], ["--policy", SMALL]):  # which does not need the weights
+    for more in ([], ["--policy", SMALL]):  # with a policy, it needs no weights
         ended = run(capsys, "size", file, *more)
         assert ended.code == 1
         assert "some.gguf is cut off" in ended.err
@@ -179,7 +179,7 @@ def test_a_type_of_tensors_that_nobody_knows_is_refused_from_the_header(capsys, 
     name = tensor.name.encode()
     raw = bytearray(file.read_bytes())
     at = raw.index(len(name).to_bytes(8, "little") + name) + 8 + len(name)
-    kind = at + 4 + 8 * len(tensor.shape)  # after the number of dimensions and the dimensions
+    kind = at + 4 + 8 * len(tensor.shape)  # skips the number of dimensions and the dimensions
     raw[kind : kind + 4] = (99).to_bytes(4, "little")
     file.write_bytes(raw)
     ended = run(capsys, "size", file, "--policy", SMALL)
@@ -196,7 +196,7 @@ def test_weights_larger_than_the_memory_are_said_to_be(capsys, model, monkeypatc
 
 @pytest.fixture(scope="module")
 def spoiled(tmp_path_factory) -> str:
-    """A nano with a few large channels in its keys, which does not bear slots of 4 bits."""
+    """A nano with a few large channels in its keys, so that slots of 4 bits would lose too much."""
     folder = tmp_path_factory.mktemp("spoiled")
     model, tokenizer = weir.load("nano")
     with torch.no_grad():
@@ -209,7 +209,7 @@ def spoiled(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def calibrated(tmp_path_factory) -> str:
-    """A model with a policy file beside it."""
+    """A model with a policy file next to it."""
     folder = make_model(tmp_path_factory.mktemp("calibrated"))
     loaded, _ = weir.load(folder)
     layers = [{"policy": "sink(1) | recent(8) | recent(11):int8"}]
@@ -240,7 +240,7 @@ def calibrated(tmp_path_factory) -> str:
 def test_it_says_what_a_cache_takes(
     capsys, request, name, loading, positions, policy, slots, chunk
 ):
-    """In as many combinations as there are arguments that change the bytes."""
+    """Combines all arguments that change the number of bytes."""
     if name != "nano":
         name = request.getfixturevalue(name)
     if loading.get("weights"):
@@ -411,7 +411,7 @@ def test_the_rest_of_a_long_command_is_estimated_once(capsys, monkeypatch):
 
 
 def test_what_a_server_holds_is_counted(capsys, model):
-    """Pinned tokens and states of prompts are in it, as in the first lines of `weir serve`."""
+    """Pinned tokens and states of prompts are counted, as in the first lines of `weir serve`."""
     pytest.importorskip("fastapi")
     from weir.serve import estimate_memory
 

@@ -1,4 +1,4 @@
-"""How little a command imports before it has anything to do: help and lists come at once."""
+"""Commands import little before they have work to do, so that help and lists come at once."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from weir.cli.runtime import SELDOM, collect_seldom, freeze_imports
 from weir.errors import WeirError
 
 HEAVY = ("torch", "transformers", "matplotlib", "numpy", "rich.markdown", "pydantic", "zipfile")
-"""What takes long to import, PyTorch seconds."""
+"""Modules that take long to import; PyTorch takes seconds."""
 TABLES = ("rich.console", "rich.table", "rich.text")
-"""A third of the time of help, which needs none of them."""
+"""Modules whose import would add to the time of help, which needs none of them."""
 
 START = """
 import sys
@@ -76,7 +76,7 @@ def test_help_imports_nothing_that_takes_long():
     ],
 )
 def test_what_is_misspelt_is_refused_before_anything_that_takes_long(words, code, says):
-    heavy = ("torch", "transformers", "numpy", *TABLES, "weir.cli.serve")  # which is another's
+    heavy = ("torch", "transformers", "numpy", *TABLES, "weir.cli.serve")  # another command
     done = subprocess.run(
         [sys.executable, "-c", START.format(heavy), *words],
         env={**os.environ, "PYTHONPATH": SOURCE},

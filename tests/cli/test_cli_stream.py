@@ -1,4 +1,4 @@
-"""`weir stream` and `weir policies`: figures on standard output, everything else beside it."""
+"""`weir stream` and `weir policies`: figures on standard output, the rest on standard error."""
 
 from __future__ import annotations
 
@@ -277,7 +277,7 @@ def test_policies_as_json_read_back_as_policies(capsys):
         assert row["about"]
         assert row["paper"]
         made = weir.policy(row["name"])
-        # As they are listed, parameters can be written into a policy again.
+        # The listed parameters can be used in a policy as they are.
         assert weir.policy(f"{row['name']}({row['parameters']})") == made
         assert row["pipe"] is None or weir.policy(row["pipe"]) == made
 

@@ -33,7 +33,7 @@ def text(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def steps(monkeypatch) -> list[int]:
-    """The steps of the runs that follow; each run has few, and looks at few exercises."""
+    """Record the steps that training takes, and let it compute its figures from few exercises."""
     from weir.train import loop
 
     figures, taken = loop.figures, []
@@ -60,7 +60,7 @@ def test_a_trained_folder_is_a_model_for_every_other_command(capsys, text, tmp_p
     assert steps == list(range(26))
 
     model, tokenizer = weir.load(str(out), device="cpu")
-    assert model.config.max_position_embeddings == 193  # the text's and the start token
+    assert model.config.max_position_embeddings == 193  # 192 tokens of text and the start token
     assert sum(p.numel() for p in model.parameters()) == facts["parameters"]
     assert tokenizer("x")["input_ids"][0] == tokenizer.bos_token_id
 
@@ -140,7 +140,7 @@ def test_what_cannot_be_trained_is_one_line(capsys, text, tmp_path, changes, say
 def test_on_the_packaged_book_a_model_is_trained_that_chat_opens(
     capsys, monkeypatch, tmp_path, steps
 ):
-    """The default vocabulary and a short text: no names in it, hence no exercises, and a note."""
+    """The vocabulary of a short text lacks the names that exercises need; a note says so."""
     out = tmp_path / "model"
     book = ASSETS / "war-and-peace.txt.xz"
     small = ("--width", 32, "--layers", 1, "--rows", 2, "--tokens", 3000, "--no-compiled")

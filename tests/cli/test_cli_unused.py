@@ -1,4 +1,4 @@
-"""An option that was typed and that nothing will read is named, with what it is for."""
+"""If an option that the user has typed has no effect, the command says so, and why."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _spec = spec_from_file_location("caption_example", SCRIPT)
 caption: Any = module_from_spec(_spec)
 sys.modules["caption_example"] = caption
 _spec.loader.exec_module(caption)
-TASKS.pop("caption")  # the command below registers it by itself
+TASKS.pop("caption")  # the command below registers it itself
 
 
 def split(*texts: str) -> list[list[str]]:
@@ -40,9 +40,10 @@ def test_words_are_told_apart_as_coco_does() -> None:
 
 
 def test_bleu_counts_a_word_no_more_often_than_a_reference_has_it() -> None:
-    # "the" once, "cat" once, of four words; longer than the reference, so no penalty.
+    # The reference has "the" once and "cat" once, so 2 of 4 words count. The caption is longer than
+    # the reference, so there is no penalty.
     assert caption.bleu(split("the the the cat"), [split("the cat sat")], 1) == pytest.approx(2 / 4)
-    # Of three pairs one is right: the root of 1/2 times 1/3.
+    # One of the three pairs of words is right. The mean is the root of 1/2 times 1/3.
     assert caption.bleu(split("the the the cat"), [split("the cat sat")], 2) == pytest.approx(
         math.sqrt(2 / 4 * 1 / 3)
     )
@@ -54,14 +55,15 @@ def test_bleu_takes_the_reference_nearest_in_length() -> None:
 
 
 def test_bleu_is_of_the_whole_set_and_images_may_have_different_numbers_of_captions() -> None:
-    # 2 of 2 and 1 of 3 words: 3 of 5; lengths 2 + 3 against 2 + 3.
+    # 2 of 2 words and 1 of 3 are right, together 3 of 5. Captions and references are equally long.
     found = caption.bleu(split("a b", "c x y"), [split("a b"), split("c d e", "q")], 1)
     assert found == pytest.approx(3 / 5)
 
 
 @pytest.mark.slow
 def test_rouge_takes_the_best_precision_and_the_best_recall() -> None:
-    # Common: "a c" of 4 and 2 words, "a b c" of 4 and 6.
+    # In common are "a c", 2 words of the caption's 4 and of the reference's 2, and "a b c", 3 words
+    # of the caption's 4 and of the reference's 6.
     found = caption.rouge_l(split("a b c d"), [split("a c", "a b c x y z")])
     precision, recall, beta = 3 / 4, 2 / 2, 1.2**2
     assert found == pytest.approx((1 + beta) * precision * recall / (recall + beta * precision))
@@ -69,7 +71,8 @@ def test_rouge_takes_the_best_precision_and_the_best_recall() -> None:
 
 
 def test_cider_of_a_caption_that_is_its_reference() -> None:
-    # Words and pairs are all the same, longer n-grams there are none: half of 10. The other has 0.
+    # Words and pairs are all the same, and there are no longer n-grams: 2 of 4 similarities are 1,
+    # which is 5 of 10. The other image gets 0.
     assert caption.cider(split("a b", "x"), [split("a b"), split("c d")]) == pytest.approx(5 / 2)
 
 
@@ -83,7 +86,7 @@ def test_cider_takes_off_for_length_and_for_words_that_every_image_has() -> None
 
 
 def test_cider_does_not_pay_for_a_word_said_over_and_over() -> None:
-    # In place of 3 only the 1 of the reference counts: 1 / sqrt(9 + 0) of one word.
+    # The word counts once as in the reference, and not 3 times: its similarity is 1 / sqrt(9 + 0).
     once = caption.cider(split("a", "x"), [split("a"), split("z")])
     often = caption.cider(split("a a a", "x"), [split("a"), split("z")])
     assert once == pytest.approx(10 / 4 / 2)
@@ -201,7 +204,7 @@ def test_one_command_puts_policies_side_by_side(
     monkeypatch.setenv("WEIR_IMPORT", "")
     monkeypatch.setattr("weir.policies.registry._loaded", set())
     monkeypatch.delitem(sys.modules, "caption", raising=False)
-    monkeypatch.setitem(TASKS, "caption", caption.Caption)  # and taken away at the end
+    monkeypatch.setitem(TASKS, "caption", caption.Caption)  # taken away again at the end
     (folder / "images" / "0003.png").rename(tmp_path / "elsewhere.png")
     task = f'caption(captions="{folder}/captions.json", images="{folder}/images", most=4)'
     ended = run(
@@ -224,7 +227,7 @@ def test_what_drawings_py_trains_can_be_measured(
     monkeypatch.setenv("WEIR_IMPORT", "")
     monkeypatch.setattr("weir.policies.registry._loaded", set())
     monkeypatch.delitem(sys.modules, "caption", raising=False)
-    monkeypatch.setitem(TASKS, "caption", Task)  # and taken away at the end
+    monkeypatch.setitem(TASKS, "caption", Task)  # taken away again at the end
     out = tmp_path / "seer"
     tiny = ("--steps", "2", "--rows", "4", "--width", "16", "--layers", "1", "--held-out", "3")
     import_example("captions/drawings.py").main(["--out", str(out), *tiny])

@@ -173,7 +173,7 @@ def test_attention_shares_are_those_of_output_attentions(model, result):
 
 
 class Oracle(torch.nn.Module):
-    """Has logits for what follows each token, whatever was before it [50, 50]."""
+    """A model whose logits depend on the newest token only, by a table [50, 50]."""
 
     device = torch.device("cpu")
     config = LlamaConfig(vocab_size=50)
@@ -199,12 +199,13 @@ def test_abilities_are_those_of_a_model_that_knows_what_follows_and_of_one_that_
         ask = measure.ABILITIES[name]
         assert ask(knows, front, cycle, 40, 64)["accuracy"] == 1
         assert ask(errs, front, cycle, 40, 64)["accuracy"] == 0
-    # Of four continuations of a cycle the others are wrong only where they begin.
+    # A model that guesses is right in one of four cases. The text is random here, because in a
+    # cycle, wrong continuations differ from the right one only in their first token.
     noise = np.random.default_rng(0).integers(0, 50, 4000)
     guesses = Oracle(torch.randn(50, 50, generator=torch.Generator().manual_seed(0)))
     chosen = measure.continuation(guesses, front, noise, 40, 400)
     assert 0.15 < chosen["accuracy"] < 0.35
-    # A model that finds all alike has not chosen.
+    # A model that finds all continuations equally likely has chosen none.
     even = Oracle(torch.zeros(50, 50))
     assert measure.continuation(even, front, noise, 40, 64)["accuracy"] == 0
     assert measure.continuation(knows, front, cycle, 40, 64)["accuracy"] > 0.9
@@ -253,7 +254,7 @@ def test_the_papers_claims_are_compared_as_it_has_them():
     found = findings.judge_claims(blocks, inside)
     assert {finding["verdict"] for finding in found} == {"reproduced"}
     assert len(found) == 11
-    # That a sink is enough is not settled where none is needed.
+    # If a model needs no sink, the claim that one sink is enough is not settled.
     same = {str(x): losses() for x in findings.CONFIGS}
     verdicts = [one["verdict"] for one in findings.judge_claims({"learnable": same}, {})]
     assert verdicts == ["not reproduced", "not settled"]

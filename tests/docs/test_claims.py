@@ -1,4 +1,4 @@
-"""What the pages claim is proved by tests that exist and that `make test` runs whole."""
+"""What the pages claim is proved by tests that exist, and of which `make test` runs all cases."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ assert chunk.usage.weir["seen"] > answer.usage.weir["seen"]
     "Pydantic AI": "assert second.usage.cache_read_tokens > 0\n",
     "Instructor": "assert len(person.name) <= 20\n",
 }
-"""What is checked after the lines of a part."""
+"""Code that is run after the lines of a part, to check their results."""
 
 needs_nano = pytest.mark.skipif(
     not (ASSETS / "nano" / "model.safetensors").exists(), reason="nano is not packaged here"

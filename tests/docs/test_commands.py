@@ -1,4 +1,4 @@
-"""What the pages say to type is typed here, and answers as the pages show.
+"""The commands of the pages are run here, and print what the pages show.
 
 Every command in a shell block of `PAGES` is either run by a test below, or listed in `ELSEWHERE`
 with the reason. In shown output, `…` is anything.
@@ -90,7 +90,7 @@ def commands(page: str) -> list[str]:
     found = [""]
     for line in text.replace("\\\n", " ").splitlines():
         found[-1] += re.sub(r"(^|\s+)# .*", "", line)
-        if found[-1].count("'") % 2 == 0:  # else a text goes on in the next line
+        if found[-1].count("'") % 2 == 0:  # else a quoted text goes on in the next line
             found.append("")
     return [command.strip() for command in found if command.strip()]
 
@@ -105,13 +105,13 @@ def shown_after(page: str, command: str, kind: str = "text") -> str:
 
 
 def pattern(shown: str) -> re.Pattern[str]:
-    """What output must be like to be as shown: `…` is anything."""
+    """A regular expression for output as shown, in which `…` is any text."""
     return re.compile(".*".join(map(re.escape, shown.split("…"))), re.DOTALL)
 
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """Variables under which `weir` is the one that is tested, and its files are in a folder."""
+    """Environment variables for `weir` from this checkout, with its files in a temporary folder."""
     found = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state"), "COLUMNS": "200"}
     found["PYTHONPATH"] = str(ROOT / "src")
     return found
@@ -119,7 +119,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def weir(tmp_path: Path, environment: dict[str, str]) -> Weir:
-    """Runs a command as it is on a page, in an empty folder, and returns what it prints."""
+    """A function that runs a command of a page in an empty folder, and returns what it prints."""
 
     def run(command: str, said: str = "") -> str:
         name, *words = shlex.split(command)
@@ -195,7 +195,7 @@ def test_a_book_is_read_as_the_quick_start_shows(weir: Weir, book: Path) -> None
         'weir stream --model nano --policy "kcenter(budget=256)" --text book.txt --tokens 20000'
     )
     printed = "\n".join(weir(command).splitlines()[-3:]) + "\n"
-    # Another processor rounds otherwise: two decimals of the perplexity are compared.
+    # Another processor rounds differently, so only the first decimal of the perplexity is compared.
     shown = re.sub(r"(perplexity \d+\.\d)\d+", r"\1…", shown_after("docs/quickstart.md", command))
     assert pattern(shown).fullmatch(printed)
 
@@ -221,7 +221,7 @@ def test_smollm2_is_talked_to_and_sized(weir: Weir, tmp_path: Path) -> None:
 
 @pytest.fixture
 def serve(tmp_path: Path, environment: dict[str, str]) -> Iterator[Serve]:
-    """Starts a server by a command of a page, on a free port; returns its address and output."""
+    """A function that runs a page's server command on a free port; its address and its output."""
     started: list[subprocess.Popen[str]] = []
 
     def start(command: str) -> tuple[str, str]:
@@ -250,7 +250,7 @@ def serve(tmp_path: Path, environment: dict[str, str]) -> Iterator[Serve]:
 def test_a_server_starts_and_answers_as_the_page_shows(serve: Serve) -> None:
     command = "weir serve nano --rows 8"
     address, printed = serve(command)
-    # Lines of the log, and a line that is there only if the start takes long.
+    # Not on the page: lines of the log, and a line that is printed only if the start takes long.
     beside = ("{", "reading a first text")
     said = [line for line in printed.splitlines(keepends=True) if not line.startswith(beside)]
     shown = shown_after("docs/serving.md", command).replace("http://127.0.0.1:8000", address)
@@ -316,7 +316,7 @@ def test_what_the_page_of_the_api_sends_is_answered() -> None:
         exec(code.replace("http://127.0.0.1:8000", server.url), space)
         first, second, other = (space[name] for name in ("first", "second", "other"))
         assert second.previous_response_id == other.previous_response_id == first.id
-        # What the first response read is not read again, in either of its continuations.
+        # Neither continuation reads again what the first response has read.
         assert all(one.usage.input_tokens_details.cached_tokens > 0 for one in (second, other))
         talked = space["client"].conversations.items.list(space["talk"].id).data
         assert {item.role for item in talked} == {"user", "assistant"}

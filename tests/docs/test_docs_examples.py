@@ -1,4 +1,4 @@
-"""What the documentation shows is what happens: its examples are run as they stand."""
+"""The examples of the documentation are run, and print what the pages show."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ SHOWN = re.compile(r"\)  # ([<{\[\"'\d].*|[A-Z]\w+\(.*)$")
 
 
 def pattern(shown: str) -> re.Pattern[str]:
-    """What output must be like to be as shown: `…` is anything."""
+    """A regular expression for output as shown, in which `…` is any text."""
     return re.compile(".*".join(map(re.escape, shown.split("…"))), re.DOTALL)
 
 
@@ -129,7 +129,7 @@ def test_the_examples_of_a_page_run_one_after_the_other(
         monkeypatch.setattr(logger, "warning_once", lambda text, *more: warned.append(text))
     for code in blocks(page, "python"):
         run(code, page, space)
-    assert not warned  # of a window that examples of weir are about to leave, for one
+    assert not warned  # for example, that a text is longer than the model's window
 
 
 @needs_nano
@@ -217,7 +217,7 @@ def test_the_new_scorer_keeps_the_shortest_keys_of_all_that_left_the_window(
     everything = weir.Stream(llama, "dense")
     everything.feed(text)
     held, dense = stream.slots(layer=0), everything.slots(layer=0)
-    # The first layer's keys depend on nothing but the tokens, and to rotate one keeps its length.
+    # The first layer's keys depend on nothing but the tokens, and rotation does not change lengths.
     middle = dense.keys[:, :, 2 : 203 - 203 % 5 - 16].norm(dim=-1)
     away = held.pool != held.pools.index("knorm")
     kept = held.keys.norm(dim=-1).masked_fill(away, torch.inf)

@@ -23,7 +23,7 @@ def test_families() -> None:
     assert {name for name, _ in rows} == FAMILIES.keys()
     kinds = {family.kind for family in FAMILIES.values()} | {"mixtral", "olmo3"}
     assert {kind for _, kind in rows} == kinds
-    # weir serves all of them, and the page names those that it does not read.
+    # weir can stream all these families, and the page names those that it cannot read from GGUF.
     served = INTERFACE_FAMILIES | OWN_FAMILIES
     assert kinds <= served
     others = section("Families").split("All other architectures")[1]

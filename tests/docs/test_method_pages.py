@@ -1,4 +1,4 @@
-"""The pages of methods: every policy has its pipe, parameters, use and figures on one of them."""
+"""The pages of methods: every policy is on one, with its pipe, parameters, use and figures."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_all_parameters_are_in_the_table_with_their_defaults(name):
     found = parameters(section)
     for key, parameter in inspect.signature(NAMED[name].make).parameters.items():
         assert key in found, key
-        # What a default is worked out from is told in words.
+        # If the default is None, the table says in words how it is computed.
         if parameter.default is not None:
             default = format_value(parameter.default).removesuffix(".0")
             said = found[key].replace("`", "").removesuffix(".0")

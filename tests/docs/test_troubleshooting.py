@@ -1,4 +1,4 @@
-"""The page of errors quotes what weir says; what AGENTS.md and llms.txt name is there."""
+"""The page of errors quotes weir's messages, and all that AGENTS.md and llms.txt name exists."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ MESSAGES = [text for text in QUOTED if not hasattr(weir.errors, text)]
 
 @cache
 def said() -> list[str]:
-    """Every text in the source that is no docstring; what is put into it stands as a NUL, and a
-    count as a NUL and the plural of its noun."""
+    """All strings of the source except docstrings.
+
+    In f-strings, each inserted value becomes a NUL, and a count becomes a NUL and a plural noun.
+    """
     found = []
     for path in sorted((ROOT / "src" / "weir").rglob("*.py")):
         tree = ast.parse(path.read_text("utf-8"))
@@ -37,7 +39,7 @@ def said() -> list[str]:
 
 
 def placed(part: ast.expr) -> str:
-    """What stands in a text for a part of an f-string."""
+    """The text of one part of an f-string, as `said` has it."""
     match part:
         case ast.Constant(value=text):
             return str(text)
@@ -49,7 +51,7 @@ def placed(part: ast.expr) -> str:
 
 
 def pattern(quoted: str) -> re.Pattern[str]:
-    """A message as the page has it; … is any text."""
+    """A regular expression for a message as the page quotes it, in which … is any text."""
     return re.compile(".*".join(map(re.escape, quoted.split("…"))), re.DOTALL)
 
 

@@ -1,4 +1,4 @@
-"""Advice: budgets that just fit the memory, tried on the text, the best first."""
+"""Advice: policies with the largest budgets that fit the memory, tried on the text, best first."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from weir.policies import format_policy_file
 from weir.stream.text import BOOK, encode, read_text
 
 few_slots = pytest.mark.filterwarnings("ignore:weir. .* only .* slots, too few to judge it by")
-"""What is warned of is not what the test is about."""
+"""Ignore a warning about something that the test is not about."""
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +132,7 @@ def test_a_text_that_fits_needs_no_policy(nano, tmp_path):
     assert not advise(*nano, str(path), 700_000).everything
 
 
-@pytest.mark.parametrize("memory", [10_000, 400_000])  # into 400,000 smaller budgets fit
+@pytest.mark.parametrize("memory", [10_000, 400_000])  # 400,000 is enough for smaller budgets
 @few_slots
 @pytest.mark.slow
 def test_too_little_memory_is_refused_with_what_it_takes(nano, memory):
@@ -174,7 +174,7 @@ def test_a_text_that_is_shorter_than_the_sample_is_refused(nano, tmp_path):
 def test_it_is_said_whether_anything_was_evicted(nano, monkeypatch):
     monkeypatch.setattr(advice, "CANDIDATES", ("window", "pyramidkv"))
     few = advise(*nano, str(BOOK), 10**9, tokens=448 + 64 - 1)
-    # Of a pyramid some layers have less than the budget.
+    # Some layers of a pyramid have fewer slots than the budget.
     assert {one.policy.partition("(")[0]: one.evicted for one in few.tries} == {
         "window": False,
         "pyramidkv": True,

@@ -1,4 +1,4 @@
-"""Budgets that fill a memory: the largest that fits, counted without weights."""
+"""The largest budget that fits into a given memory, computed without a model's weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gates: scores as plain transformers have them, least squares as PyTorch solves it."""
+"""Gates: scores equal those of plain attention, and least squares are solved as in PyTorch."""
 
 from __future__ import annotations
 

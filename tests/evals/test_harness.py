@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness through weir: the harness's own model is what they must equal."""
+"""Tasks of lm-evaluation-harness give with weir what they give with the harness's own model."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ def nano() -> tuple[Any, Any]:
 
 
 def sum_off(model: Any, tokens: int = 64) -> float:
-    """How far two runs' log-likelihoods of a text of the tasks may lie apart: sums over tokens."""
+    """How far the log-likelihood of a text, a sum over its tokens, may differ between two runs."""
     return tokens * nll_off(model, tokens)
 
 
 def answers(model: Any, tasks: list[dict[str, Any]] = TASKS) -> dict[str, list[Any]]:
-    """What a model answered each request of each task, in order."""
+    """A model's answers to all requests of each task, in order."""
     # Without the harness's own tasks, whose thousands of files take seconds to list.
     only = TaskManager(include_defaults=False)
     found = simple_evaluate(model=model, tasks=tasks, bootstrap_iters=0, task_manager=only)
@@ -227,7 +227,7 @@ def test_how_its_model_is_loaded_may_be_said(monkeypatch, nano: tuple[Any, Any])
     WeirLM("some/model", device="cuda:0", device_map="auto", revision="v2", trust_remote_code=True)
     assert given == {
         "dtype": "auto",
-        "device": None,  # which the harness always says
+        "device": None,  # the harness always gives one; device_map replaces it
         "device_map": "auto",
         "revision": "v2",
         "trust_remote_code": True,

@@ -1,4 +1,4 @@
-"""Lists of tasks and policies: read as they are meant, refused with the place and the nearest."""
+"""Lists of tasks and policies are parsed, or refused with the place and the nearest known name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weir.policies.grammar import policy
 
 @dataclass(frozen=True)
 class Any1(Task):
-    """A task of the test's own."""
+    """A task for these tests, with fields of several types."""
 
     n: int | None = 3
     x: float = 0.5
@@ -54,7 +54,7 @@ def test_tasks_are_calls_with_commas_between_them():
 def test_a_text_may_be_a_path_and_stands_in_quotes_where_it_must(written, path):
     (found,) = read_tasks(written, KNOWN)
     assert found.file == path
-    # What a task is written as is read as the same task.
+    # The text of a task is parsed as the same task.
     assert read_tasks(str(found), KNOWN) == [found]
 
 

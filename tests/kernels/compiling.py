@@ -1,6 +1,6 @@
-"""Compiles weir's Triton kernels for NVIDIA GPUs, which takes none: `compiling.py 90` for sm_90.
+"""Compile weir's Triton kernels for NVIDIA GPUs, without a GPU: `compiling.py 90` for sm_90.
 
-A program of its own, because Triton either interprets or compiles, as of its import.
+This is a separate program, because Triton decides on import whether it interprets or compiles.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from weir.kernels.gpu import walk as walk_kernel
 def size(
     kernel: Any, kind: Callable[[str], str], constants: dict[str, Any], target: GPUTarget
 ) -> int:
-    """Bytes of machine code of a kernel whose arguments are of the kinds that `kind` names."""
+    """Bytes of a kernel's machine code. `kind` gives the type of each argument by its name."""
     names = kernel.arg_names
     source = ASTSource(
         fn=kernel,
@@ -37,7 +37,7 @@ def walk(target: GPUTarget) -> int:
 
 
 def read(target: GPUTarget, dtype: str, everything: bool) -> int:
-    """The kernel as a plain model in one part has it, or with all there is, in several."""
+    """Size of the decode kernel: for a plain model in one part, or with all options in 8 parts."""
     tensors = dict.fromkeys(["queries", "keys", "values"], f"*{dtype}")
     others = ["a", "b", "bias", "sinks", "tops", "totals"]
     kinds = {**tensors, **dict.fromkeys(others, "*fp32"), "scale": "fp32", "softcap": "fp32"}
@@ -52,7 +52,7 @@ def read(target: GPUTarget, dtype: str, everything: bool) -> int:
 
 
 def read_coded(target: GPUTarget, dtype: str, keys: str, values: str) -> int:
-    """The kernel over quantized slots, whose keys and values are stored as numbers of a kind."""
+    """Size of the kernel over quantized slots, with the types of stored keys and values."""
     others = ["mask", "out", "tops", "totals"]
     kinds = {**dict.fromkeys(others, "*fp32"), "queries": f"*{dtype}", "scale": "fp32"}
     kinds |= {"keys": keys, "values": values, "key_peaks": "*bf16", "value_peaks": "*bf16"}

@@ -25,7 +25,7 @@ Pair = tuple[Tensor, Tensor]
 def loop(
     queries: Tensor, exact: Pair, coded: Pair, front: Pair, chunks: list[WindowChunk], scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Answers in float64, query by query, and those of values without signs."""
+    """Answers in float64, query by query, and the same for absolute values, for the bound."""
     found = []
     for index, chunk in enumerate(chunks):
         for query in range(chunk.queries):
@@ -90,7 +90,7 @@ def test_it_is_a_loop_over_queries(sizes, before, held, newest, fronts, dims, la
         found = window.attend_window(queries, exact, coded, front, chunks, scale)
     wanted, sizes_of = loop(queries, exact, coded, front, chunks, scale)
     most = max(t.norm(dim=-1).amax().item() for t in (exact[0], front[0]) if t.numel())
-    # As `test_causal`: what logits are off by moves a share and the sum of shares.
+    # As in `test_causal`: an error of the logits changes each share, and the sum of shares.
     logits_off = (dims[0] + 8) * EPS * (queries.norm(dim=-1, keepdim=True) * most * scale + 30)
     off = 2 * (2 * logits_off + (exact[0].shape[2] + fronts + 8) * EPS)
     assert ((found - wanted).abs() <= off * sizes_of + EPS * wanted.abs()).all()
@@ -110,7 +110,7 @@ def test_bfloat16_is_read_as_it_is():
 def test_what_is_no_number_stays_none_for_those_who_see_it(number):
     queries, exact, coded, front, chunks = make([16, 16], 4, 10, 0, 0, (16, 16), 1)
     queries = queries.abs()
-    exact[0][0, 0, 9, 2] = number  # of the sixth query, and coded for the second chunk
+    exact[0][0, 0, 9, 2] = number  # the sixth query's key; the second chunk reads it from `coded`
     found = window.attend_window(queries, exact, coded, front, chunks, 1.0)
     assert found[0, 0, :, :5].isfinite().all() and found[0, 0, :, 16:].isfinite().all()
     assert found[0, 0, :, 5:16].isnan().all()

@@ -1,4 +1,4 @@
-"""The kernel for a piece of a prompt equals two-weight attention. Bound: as `test_decode_exact`."""
+"""The kernel for pieces of a prompt equals two-weight attention. Bound: see `test_decode_exact`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_it_is_the_formula(
         return torch.randn(shape, generator=draw)
 
     slots = before + length
-    # As a model has them: numbers of a head side by side, its tokens far apart.
+    # Laid out as in a model: the numbers of a head are contiguous, but its tokens are not.
     queries = normal(batch, length, kv_heads, group, dims[0]).permute(0, 2, 3, 1, 4) * 3
     keys, values = (normal(batch, kv_heads, slots + 5, dim)[:, :, 2:-3] for dim in dims)
     a = torch.zeros(batch, kv_heads, slots)
@@ -72,7 +72,7 @@ def test_it_is_the_formula(
         patched.setattr(causal_kernel, "lanes", lambda: lanes)
         asked = queries, keys, values, given, form.scale, factors
         found = causal_kernel.causal(*asked)
-        # Quantized slots are read as they are read elsewhere, and then it is the same to the bit.
+        # Quantized slots give answers that are bit-identical to those of the dequantized numbers.
         coded = min(coded, before)
         front = [(*quantize(t[:, :, :coded], INT8), INT8.levels) for t in (keys, values)]
         read = [dequantize(*it[:2], INT8, torch.float32) for it in front]
@@ -102,7 +102,7 @@ def test_it_is_the_formula(
         most = off.amax(dim=(2, 3, 4))[..., None, None] + (group * lanes + 8) * EPS
         # Weights below e^-87 of the largest are lost.
         assert ((received - shares).abs() <= most * shares + group * lanes * 2.0**-125).all()
-    # Of two weights a sum may be larger than any value.
+    # With two log-weights, an answer can be larger than any value, so sums of |values| are bounds.
     sums = two_weight_attention(queries, keys, values.abs(), a, b, form, bias)
     assert ((found - wanted).abs() <= off * sums + EPS * wanted.abs()).all()
 
@@ -112,7 +112,7 @@ def test_what_is_no_number_stays_none_for_those_who_see_it(number):
     queries, slots = torch.ones(1, 1, 1, 16, 16), torch.randn(1, 1, 20, 16)
     slots[0, 0, 9, 2] = number
     found = causal_kernel.causal(queries, slots, torch.randn(1, 1, 20, 16), None, 1.0)
-    assert found[0, 0, 0, :5].isfinite().all()  # those of slots 4 to 8
+    assert found[0, 0, 0, :5].isfinite().all()  # the queries at slots 4 to 8
     assert found[0, 0, 0, 5:].isnan().all()
 
 
@@ -120,7 +120,8 @@ def test_what_is_no_number_stays_none_for_those_who_see_it(number):
 @pytest.mark.parametrize("step", [-100.0, 100.0])
 def test_each_query_has_a_peak_of_its_own(lanes, step, monkeypatch):
     monkeypatch.setattr(causal_kernel, "lanes", lambda: lanes)
-    # Logits of a query are equal, and further from the next one's than float32 has exponentials.
+    # A query's logits are equal, but differ from those of the next query by 1,600, which is far
+    # more than the exponential of float32 can span.
     queries = (torch.arange(16.0) * step)[:, None].expand(1, 1, 1, 16, 16)
     keys, values = torch.ones(1, 1, 16, 16), torch.eye(16)[None, None]
     found = causal_kernel.causal(queries, keys, values, None, 1.0)
@@ -149,13 +150,13 @@ def test_a_stream_that_asks_it_reads_what_one_without_reads(llama, ids, monkeypa
     kernels.dispatch._kernel.cache_clear()
     monkeypatch.setattr(causal_kernel, "causal", lambda *a: asked.append(a[3]) or kernel(*a))
     text = ids(1, 150)
-    # Of exact slots: a number in 8 bits is a step off where another rounding falls.
+    # Slots are exact, because with 8 bits, a different rounding can move a number by a whole step.
     policy = "sink(2) | recent(40) | kcenter(12, quiet=1)"
     found = weir.Stream(llama, policy, chunk=16).feed(text, all_logits=True)
     kernels.dispatch._kernel.cache_clear()
     pieces = len(asked) // llama.config.num_hidden_layers
-    assert pieces == 9  # of 16 tokens, and not the last few
-    assert asked[0] is None and asked[-1] is not None  # weights are read where there are any
+    assert pieces == 9  # of 16 tokens each; the last 6 tokens are left over
+    assert asked[0] is None and asked[-1] is not None  # weights come with the first fold
     monkeypatch.setenv(kernels.VARIABLE, "reference")
     wanted = weir.Stream(llama, policy, chunk=16).feed(text, all_logits=True)
     assert (found - wanted).abs().max() <= 1e-4

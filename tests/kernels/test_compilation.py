@@ -1,5 +1,5 @@
-"""Machine code is kept for the next process as long as it is that of the kernels' files; lines of
-numbers are read and written where they lie.
+"""Machine code is stored for later processes until the kernel's files change. Kernels read and
+write the rows of tensors in place.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ KERNEL = "from shared import number\ndef write(out):\n    out[0] = number()\n"
 
 @pytest.fixture
 def written(tmp_path: Path, monkeypatch) -> Iterator[Callable[[int], float]]:
-    """What a kernel writes in a new process, whose number comes from another file than its own."""
+    """A function that loads a kernel as a new process would, and returns the number it writes.
+
+    The number is in a second file, which the kernel imports.
+    """
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path / "kept"))
     (tmp_path / "kernel.py").write_text(KERNEL)
@@ -50,7 +53,7 @@ def written(tmp_path: Path, monkeypatch) -> Iterator[Callable[[int], float]]:
 def test_a_kernel_is_made_anew_when_what_it_shares_with_others_has_changed(written, monkeypatch):
     monkeypatch.setattr(compilation, "source_digest", lambda _path: "before")
     assert written(1) == 1
-    assert written(2) == 1  # what was kept: numba looks at the kernel's own file alone
+    assert written(2) == 1  # stored code: numba checks only the kernel's own file
     monkeypatch.setattr(compilation, "source_digest", lambda _path: "after")
     assert written(2) == 2
 
@@ -95,7 +98,7 @@ def test_code_for_two_types_that_two_processes_keep_at_once_is_kept_apart(writte
     assert written(7) == 7
     kernel, outs = sys.modules["kernel"].write, [np.zeros(1, np.int32), np.zeros(1, np.float32)]
     for out in outs:
-        for index in (tmp_path / "kept").rglob("*.nbi"):  # none yet, as both processes see it
+        for index in (tmp_path / "kept").rglob("*.nbi"):  # so that each sees an empty cache
             index.unlink()
         compilation.compile_kernel(kernel)(out)
     again = compilation.compile_kernel(kernel)
@@ -109,7 +112,7 @@ def test_code_for_two_types_that_two_processes_keep_at_once_is_kept_apart(writte
 def test_lines_are_found_in_the_memory_they_lie_in(to_write):
     held = torch.arange(2 * 3 * 9 * 5, dtype=torch.float32).view(2, 3, 9, 5)
     parts = held[:, 1:, 2:7], held[..., 3:4], held[:1, :, 8:], held.transpose(1, 2)
-    for part in parts:  # of a part of one number a line, the next is that of another line
+    for part in parts:  # one of them has lines of a single number
         lines = compilation.with_unit_stride(part, writable=to_write)
         where, steps = compilation.address_of(lines)
         place = sum((n - 1) * step for n, step in zip(part.shape, steps, strict=False))
@@ -127,7 +130,7 @@ def test_what_would_be_written_to_a_copy_is_refused():
 
 
 def test_the_private_names_that_are_replaced_exist():
-    """A release of numba that moves one fails here, by its name."""
+    """If a release of numba moves one of these names, this test fails and shows the name."""
     from numba.core.caching import FunctionCache
     from numba.core.registry import cpu_target
 

@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 def test_its_numbers_are_those_of_the_reference(seed, monkeypatch):
     draws = CounterRNG(seed, layer=29, pool=2, first=3)
     position = torch.randint(0, 2**40, (3, 9, 4), generator=torch.Generator().manual_seed(0)).mT
-    position[0, 0, 0] = -1  # an empty slot, whose number nobody looks at
+    position[0, 0, 0] = -1  # an empty slot, whose random number is never used
     monkeypatch.delenv(kernels.VARIABLE, raising=False)
     assert kernels.paths(CPU)["draw_uniform"] == "numba"
     got = draws.uniforms(1, position, 7), draws.uniform(64, position)

@@ -1,4 +1,4 @@
-"""The kernel over exact slots equals two-weight attention. Bound: as for `test_decode_coded`."""
+"""The kernel over exact slots equals two-weight attention. Bound: as in `test_decode_quantized`."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_it_is_taken_for_what_it_knows(monkeypatch):
 @pytest.mark.parametrize("policy", ["streaming_llm(budget=24)", "sink(2) | recent(6) | uniform(8)"])
 @pytest.mark.parametrize("padded", [0, 3])
 def test_steps_read_through_it_as_they_do_without_it(llama, ids, monkeypatch, policy, padded):
-    """Slots that were folded, weights, and rows that end in different slots."""
+    """Tested with folded slots, log-weights, and rows that end in different slots."""
     taken, own = [], kernels.decode_exact
 
     def watched(*given: object) -> object:

@@ -1,7 +1,8 @@
-"""The kernel over slots of 4 bits equals two-weight attention over what they are read as.
+"""The kernel over slots of 4 bits equals two-weight attention over their dequantized numbers.
 
-Bound: as for `test_decode_quantized`, and a rotated number is a sum of `block_size` numbers: the
-query's, which is off by as many roundings of its length, and the answer's.
+Bound: as in `test_decode_quantized`. Besides, the Hadamard rotation makes each number a sum of
+`block_size` numbers. It is applied to the query, which is then off by that many roundings of its
+length, and to the answer.
 """
 
 from __future__ import annotations

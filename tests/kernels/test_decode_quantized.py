@@ -1,8 +1,8 @@
-"""The kernels over quantized slots equal two-weight attention over what they are read as.
+"""The kernels over quantized slots equal two-weight attention over their dequantized numbers.
 
-Bound: as for `test_gpu_decode`; all sum in float32. The CPU's exponential is a polynomial that
-is off by less than 2^-22 of itself, and steps are multiplied in at another place, one rounding more
-for each logit and each weight.
+Bound: as in `test_gpu_decode`, because all kernels sum in float32. The CPU's exponential is a
+polynomial with a relative error below 2^-22. Kernels multiply by the steps of quantization at a
+different place, which is one more rounding for each logit and each weight.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def coded_slots(
 
 
 def as_rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Values of 4 bits as the kernel for a GPU has them, rounded to the model's dtype."""
+    """Values of 4 bits, rounded to the model's dtype as in the kernel for a GPU."""
     if dtype == torch.bfloat16 and not torch.cuda.is_available():
         return (values.view(torch.int32) & -65536).view(torch.float32)  # the interpreter cuts off
     return values.to(dtype).float()
@@ -48,7 +48,7 @@ def as_rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 @pytest.fixture(params=["numba", pytest.param("triton", marks=pytest.mark.slow)])
 def library(request: pytest.FixtureRequest) -> str:
-    """A library that is installed."""
+    """The library whose kernel is tested; skips if it is not installed."""
     pytest.importorskip(request.param, reason="not installed: pip install '.[fast,gpu]'")
     if request.param == "triton":
         need_triton()
@@ -57,7 +57,7 @@ def library(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def decode_quantized(library: str) -> Callable[..., Tensor]:
-    """Its kernel, for tensors on the CPU wherever it runs."""
+    """The library's kernel, which takes and returns tensors on the CPU, wherever it runs."""
     kernel = import_module(MODULES[library]).decode_quantized
     device = "cuda" if library == "triton" and torch.cuda.is_available() else "cpu"
 
@@ -140,7 +140,8 @@ def test_it_is_the_formula(
     off = 2 * (2 * logits_off + (coded + exact + 8) * EPS)
     eps = torch.finfo(dtype).eps / 2
     if library == "triton" and dtype == torch.bfloat16:
-        # Weights are two numbers of 8 bits, and the interpreter cuts off where a GPU rounds.
+        # The kernel holds a weight as two bfloat16 numbers of 8 bits each. Triton's interpreter
+        # cuts off bits where a GPU rounds.
         off, eps = off + 2.0**-14, 2 * eps
     bound = off * whole[1].abs().amax() + eps * wanted.abs()
     bound = bound + torch.finfo(dtype).tiny
@@ -168,7 +169,7 @@ def test_parts_of_the_slots_are_brought_together(exact):
     behind = torch.randn(2, 2, exact, 32, generator=draw)
     query = torch.randn(2, 2, 3, 1, 32, generator=draw)
     mask = torch.zeros(2, 2, 150 + exact)
-    mask[0, 0, 60:] = -math.inf  # whole parts that nobody sees
+    mask[0, 0, 60:] = -math.inf  # so that whole parts are hidden
     query, behind, mask = (t.to(device) for t in (query, behind, mask))
     coded = tuple((n.to(device), p.to(device), levels) for n, p, levels in coded)
 

@@ -1,4 +1,4 @@
-"""Which way is taken: by the device, by what is installed, and by what the environment asks for."""
+"""Which kernels are used, by device, installed libraries, and the variable WEIR_KERNELS."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CPU, GPU, OTHER = (torch.device(kind) for kind in ("cpu", "cuda", "mps"))
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing is asked for, and nothing is remembered from other tests."""
+    """Unset WEIR_KERNELS, and forget the kernels that other tests have used."""
     monkeypatch.delenv(kernels.VARIABLE, raising=False)
     kernels.forget_kernels()
     yield
@@ -30,7 +30,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is installed, to be changed."""
+    """The names of the libraries that count as installed; tests can change this list."""
     names = ["numba", "triton"]
     monkeypatch.setattr(dispatch, "find_spec", lambda name: name if name in names else None)
     return names
@@ -113,7 +113,8 @@ def test_a_stream_is_the_same_with_and_without_kernels(
     policy = "sink(2) | recent(8) | balance(16, block=6)"
     for wanted in ("reference", "numba"):
         monkeypatch.setenv(kernels.VARIABLE, wanted)
-        # Keys that move are turned to rounding; where they stay, nothing differs by a bit.
+        # Keys whose positions move are rotated again, and differ by roundings. With original
+        # positions, results are bit-identical.
         stream = weir.Stream(llama, policy, chunk=4, positions="original")
         found[wanted] = stream.feed(text, all_logits=True), stream.slots(0).position
     assert torch.equal(found["reference"][0], found["numba"][0])
@@ -141,7 +142,7 @@ def test_what_new_tensors_are_elsewhere_is_nothing_to_kernels(
     "policy", ["sink(2) | recent(6) | uniform(8)", "balancekv(16)", "kcenter(16)", "subgen(16)"]
 )
 def test_defaults_of_device_and_dtype_are_no_matter(llama, ids, policy):
-    """They are for tensors of the program's own, and no kernel reads those."""
+    """PyTorch's defaults are for tensors that the program creates, and must not affect weir's."""
     text = ids(1, 60)
 
     def answers():

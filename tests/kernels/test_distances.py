@@ -1,4 +1,4 @@
-"""The kernel of distances gives what `torch.cdist` gives, and zero for what is equal."""
+"""The kernel of distances equals `torch.cdist`, and gives exactly zero for equal keys."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def test_its_distances_are_those_of_pytorch(dim, threads, dtype, monkeypatch):
     exact = "donot_use_mm_for_euclid_dist"
     wanted = torch.cdist(keys.double(), others.double(), compute_mode=exact)
     assert got.dtype == torch.float64
-    # Differences of what float32 holds, their squares, sums of positive terms, and a root.
+    # Roundings are those of differences of float32 numbers, of their squares, of sums of positive
+    # terms, and of a root, all in float64.
     assert ((got - wanted).abs() <= off(dim + 4, torch.float64) * wanted).all()
     assert got[:, :, 4, 2].eq(0).all() and torch.equal(got == 0, wanted == 0)
 

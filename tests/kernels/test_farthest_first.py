@@ -20,7 +20,7 @@ from weir.kernels.cpu import farthest_first as centers
 
 @st.composite
 def keys_of_whole_numbers(draw) -> tuple[Tensor, Tensor, int]:
-    """Distances that are exact in any order of summation, and often equal; some empty slots."""
+    """Keys whose distances are exact in any order of summation, and often equal; some are empty."""
     shape = (draw(st.integers(1, 2)), draw(st.integers(1, 4)), draw(st.integers(1, 150)))
     dim, most = draw(st.integers(1, 9)), draw(st.integers(1, 6))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
@@ -49,7 +49,8 @@ def test_it_picks_what_the_reference_picks_the_oldest_of_equal_ones(at_once, cas
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("k", [40, 200])
 def test_it_picks_what_the_reference_picks_of_any_keys(dim, dtype, k):
-    # With float keys a distance may differ by roundings; near ties that would show are unlikely.
+    # With such keys, distances may differ by roundings. This would only change what is picked if
+    # two distances were almost equal, which is unlikely.
     keys = torch.randn(1, 3, 300, dim, generator=torch.Generator().manual_seed(dim)).to(dtype)
     among = torch.ones(1, 3, 300, dtype=torch.bool)
     got = centers.farthest_first(keys, among, k)

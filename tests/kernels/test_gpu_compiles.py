@@ -1,4 +1,4 @@
-"""Triton's compiler, not only its interpreter, takes the kernels; no GPU is needed for that."""
+"""Triton's compiler accepts the kernels, and not only its interpreter; this needs no GPU."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
 """The decode kernel equals two-weight attention, as closely as its arithmetic lets it.
 
-Bound: both compute in float32, with eps = 2^-24 a rounding. A logit is a sum of d products, so it
-is off by at most (d + 2) eps |q| |k| scale; capping, bias, weight and the shift by the largest add
-a few eps of what they add to. Whatever the exponents are off by, and the n + 8 roundings of a sum
-over n slots, come in as a relative error of each sum of positive terms: the denominator, and the
-numerator with |values|. bfloat16 values meet weights of two times 8 bits instead of 24. Last comes
-the rounding to the dtype of the values. Where a GPU rounds to the nearest bfloat16, Triton's
-interpreter cuts off, so each of the two is counted twice.
+Bound: both compute in float32, and eps = 2^-24 is the relative error of one rounding. A logit is a
+sum of d products, so it is off by at most (d + 2) eps |q| |k| scale. Capping, bias, log-weight and
+the subtraction of the largest logit each add a few eps of the numbers they are applied to. Two
+errors become relative errors of sums of positive terms, which are the denominator and the numerator
+with |values|: the error of the exponents, and the n + 8 roundings of a sum over n slots. With
+bfloat16 values, weights have two times 8 bits instead of 24. Finally, the answer is rounded to the
+dtype of the values. Where a GPU rounds to the nearest bfloat16, Triton's interpreter cuts off bits,
+so both errors that come from bfloat16 are counted twice.
 """
 
 from __future__ import annotations
@@ -52,12 +53,12 @@ class Case:
     bias: Tensor | None
 
     def arguments(self) -> tuple:
-        """Of `decode`."""
+        """The arguments of `decode`, in order."""
         form, tensors = self.form, (self.queries, self.keys, self.values, self.a, self.b)
         return (*tensors, form.scale, form.softcap, form.sinks, self.bias)
 
     def answer(self) -> Tensor:
-        """That of the reference, from the same numbers as float32, so that it is not rounded."""
+        """The reference's answer to the same numbers as float32, so that it is not rounded."""
         return two_weight_attention(*vars(self.wide()).values())
 
     def wide(self) -> Case:
@@ -72,7 +73,7 @@ class Case:
 
 @st.composite
 def cases(draw) -> Case:
-    """Decode steps over slots of a longer slab, on one of all kinds of shapes."""
+    """Decode steps of all kinds of shapes, over slots from the middle of a longer slab."""
     batch, kv_heads = draw(st.integers(1, 3)), draw(st.integers(1, 2))
     group = draw(st.sampled_from([1, 2, 3, 8, 17]))
     slots = draw(st.integers(1, 200))
@@ -120,7 +121,7 @@ def on(case: Case, device: str) -> Case:
 
 
 def off(case: Case) -> float:
-    """By how much a term of a sum may be off, relative to itself, in either program."""
+    """The largest relative error of a term of a sum, in the kernel or in the reference."""
     dim, slots = case.queries.shape[-1], case.keys.shape[2]
     length = float(case.queries.float().norm(dim=-1).max() * case.keys.float().norm(dim=-1).max())
     largest = length * case.form.scale + LOG_MILLION + (case.form.softcap or 0.0) + 10.0
@@ -143,7 +144,7 @@ def test_answers_are_those_of_the_reference(case: Case, splits: int) -> None:
     assert found.dtype == case.values.dtype
     assert found.shape == expected.shape
     bound = 4 * off(case) * size + roundoff(found.dtype) * expected.abs() + 1e-30
-    if found.dtype == torch.float16:  # its smallest number
+    if found.dtype == torch.float16:  # half of its smallest number
         bound = bound + 2.0**-25
         near_the_end = expected.abs() > torch.finfo(torch.float16).max / 2
         found, expected = (t.masked_fill(near_the_end, 0.0) for t in (found, expected))
@@ -154,8 +155,9 @@ def test_answers_are_those_of_the_reference(case: Case, splits: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("gap", [-60.0, -25.0, 0.0, 14.0, 25.0, 60.0])
 def test_a_slot_of_the_numerator_alone_adds_nothing_to_the_denominator(gap, dtype, splits) -> None:
-    # Its logit lies `gap` above those of the denominator: one of both sums, one of it alone, and
-    # 40 empty slots between them, so that parts hold different sums.
+    # Slot 0 is only in the numerator, slot 41 only in the denominator, and slot 42 in both sums.
+    # The logit of slot 0 is `gap` above the other two. 40 empty slots are between them, so that the
+    # parts of a split hold different sums.
     slots, dim = 43, 32
     keys, values = (torch.zeros(1, 1, slots, dim, device=DEVICE) for _ in range(2))
     a, b = (torch.full((1, 1, slots), -math.inf, device=DEVICE) for _ in range(2))
@@ -192,7 +194,7 @@ def test_a_zero_sink_is_a_slot_more_whose_key_and_value_are_zero(case: Case, spl
     found, expected = decode(*sunk.arguments(), splits=splits), plain.answer()
     size = replace(plain, values=plain.values.abs()).answer()
     bound = 4 * off(plain) * size + roundoff(found.dtype) * expected.abs() + 1e-30
-    if found.dtype == torch.float16:  # its smallest number
+    if found.dtype == torch.float16:  # half of its smallest number
         bound = bound + 2.0**-25
         near_the_end = expected.abs() > torch.finfo(torch.float16).max / 2
         found, expected = (t.masked_fill(near_the_end, 0.0) for t in (found, expected))

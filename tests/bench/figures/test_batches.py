@@ -1,4 +1,4 @@
-"""Rows of a batch beside one row."""
+"""The figure that compares a batch of several rows with one row."""
 
 from __future__ import annotations
 

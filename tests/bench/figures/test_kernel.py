@@ -1,4 +1,4 @@
-"""The decode kernel's figure: skipped without a GPU, and its row on the CPU by the interpreter."""
+"""The decode kernel's figure: skipped without a GPU, and run on the CPU in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_both_bandwidths_are_of_the_same_bytes(monkeypatch: pytest.MonkeyPatch) 
 
 
 def ran(both: dict, times: dict) -> dict:
-    """Times that are known, of steps that were done."""
+    """Run each step once, and return times that the test has chosen."""
     for step in both.values():
         step()
     return times

@@ -1,4 +1,4 @@
-"""Prompts under each policy, and what they say of one that is far longer."""
+"""The time to read prompts under each policy, and the estimate for a prompt that is far longer."""
 
 from __future__ import annotations
 
@@ -31,5 +31,6 @@ def test_what_is_worked_out_is_a_line_for_policies_and_a_parabola_for_exact_atte
     assert _beyond_squared(tokens, parabola, 32768) == pytest.approx(
         0.002 * 32768 + 1e-6 * 32768**2
     )
-    # Noise that makes the longer prompt the faster one a token is none of attention's.
+    # If the longer prompt took less time per token, that is noise: its quadratic part is taken as
+    # 0, and the estimate grows in proportion to the length.
     assert _beyond_squared((10, 20), [10.0, 18.0], 100) == pytest.approx(90.0)

@@ -1,4 +1,4 @@
-"""What starting is measured by: processes that run to their end."""
+"""The figure of start times, which is measured on processes that run to their end."""
 
 from __future__ import annotations
 

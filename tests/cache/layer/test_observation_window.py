@@ -1,4 +1,4 @@
-"""Attention received, counted at the fold for all queries of the tail at once."""
+"""The attention that slots receive is added up at folds, for all queries of the tail at once."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_nothing_is_counted_between_folds(llama, ids):
         assert torch.equal(between[:, :, : before.shape[2]], before)
         assert between[:, :, before.shape[2] :].eq(0).all()
         llama(ids(1, 1, seed=2), past_key_values=cache)
-    # Eight queries of two heads: each spreads one unit of attention over what it sees.
+    # The fold adds the attention of eight queries in two query heads, which is 1 for each query.
     assert float(cache.slots(0).mass[0, 0].sum()) > float(before[0, 0].sum())
 
 
@@ -59,7 +59,7 @@ def test_a_batch_that_was_cut_differently_has_the_same_sums(llama, ids):
 
 @pytest.mark.parametrize("policy", ["recent(6) | heavy(7)", "snap(12, 4, 3)"])
 def test_a_prompt_of_whole_tails_is_read_once(llama, ids, monkeypatch, policy):
-    """What attention has worked out is not worked out again in the fold, and is the same."""
+    """Shares that attention has computed for a whole tail are not computed again at the fold."""
     tokens = ids(2, 48)
     calls: list[str] = []
 
@@ -74,7 +74,7 @@ def test_a_prompt_of_whole_tails_is_read_once(llama, ids, monkeypatch, policy):
     for module, name in ((fold, "mass_from_tail"), (observed_attention, "compute_logits")):
         monkeypatch.setattr(module, name, _counted(getattr(module, name), name, calls))
     at_once = told([48])
-    # The shares of the last tail are not kept, its sums are.
+    # Of the last tail, each slot's sum (mass) is kept, but not the shares that `snap` needs.
     layers = llama.config.num_hidden_layers
     assert calls == ([] if at_once.mass is not None else ["compute_logits"] * layers)
     by_parts = told([6] * 8)
@@ -86,7 +86,7 @@ def test_a_prompt_of_whole_tails_is_read_once(llama, ids, monkeypatch, policy):
 
 
 def _counted(function, name: str, calls: list[str]):
-    """The function, which notes that it was called."""
+    """Wrap a function so that each call adds its name to `calls`."""
 
     def noting(*given, **named):
         calls.append(name)
@@ -96,7 +96,8 @@ def _counted(function, name: str, calls: list[str]):
 
 
 def test_older_queries_that_a_pool_looks_at_are_not_counted_again(llama, ids):
-    # Nothing leaves the first two pools, so the third changes nothing but what is remembered.
+    # No token leaves the first two pools, so the third holds none. All it changes is that older
+    # queries are kept.
     text = "recent(6) | heavy(40)"
     masses = []
     for policy in (text, f"{text} | snap(9, 4, 3)"):
@@ -126,7 +127,7 @@ def test_a_pool_hears_the_last_queries_however_calls_were_cut(
     monkeypatch.setattr(weir.pools.Snap, "score", listening)
 
     def told(sizes: list[int], padding: int) -> list[torch.Tensor]:
-        """What is heard of the last row, at each of its folds."""
+        """The queries that the pool receives for the last row, at each of its folds."""
         heard.clear()
         cache = weir.StreamingCache(llama, f"recent(16) | {mass}snap(4, {window}, 1)", chunk=8)
         rows = tokens if padding else tokens[1:]

@@ -1,4 +1,4 @@
-"""A tail that is watched as it is read: answers, shares and mass are those of a plain softmax."""
+"""Attention that also records what slots receive equals a plain softmax: answers, shares, mass."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WINDOW = 16
 
 
 def compare(got, queries, slots, params, bias):
-    """Answers, shares and mass are those of a softmax in float64, to rounding."""
+    """Check that answers, shares and mass are those of a softmax in float64, up to rounding."""
     keys, values = (t.double() for t in replace(slots, start=0).read())
     logits = torch.einsum("bhgld,bhnd->bhgln", queries.double(), keys) * params.scale
     logits += slots.b[:, :, None, None, : slots.stop].double() + bias.double()
@@ -44,7 +44,7 @@ def compare(got, queries, slots, params, bias):
 
 @pytest.fixture
 def spied(monkeypatch):
-    """Compares every call that observed with a naive one, in a window if one is named."""
+    """Check each call that observes attention with `compare`, in a sliding window if given one."""
     calls = []
 
     def use(window: int | None = None) -> list[AttendedSlots]:
@@ -90,7 +90,7 @@ def test_a_kernel_tells_what_slots_received_and_keeps_no_shares(spied, policy, m
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     calls = spied()
     feed("llama", policy, chunk=32, head_dim=16)
-    assert len(calls) == 4  # in each of two layers twice
+    assert len(calls) == 4  # twice in each of the two layers
 
 
 @pytest.mark.parametrize("policy", [POLICY, f"quantized({POLICY}, slots=int8)"])

@@ -1,4 +1,4 @@
-"""A prompt that a layer takes in whole, answered or not."""
+"""A prompt that a layer reads whole, with its answers computed or left out."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_prompt_that_nobody_asks_is_held_as_one_that_is_answered(text: str) ->
     assert layers[0].state.lengths == layers[1].state.lengths
     for name in ("keys", "values", "a", "b", "position"):
         assert torch.equal(getattr(one, name), getattr(other, name)), name
-    # What is asked next is answered alike, and always.
+    # The next tokens get the same answers from both layers, even with answers=False.
     more = (t[:, :, :3] for t in (queries, keys, values))
     first, second = (
         layer.feed(*part, AttentionParams(0.4), seen=300, answers=answers)

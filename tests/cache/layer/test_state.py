@@ -1,4 +1,4 @@
-"""What pools remember beside their slots: who keeps it, and that its shape stays."""
+"""The state that pools have besides their slots: where it is stored, and its fixed shape."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weir.slab.slots import Slots
 
 @dataclass(frozen=True)
 class Counting(Pool):
-    """Holds nothing, and counts what comes and how often it folded."""
+    """A pool that holds no token, and counts the tokens it receives and its folds."""
 
     wrong: bool = False
 
@@ -39,7 +39,7 @@ class Counting(Pool):
 
 @pytest.fixture(autouse=True)
 def toy() -> Iterator[None]:
-    """The pool `counting`, known while a test runs."""
+    """Register the pool `counting` while a test runs."""
     pool("counting")(Counting)
     yield
     del POOLS["counting"]
@@ -49,7 +49,7 @@ PIPE = "sink(1) | counting | recent(4) | counting"
 
 
 def remembered(cache: weir.StreamingCache, layer: int = 0) -> dict[str, list]:
-    """What a layer's pools remember, for the first head."""
+    """The counts of tokens in the state of a layer's pools, for the first head."""
     state = cache.stack[layer].state.slab.state
     return {name: t[:, 0].tolist() for name, t in state.items() if name.endswith("came")}
 
@@ -60,7 +60,7 @@ def test_each_pool_of_each_row_has_its_own(llama, ids):
     mask[0, :7] = 0
     with torch.no_grad():
         llama(ids(2, 20), attention_mask=mask, past_key_values=cache)
-    # Folded so far: 12 of 13 tokens, and 18 of 20.
+    # The rows have folded 12 of 13 tokens, and 18 of 20. `sink` keeps one, and `recent` four more.
     assert remembered(cache) == remembered(cache, 1)
     assert remembered(cache) == {"1.came": [11, 17], "3.came": [7, 13]}
     assert cache.stack[0].state.slab.state["1.sum"][:, 0, 0].tolist() == [4.0, 6.0]
@@ -73,7 +73,7 @@ def test_it_is_counted_in_the_bytes(llama, ids):
     stream.feed(ids(1, 1))
     slab = stream.cache.stack[0].state.slab
     slots = [t.nbytes for t in vars(slab).values() if isinstance(t, Tensor)]
-    # Two pools, two heads: a whole number and three small ones each.
+    # Two pools and two heads, each with a number in int64 and three in float32.
     assert slab.nbytes - sum(slots) == 2 * 2 * (8 + 3 * 4)
 
 

@@ -1,4 +1,4 @@
-"""A piece of a prompt that a window reads at once is read as chunk by chunk."""
+"""A window that reads a piece of a prompt at once gives what it gives chunk by chunk."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tokens(count: int, seed: int, dtype: torch.dtype = torch.float32) -> tuple[T
 
 
 def feed(layer: Layer, pieces: list[int], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Answers of all pieces, whose tokens depend on where they begin."""
+    """Feed random tokens piece by piece; the answers to all. Tokens depend on a piece's place."""
     seen, found = 0, []
     for count in pieces:
         waiting = seen % layer.spec.chunk
@@ -42,7 +42,7 @@ def feed(layer: Layer, pieces: list[int], dtype: torch.dtype = torch.float32) ->
 
 
 def assert_same(one: Layer, other: Layer, seen: int) -> None:
-    """Slots in use are the same to the bit; those that wait for a token may hold an older one."""
+    """Slots in use are bit-identical. Slots that wait for a token may still hold an older one."""
     held = one.spec.held(one.state.lengths[0])
     unused = one.spec.chunk - seen % one.spec.chunk
     mine, theirs = (layer.state.slab.tensors() for layer in (one, other))
@@ -83,7 +83,7 @@ def test_it_answers_and_holds_what_chunks_do(text, chunk, pieces, rolling, monke
     assert asked
     by_chunks(monkeypatch)
     wanted = feed(one_by_one, pieces)
-    # Both round sums of some hundred numbers of about 1, in another order.
+    # Both add up some hundred numbers of about 1, in different orders, so they round differently.
     assert torch.allclose(found, wanted, rtol=0, atol=2.0**-17)
     assert together.state.lengths == one_by_one.state.lengths
     assert together.state.plain == one_by_one.state.plain
@@ -97,7 +97,7 @@ def test_bfloat16_is_as_near_as_by_chunks(monkeypatch):
     by_chunks(monkeypatch)
     wanted = feed(layers[1], [90, 77], torch.bfloat16)
     assert found.dtype == torch.bfloat16
-    # Answers are of about 1, and each is rounded once; by chunks PyTorch rounds more.
+    # Answers are about 1. The kernel rounds each of them once, PyTorch rounds more often.
     assert (found.float() - wanted.float()).abs().max() <= 2.0**-6
     assert_same(*layers, 167)
 

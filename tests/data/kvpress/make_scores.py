@@ -1,13 +1,13 @@
-"""Which tokens NVIDIA's kvpress keeps, of tensors that the tests make again: scores.json.
+"""Write scores.json: which tokens of given tensors NVIDIA's kvpress keeps.
 
-kvpress is not among weir's dependencies, and 0.5.5 asks for a transformers older than weir does. In
-an environment of its own:
+Tests create the same tensors. kvpress is not among weir's dependencies, and 0.5.5 needs an older
+transformers than weir. Run this in a separate environment:
 
     python -m venv kvpress-venv
     kvpress-venv/bin/pip install torch==2.13.0 kvpress==0.5.5
     PYTHONPATH=tests kvpress-venv/bin/python tests/data/kvpress/make_scores.py
 
-What it writes are facts: indices of tokens, and the versions that were asked.
+The file has only facts: indices of tokens, and the versions of the packages.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ def rotation(place: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def module(heads: int) -> Any:
-    """As much of an attention module as presses look at; its queries are the hidden states."""
+    """A stand-in for an attention module, with the attributes that presses read.
+
+    Its queries are the hidden states.
+    """
     return SimpleNamespace(
         config=SimpleNamespace(
             num_attention_heads=heads * GROUP,
@@ -63,7 +66,7 @@ def module(heads: int) -> Any:
 
 
 def kept(press: Any, heads: int = HEADS, rotated: bool = False) -> list[list[int]]:
-    """The tokens a press keeps of the tensors of tests, by KV head."""
+    """The tokens of the tests' tensors that a press keeps, for each KV head."""
     queries = 1.5 * numbers(1, TOKENS, heads, GROUP, DIM)
     keys = 1.5 * numbers(2, 1, heads, TOKENS, DIM)
     marks = torch.arange(TOKENS, dtype=torch.float32)[None, None, :, None].expand(1, heads, -1, DIM)
@@ -74,7 +77,8 @@ def kept(press: Any, heads: int = HEADS, rotated: bool = False) -> list[list[int
     hidden = queries.reshape(1, TOKENS, -1)
     press.compression_ratio = 1 - (KEPT + 0.5) / TOKENS
     if isinstance(press, ChunkKVPress):
-        # Chunks score what they are given and hand out keys; these say which are left.
+        # ChunkKVPress returns keys, not indices. So it is given keys that hold the tokens' indices,
+        # while its scores are computed from the real keys.
         scored = press.press.score
         press.press.score = lambda *_: scored(module(heads), hidden, keys, values, None, given)
         left, _ = press.compress(module(heads), hidden, marks, values, None, given)

@@ -35,7 +35,7 @@ BEFORE = LENGTH - QUERIES
 
 @pytest.fixture
 def every_other() -> Iterator[str]:
-    """A pool that keeps every second token, twice in the numerator and three times below it."""
+    """A pool that keeps every second token, weighted 2 in the numerator, 3 in the denominator."""
 
     @pool("every_other")
     @dataclass(frozen=True)
@@ -57,8 +57,9 @@ def every_other() -> Iterator[str]:
 
 
 def heads_of(model: PreTrainedModel, ids: Tensor, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A Llama's queries, keys and values of a layer, rotated by the book, in float64
-    [heads, length, dim]; each KV head once for every query head that shares it.
+    """A Llama's queries, keys and values of a layer, rotated by the plain formula, in float64.
+
+    All are [heads, length, dim], with each KV head repeated for every query head that reads it.
     """
     attention: Any = model.model.layers[layer].self_attn
     got: dict[str, Tensor] = {}
@@ -87,8 +88,8 @@ def heads_of(model: PreTrainedModel, ids: Tensor, layer: int) -> tuple[Tensor, T
 def naive_error(
     heads: tuple[Tensor, Tensor, Tensor], seen: Callable[[int], list[tuple[int, float, float]]]
 ) -> float:
-    """The relative error if the query at place i sees what `seen(i)` lists: (place, times in the
-    numerator, times in the denominator).
+    """The relative error if the query at place i sees the tokens that `seen(i)` lists, each as
+    (place, weight in the numerator, weight in the denominator).
     """
     far = near = 0.0
     for q, k, v in zip(*heads, strict=True):
@@ -107,7 +108,7 @@ def once(places: Any) -> list[tuple[int, float, float]]:
 
 
 def error_off(model: PreTrainedModel, error: float) -> float:
-    """How far a relative error may be off: by its two answers, and by what it is relative to."""
+    """How far a relative error may be off: by its two answers, and by the norm that divides it."""
     return run_off(model) * (2 + error)
 
 
@@ -221,7 +222,7 @@ def test_a_model_is_as_it_was_after_it_was_listened_to(fresh_llama, ids):
     assert not model.model._forward_hooks and not model.model._forward_pre_hooks
 
 
-# --- what is asked
+# --- rates, settings and seeds
 
 
 def test_a_rate_is_a_share_of_the_middle():
@@ -234,7 +235,7 @@ def test_a_rate_is_a_share_of_the_middle():
         101 + 88,
         101 + 44,
     ]
-    assert str(sized[0].policy.pools[0]) == str(sized[8].policy.pools[0])  # the sinks are exact
+    assert str(sized[0].policy.pools[0]) == str(sized[8].policy.pools[0])  # sinks stay exact
     assert sized[0].policy.pools[0].n == sized[8].policy.pools[0].n == 100
     assert [one.policy.slots for one in sized[4:8]] == [100 + 350, 100 + 175, 100 + 88, 100 + 44]
 

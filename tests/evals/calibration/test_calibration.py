@@ -1,4 +1,4 @@
-"""Budgets by layer, from a text to a file that is a policy."""
+"""Calibration of budgets by layer, from a text to a policy file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ POLICY = "sink(2) | recent(14)"
 
 
 class Letters:
-    """A tokenizer for the small Llama: a letter, a token."""
+    """A tokenizer for the small Llama: each letter is a token."""
 
     def __call__(self, text: str, **options: object) -> dict[str, list[int]]:
         return {"input_ids": [ord(letter) % 61 for letter in text]}
@@ -44,7 +44,7 @@ def text(tmp_path) -> str:
 
 def test_a_layer_that_needs_nothing_leaves_its_slots_to_the_others(model, text, tmp_path):
     with torch.no_grad():
-        model.model.layers[0].self_attn.v_proj.weight.zero_()  # whatever it sees, it says nothing
+        model.model.layers[0].self_attn.v_proj.weight.zero_()  # its attention adds nothing
     told: list[float] = []
     found = calibrate(model, Letters(), text, POLICY, chunk=4, tokens=150, on_step=told.append)
     assert [it.pipe.slots for it in found.layers] == [2 + 7, 2 + 21]

@@ -1,4 +1,4 @@
-"""The error of every size of every layer, against the same sums written out."""
+"""The error of every size of every layer, compared with the formula written out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from weir.policies import policy
 
 
 def answers(it, newest: int) -> torch.Tensor:
-    """What queries get from themselves and so many tokens before [heads, length, value_dim]."""
+    """Answers to queries that see their own token and the `newest` tokens before it.
+
+    Returns [heads, length, value_dim].
+    """
     heads = it.queries.shape[1] // it.keys.shape[1]
     keys, values = (t[0].repeat_interleave(heads, dim=0) for t in (it.keys, it.values))
     logits = it.queries[0] @ keys.mT * it.params.scale
@@ -23,7 +26,7 @@ def answers(it, newest: int) -> torch.Tensor:
 
 
 def test_it_is_the_relative_error_of_the_second_halves(llama, ids, monkeypatch):
-    monkeypatch.setattr(calibration, "PIECE", 20)  # calls that end within a half
+    monkeypatch.setattr(calibration, "PIECE", 20)  # so that calls end within a half
     sizes = (3, 7, 11)
     passages = list(ids(1, 96)[0].split(48))
     told: list[float] = []

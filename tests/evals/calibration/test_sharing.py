@@ -1,4 +1,4 @@
-"""Bytes go to where each buys the most."""
+"""Calibration gives bytes to the layers in which they lower the error most."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weir.evals.calibration import SizeOption, choose_sizes
 
 
 def choices(*errors: float, step: int = 10) -> list[SizeOption]:
-    """Sizes of a layer, each `step` bytes more than the one before."""
+    """Sizes of a layer with the given errors, each `step` bytes larger than the one before."""
     return [SizeOption(step * (n + 1), error) for n, error in enumerate(errors)]
 
 
@@ -23,7 +23,7 @@ def spent(layers, taken) -> tuple[int, float]:
 
 
 def least(layers, total) -> float:
-    """The least error of all ways to spend no more than a total."""
+    """The least error of all choices that take at most `total` bytes."""
     ways = itertools.product(*(range(len(sizes)) for sizes in layers))
     return min(error for n, error in (spent(layers, way) for way in ways) if n <= total)
 
@@ -41,11 +41,12 @@ def test_no_other_way_to_spend_the_bytes_leaves_less_error(some, more):
 
 
 def test_steps_of_a_hundred_layers_are_shared_out_exactly():
-    """Each layer's steps cost more than the bytes of the last, so greed would be off."""
+    """Steps of layers cost different numbers of bytes, so a greedy choice may not be the best."""
     layers = [choices(9, 5, 3, 2, step=100 + 7 * (n % 13)) for n in range(100)]
     total = sum(each[0].nbytes for each in layers) + 12345
     nbytes, error = spent(layers, choose_sizes(layers, total))
-    # By bytes, the least error of the layers so far: the table that every book has.
+    # The textbook table of the knapsack problem: for each number of bytes, the least error of the
+    # layers so far.
     table = np.full(12346, np.inf)
     table[:] = 0.0
     for each in layers:
@@ -61,7 +62,8 @@ def test_steps_of_a_hundred_layers_are_shared_out_exactly():
 
 def test_by_hand():
     layers = [choices(8, 4, 3), choices(9, 8, 7), choices(6, 1, 0)]
-    # 30 bytes are taken from the start; the steps are worth 4, 1; 1, 1; 5, 1.
+    # The smallest sizes take 30 bytes. The further steps lower the error by 4 and 1 in the first
+    # layer, by 1 and 1 in the second, and by 5 and 1 in the third.
     assert choose_sizes(layers, 30) == [0, 0, 0]
     assert choose_sizes(layers, 40) == [0, 0, 1]
     assert choose_sizes(layers, 59) == [1, 0, 1]
@@ -71,7 +73,7 @@ def test_by_hand():
 
 def test_bytes_are_what_counts_and_not_sizes():
     dear, cheap = choices(8, 4, step=100), choices(8, 7)
-    assert choose_sizes([dear, cheap], 200) == [0, 1]  # 4 for 100 bytes, 1 for 10
+    assert choose_sizes([dear, cheap], 200) == [0, 1]  # 4 less error for 100 bytes, 1 less for 10
 
 
 def test_a_size_that_buys_nothing_hides_none_behind_it():

@@ -1,4 +1,4 @@
-"""Data sets of the Hub: a folder of files stands for the id, so that no network is needed."""
+"""Data sets of the Hub. A folder of files takes the place of an id, so no network is needed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ARC = {
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A data set with a split `test` of three questions as the Hub has them."""
+    """A data set with a split `test` of three questions, in the format of the Hub."""
     pytest.importorskip("datasets", reason='datasets is not installed: ".[eval]"')
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
     data = tmp_path / "arc"

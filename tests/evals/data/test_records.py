@@ -1,4 +1,4 @@
-"""Data files are read whatever they are packed in, and every fault is named by line and field."""
+"""Data files are read plain or compressed, and every fault is named with its line and field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo: several policies read one book in turn; its page is whole in itself."""
+"""The demo: several policies read one book, taking turns; its page needs no other files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VOID = {"meta", "br", "wbr", "img", "link", "input", "hr"}
 
 
 class Page(HTMLParser):
-    """Collects what a page refers to, what it says, and whether its elements are closed."""
+    """Collects a page's links and text, and checks that its elements are closed."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Page(HTMLParser):
 
 
 class Letters:
-    """A tokenizer as far as answers need one."""
+    """A tokenizer with only the method that answers need."""
 
     def decode(self, ids: list[int]) -> str:
         return " ".join(chr(65 + token) for token in ids)
@@ -122,9 +122,9 @@ def test_a_strip_says_how_much_of_each_part_is_left(llama):
     stream = weir.Stream(llama, "sink(4) | recent(20)", chunk=8)
     stream.feed(torch.randint(0, 61, (1, 100)))
     held = held_by_part(stream, 10)
-    new = 100 - stream.slots().position[0, 0].clamp_min(0).max()  # nothing: all places count
+    new = 100 - stream.slots().position[0, 0].clamp_min(0).max()  # token 99 is held
     assert new == 1 and held[0] == 0.4 and held[1:7] == [0.0] * 6 and held[8:] == [1.0, 1.0]
-    # Kept by one KV head of two, a token is half there.
+    # A token that is held by one KV head of two counts half.
     stream = weir.Stream(llama, "kcenter(24)", chunk=8)
     stream.feed(torch.randint(0, 61, (1, 100)))
     pairs = [it.pairs / stream.holding().pairs for it in stream.holding().tokens()]
@@ -183,7 +183,8 @@ def test_the_page_shows_every_policy_with_its_figures(page, result):
     words = [" ".join(word.split()) for word in parsed.words]
     assert parsed.count["svg"] == 3
     for policy in result["policies"]:
-        # In the table, where a line may break before the bracket, and in the legends of the plots.
+        # A name is in the legends of the plots, and in the tables, where names with a bracket are
+        # split in two.
         assert words.count(policy["policy"]) == (
             3 + 2 * ("(" not in policy["policy"]) + (policy["policy"] == "dense")
         )  # the introduction names dense
@@ -205,7 +206,7 @@ def drawn(page: str, plot: int) -> dict[str, list[tuple[float, float]]]:
     for path, color in lines:
         points = [tuple(map(float, p.split())) for p in re.split(r"[ML]", path)[1:]]
         if len(points) > len(found.get(color, [])):
-            found[color] = points  # the longest; the others are in the legend
+            found[color] = points  # the longest line; the others are in the legend
     return found
 
 
@@ -216,7 +217,7 @@ def test_the_lines_of_the_plots_go_where_the_figures_go(page, result):
             points = drawn(page, plot)[color]
             # The last block has fewer tokens than the others, and is not drawn.
             assert len(points) == len(policy["ppl_by_block"]) - 1 == 5
-            # Higher is further up, which in a picture is a smaller number.
+            # A higher perplexity is further up, which is a smaller coordinate in a picture.
             order = sorted(range(5), key=lambda n: policy["ppl_by_block"][n])
             assert order == sorted(range(5), key=lambda n, p=points: -p[n][1])
     memory = drawn(page, 2)
@@ -237,7 +238,7 @@ def test_the_page_is_not_wider_than_a_phone(page):
     assert not re.search(r"min-width:\s*\d", page.replace("(max-width", ""))
     for svg in page.split("<svg")[1:]:
         width = re.match(r'[^>]* width="([\d.]+)pt"', svg)
-        assert width is not None and float(width.group(1)) <= 380  # points, for letters of 10
+        assert width is not None and float(width.group(1)) <= 380  # in points, if letters have 10
         ticks = re.findall(r">([\d,.]+)</text>", svg)
         assert len(ticks) >= 7  # of both axes
 
@@ -341,7 +342,7 @@ def test_the_best_of_a_size_is_read_off_the_figures(result):
 
 @pytest.mark.slow
 def test_at_equal_bytes_the_default_reads_best_and_knows_every_name():
-    """What `weir demo` shows: the figures that README and the quick start have."""
+    """What `weir demo` shows; README and the quick start have these figures."""
     model, tokenizer = weir.load("nano", device="cpu")
     ids, story = demo.load_book_and_story(tokenizer, 10_000)
     found = demo.read_book(model, ids, story, policies=POLICIES[1:])["policies"]

@@ -1,4 +1,4 @@
-"""The grid: every combination once, budgets where they belong, and a fingerprint of all of it."""
+"""The grid: every combination once, budgets for policies that take them, and a fingerprint."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_policies_are_compared_at_equal_slots_bytes_or_keys_and_values():
     names = "streaming_llm, h2o, kcenter"
     slots = make_grid(**asked, policies=names, equal="slots").cells
     assert [cell.budget for cell in slots] == [256] * 3
-    assert make_grid(**asked, policies=names).cells == slots  # the default of budgets
+    assert make_grid(**asked, policies=names).cells == slots  # the default if budgets are given
     yardstick = size_of(shape, "streaming_llm(budget=256)")
     whole = make_grid(**asked, policies=names, equal="bytes").cells
     for cell in whole:
@@ -168,7 +168,7 @@ def test_policies_are_compared_at_equal_slots_bytes_or_keys_and_values():
         assert size_of(shape, cell.policy).stream <= yardstick.stream
         assert size_of(shape, larger).stream > yardstick.stream
     assert whole[0].budget == 256
-    # The second copy of its keys, and the queries that it waits with, cost h2o slots.
+    # h2o has fewer slots at equal bytes, because it also stores a second copy of keys, and queries.
     assert whole[1].budget < 200
     kv = make_grid(**asked, policies=names, equal="kv").cells
     assert [cell.budget for cell in kv] == [256] * 3

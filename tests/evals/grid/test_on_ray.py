@@ -1,4 +1,4 @@
-"""Cells on Ray: the same results, a killed worker costs its own cell only, and clear refusals."""
+"""Cells on Ray: the same results, only one cell lost with a killed worker, and clear errors."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def without_times(path: Path) -> list[dict[str, object]]:
 
 @pytest.fixture(scope="module")
 def local():
-    """A cluster of this machine's own, started once for all tests."""
+    """A cluster on this machine, started once for all tests."""
     ray = pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
-    on_ray("local")  # settles how Ray's workers run
+    on_ray("local")  # sets the environment of Ray's workers
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     yield ray
     ray.shutdown()
@@ -46,7 +46,7 @@ def test_a_worker_that_is_killed_costs_its_own_cell_which_is_run_again(
     marks.mkdir()
 
     def killed_once(number, cell, threads):
-        # Runs in a worker: it dies by its own hand the first time it has cell 1.
+        # This runs in a worker, which kills itself the first time that it gets cell 1.
         import os
         import signal
         import tempfile
@@ -67,7 +67,7 @@ def test_a_worker_that_is_killed_costs_its_own_cell_which_is_run_again(
 @pytest.mark.slow
 def test_a_worker_that_always_dies_is_given_up(tmp_path, monkeypatch, local):
     def killed(number, cell, threads):
-        # No import of weir in a worker that makes nothing: it takes a while.
+        # This worker measures nothing, so it does not import weir, which would take a while.
         import os
         import signal
 

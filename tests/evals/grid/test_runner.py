@@ -1,4 +1,4 @@
-"""The runner: each cell once, failures recorded, resumed runs whole and the same."""
+"""The runner: each cell is run once, failures are recorded, and resumed runs end up the same."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from weir.policies import NAMED, Policy
 
 @dataclass(frozen=True)
 class Toy(Task):
-    """Says what it was given; a sweep where no n is."""
+    """A task whose score is n plus the seed. Without n, it is a sweep over 1 and 2."""
 
     n: int | None = None
 
@@ -142,7 +142,7 @@ def test_resumed_it_runs_what_is_missing_or_failed_and_the_file_is_the_same(tmp_
 def test_a_grid_grows_and_what_is_done_stays_as_it_is(tmp_path, toys):
     path = tmp_path / "r.jsonl"
     first = make_grid(["m"], "toy(n=1)", "h2o(8)", seeds=[0])
-    assert extend_grid(path, first) == first  # there is nothing yet
+    assert extend_grid(path, first) == first  # there is no file yet
     run(first, path, add=True)
     before = path.read_text().splitlines()[1]
     toys.runs.clear()
@@ -155,7 +155,7 @@ def test_a_grid_grows_and_what_is_done_stays_as_it_is(tmp_path, toys):
     assert [record["cell"] for record in records] == [0, 1, 2, 3]
     assert path.read_text().splitlines()[1] == before
     assert read_results(path)[0] == more.as_json()
-    # Again the same, and with a cell that failed: nothing new is made, and what failed is tried.
+    # If the grid is extended by cells that it has already, nothing is run.
     toys.runs.clear()
     run(extend_grid(path, first), path, add=True)
     assert toys.runs == []
@@ -184,7 +184,7 @@ def test_a_file_whose_cells_are_not_these_does_not_grow(tmp_path, toys):
 
 @pytest.fixture
 def changed(monkeypatch):
-    """Makes a policy's name stand for other pools from now on."""
+    """A function that makes the name `h2o` stand for other pools from now on."""
     now = NAMED["h2o"]
 
     def h2o(budget: int = 256) -> Policy:
@@ -336,7 +336,7 @@ def test_a_subject_reads_as_its_protocol_says(toys, ids):
     assert sorted(held[held >= 0].tolist()) == [0, 1, 2, 3, *range(64, 80)]  # a quarter of 80
     stream.feed(ids(1, 30, seed=1))
     held = stream.slots(0).position[0, 0]
-    assert sorted(held[held >= 0].tolist()) == [0, 1, 2, 3, *range(64, 110)]  # nothing left since
+    assert sorted(held[held >= 0].tolist()) == [0, 1, 2, 3, *range(64, 110)]  # nothing evicted
     with pytest.raises(WeirError, match="this task streams without one"):
         sized.stream()
     assert replace(sized, rate=None).stream().policy == weir.policy("streaming_llm")
@@ -359,7 +359,7 @@ def test_steps_of_a_model_are_compiled_once_for_all_of_its_cells(tmp_path, monke
 
 @dataclass(frozen=True)
 class Streams(Task):
-    """Makes a stream."""
+    """A task that only makes a stream."""
 
     name: ClassVar[str] = "streams"
     metrics: ClassVar[dict[str, Better]] = {"score": "higher"}

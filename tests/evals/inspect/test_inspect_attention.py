@@ -1,4 +1,4 @@
-"""Logits and weights block by block, against maps that are computed whole."""
+"""Logits and weights, block by block, compared with maps that are computed at once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from weir.models import sink_of
 pytestmark = pytest.mark.thinned(3, least=2)
 
 LENGTH = 75
-"""Of a sequence: several calls, the last of them short, and sliding layers that slide."""
+"""Tokens of a sequence: read in several calls, the last one short, and longer than windows."""
 SIZES = {
     "vocab_size": 97,
     "hidden_size": 32,
@@ -73,7 +73,7 @@ def other(name: str) -> PreTrainedModel:
 
 
 def eager(model: PreTrainedModel) -> PreTrainedModel:
-    """The model with an attention that returns its weights, as a Zero Sink's does already."""
+    """Let the model use an attention that returns its weights; that of a Zero Sink does already."""
     if sink_of(model.config).kind == "zero":
         return model
     if model.config.model_type in ("falcon", "mpt", "bloom"):
@@ -102,7 +102,7 @@ def whole(model: PreTrainedModel, ids: Tensor, what: str = "weights") -> dict[in
 
 @pytest.fixture
 def short_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls of 32 tokens and blocks of 12 queries."""
+    """Set calls to 32 tokens, and blocks to 12 queries."""
     monkeypatch.setattr(attention, "PIECE", 32)
     monkeypatch.setattr(observing, "BLOCK", 12)
 
@@ -158,7 +158,7 @@ def test_a_zero_sink_is_not_looked_past():
 
 
 def spied(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
-    """The logits of every layer [batch, heads, length, length], by the formula, whole."""
+    """The logits of every layer [batch, heads, length, length], computed at once by the formula."""
     found: list[Tensor] = []
 
     def spy(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **given: Any) -> Any:
@@ -211,7 +211,7 @@ def test_alibi_is_nothing_at_a_querys_own_place():
 
 
 class Largest(TorchDispatchMode):
-    """Counts the numbers of the largest tensor that anything makes."""
+    """Records the number of elements of the largest tensor that is created."""
 
     numel = 0
 
@@ -242,7 +242,7 @@ def test_nothing_is_larger_than_a_block_of_a_long_sequences_map(name):
 
     with Largest() as largest:
         watch(model, ids, every)
-    # 64 queries of every head, or one mask of 256 queries for all of them.
+    # A block has 64 queries of every head, or one mask of 256 queries for all heads.
     assert heads * 64 * length <= largest.numel <= max(heads * 64, 256) * length
 
 

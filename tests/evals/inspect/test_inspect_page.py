@@ -1,4 +1,4 @@
-"""The page of `weir inspect`: what stands on it, escaped, and what lies beside it."""
+"""The page of `weir inspect`: its text, which is escaped, and the files next to it."""
 
 from __future__ import annotations
 

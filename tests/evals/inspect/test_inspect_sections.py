@@ -1,4 +1,4 @@
-"""Maps, shares and what sinks are worth, against sums that are made the long way."""
+"""Maps, shares and the effect of sinks, compared with direct computations."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_maps_are_means_over_all_sequences():
     seen = torch.ones(16, 16).tril().bool()
     for layer, weights in enumerate(direct(model, ids)):
         assert means[layer].isfinite().equal(seen.expand(4, 16, 16))
-        # A logit is the logarithm of its weight but for a number of each query's own.
+        # A logit is the logarithm of its weight plus a number that is the same for the whole query.
         wanted = weights.log().where(seen, 0.0).mean(dim=0)
         got = means[layer].where(seen, 0.0)
         centerd = [
@@ -156,8 +156,8 @@ def test_with_all_sinks_and_with_none_it_is_streaming_llm_and_a_window(llama, id
         wanted = Stream(llama, policy, chunk=8).score(text[None])[0].double()[setup.start :]
         got = losses(llama, text, hidden)
         assert len(got) == 120 - 32
-        # A window lets go of the first tokens later than hidden sinks are gone, so its second
-        # layer has seen them: for as long as two layers' tokens last.
+        # A window evicts the first tokens later than sinks are hidden. Its second layer is affected
+        # by this until all tokens that saw them are evicted too, so only the last 30 are compared.
         within(got[-30:], wanted[-30:], nll_off(llama, 1))
     assert (losses(llama, text, {}) - losses(llama, text, setup.all_of((0, 1)))).abs().max() > 0.01
 
@@ -283,7 +283,7 @@ def test_sections_come_in_the_pages_order_and_unknown_ones_are_refused(nano, tok
 
 
 def test_slots_of_one_sequence_are_freed_before_the_next_is_read():
-    """Also where nobody collects garbage: caches and what refers to them go in circles."""
+    """Even without garbage collection, though caches are in reference cycles."""
     model, most = make("llama"), 0
 
     def count(done: int, of: int) -> None:

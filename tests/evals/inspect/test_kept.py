@@ -1,4 +1,4 @@
-"""What a policy keeps, moment by moment: by hand, and slot for slot as the layers say."""
+"""What a policy keeps at each moment: counted by hand, and compared with all slots."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_heads_that_keep_their_own_are_shown_head_by_head(llama, ids):
                 assert torch.equal(
                     (line == holding.pools.index(name)).nonzero()[:, 0], mine.sort()[0]
                 )
-    assert len({tuple((line == 1).tolist()) for line in got}) == 4  # each head has its own
+    assert len({tuple((line == 1).tolist()) for line in got}) == 4  # each head keeps other tokens
 
 
 def test_chosen_layers_and_heads_are_counted_alone(llama, ids):
@@ -88,7 +88,7 @@ def test_chosen_layers_and_heads_are_counted_alone(llama, ids):
     (all_of,) = follow(asked_of(llama), "recent(20) | heavy(20)", text, [200])
     (holding,) = follow(asked, "recent(20) | heavy(20)", text, [200])
     assert holding.pairs == 1 and {held.pairs for held in holding.tokens()} == {1}
-    lines = strip(all_of, 200, (0, 1), (0, 1))  # layer by layer
+    lines = strip(all_of, 200, (0, 1), (0, 1))  # a line for each head, layer by layer
     assert torch.equal(strip(holding, 200, (1,), (1,)), lines[3:])
     second_heads = only(all_of, (0, 1), (1,))
     assert second_heads.pairs == 2
@@ -172,11 +172,11 @@ def test_moments_are_those_that_are_named(nano):
             section(Inspection(*nano, "nano", TEXT, tokens=100, moments=moments))
 
 
-# --- the text as HTML: nothing of it is markup, and every token says who holds it
+# --- the text as HTML: none of it becomes markup, and every token says which pools hold it
 
 
 class Page(HTMLParser):
-    """What a browser makes of a fragment: tags, attributes, and the text of each moment."""
+    """A fragment as a browser parses it: tags, attributes, and the text of each moment."""
 
     def __init__(self, fragment: str) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ EVIL = """<script>alert('x')</script> & "quotes" </p></details><img src=x onerro
 @pytest.mark.parametrize("step", [1, 2, 1000])
 def test_no_text_becomes_markup(tokenizer, step):
     ids = torch.tensor(tokenizer(EVIL)["input_ids"])
-    # All tokens in one run, each in one of its own, and all but the first gone.
+    # By step: all tokens are in one run, each is in a separate run, or all but the first are gone.
     held = [(0, 0, n, 1, 0.0, 0.0) for n in range(0, len(ids), step)]
     page = Page(fragment_of(tokenizer, ids, [holding_of(len(ids), held)]))
     assert {tag for tag, _ in page.tags} <= set("div ul li span details summary p i".split())
@@ -286,12 +286,13 @@ def test_a_shade_is_never_the_only_sign(tokenizer):
     page = Page(fragment_of(tokenizer, ids, [holding_of(len(ids), slots)]))
     spans = [attributes for tag, attributes in page.tags if "data-held" in attributes]
     whole, part = (span["style"] for span in spans if "style" in span)
-    # Four of four: a strong shade and a thick line; one of four: weak and thin, of another style.
+    # If four of four heads hold a token, it has a strong shade and a thick line. With one of four,
+    # it has a weak shade, and a thin line of another style.
     assert "/ 0.45)" in whole and "border-bottom:4px solid" in whole
     assert "/ 0.11)" in part and "border-bottom:2px dotted" in part
     gone = [span for span in spans if "style" not in span]
     assert gone and all(span["class"] == "gone" for span in gone)
-    # Reached by the keyboard and by a tap, and said without scripts.
+    # Details can be reached by keyboard and by a tap, and are shown without scripts.
     assert all(span["tabindex"] == "0" for span in spans)
     assert "[data-held]:focus::after" in STYLE and "[data-held]:hover::after" in STYLE
 

@@ -1,4 +1,4 @@
-"""Keys and values as a cache holds them, turned back, and what the section says of them."""
+"""Keys and values as a cache holds them, keys without their rotation, and the section on both."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_plane_keeps_neighbors_together_and_comes_again_with_its_seed():
     nearest = torch.cdist(place, place).fill_diagonal_(torch.inf).argmin(dim=1)
     assert torch.equal(nearest // 12, torch.arange(36) // 12)
     assert int(center.sum()) == 16 and bool(center[0])
-    # Three picks are one of each cluster, so the first three centers are far apart.
+    # The centers are in all three clusters.
     assert len({int(n) // 12 for n in center.nonzero().flatten()}) == 3
 
 
@@ -186,14 +186,17 @@ def draw(*shape: int, seed: int = 9) -> Tensor:
 
 
 def planted(sets: int, n: int, dim: int, clusters: int, width: float) -> Tensor:
-    """Points around a few places, in turns."""
+    """Points around a few centers: point n is at center n modulo `clusters`."""
     middles = draw(sets, clusters, dim, seed=1)
     which = torch.arange(n) % clusters
     return middles[:, which] + width * draw(sets, n, dim, seed=2)
 
 
 def naive_radius(points: list[list[float]], k: int) -> float:
-    """Greedy k-center as it is told: begin with the first, then again and again the farthest."""
+    """Greedy k-center: pick the first point, then k - 1 times the point farthest from all picked.
+
+    Returns the largest distance of a point to the nearest one that was picked.
+    """
 
     def distance(x: list[float], y: list[float]) -> float:
         return sum((a - b) ** 2 for a, b in zip(x, y, strict=True)) ** 0.5
@@ -213,7 +216,8 @@ def test_radii_are_those_of_the_greedy_loop_for_each_head():
 
 def test_radii_by_hand():
     line = torch.tensor([[[0.0], [1.0], [2.0], [10.0], [11.0], [12.0]]])
-    # From 0 the farthest is 12; then each side is covered within 2; 2 and 10 are the next.
+    # The first center is 0, and the farthest point from it is 12, the second center. Then every
+    # point is within 2 of a center. The next centers are 2 and 10.
     assert covering_radii(line, (1, 2, 3, 4, 6)).tolist() == [[12.0, 2.0, 2.0, 1.0, 0.0]]
     assert centers(line, 3)[0].nonzero().flatten().tolist() == [0, 2, 5]
 
@@ -230,7 +234,7 @@ def test_no_choice_of_centers_has_less_than_half_the_radius():
 
 def test_the_control_keeps_every_coordinate_and_loses_what_they_have_in_common():
     x = draw(2, 500, 1)
-    points = torch.cat([x, x, x], dim=2)  # three coordinates that are one
+    points = torch.cat([x, x, x], dim=2)  # three equal coordinates
     other = shuffle_coordinates(points, seed=3)
     for mine, its in zip(points.mT.flatten(0, 1), other.mT.flatten(0, 1), strict=True):
         assert not torch.equal(mine, its)
@@ -247,10 +251,10 @@ def test_planted_clusters_score_far_apart_from_a_gaussian():
     clustered = cover(planted(4, 256, 16, clusters=8, width=0.05))
     gaussian = cover(draw(4, 256, 16, seed=9))
     assert clustered.counts == (1, 2, 4, 8, 16, 32, 64, 128)
-    # A Gaussian is its own control, and has no more structure than it.
+    # A Gaussian with shuffled coordinates is still a Gaussian, so its score is near 0.
     assert gaussian.score.abs().max() < 0.1
     assert clustered.score.min() > 0.4
-    # From as many centers on as there are clusters, next to nothing is left to cover.
+    # With at least as many centers as clusters, the radius is small.
     left = clustered.radius[:, 3:] / clustered.control[:, 3:]
     assert left.max() < 0.25
 
@@ -263,9 +267,9 @@ def test_the_score_knows_no_units_and_no_origin():
 
 def test_a_set_of_two_different_points_leaves_nothing_to_compare():
     points = torch.tensor([[[0.0], [3.0], [3.0], [0.0], [3.0], [0.0], [0.0], [3.0]]])
-    covering = cover(points)  # one coordinate: to shuffle it changes nothing
+    covering = cover(points)  # with one coordinate, shuffling changes nothing
     assert covering.counts == (1, 2, 4)
-    assert covering.radius.tolist() == [[2.0, 0.0, 0.0]]  # a distance of 3, the spread being 1.5
+    assert covering.radius.tolist() == [[2.0, 0.0, 0.0]]  # a distance of 3 at a spread of 1.5
     assert covering.score.tolist() == [0.0]
 
 
@@ -286,5 +290,5 @@ def test_too_few_points_and_too_many_centers_are_refused():
 
 def test_one_center_measures_the_whole_and_counts_for_nothing():
     radius, control = torch.tensor([[3.0, 0.5, 1.0]]), torch.tensor([[1.0, 1.0, 0.0]])
-    # 1 - 0.5 for two centers, and 0 for four, where the control has no radius either.
+    # The mean of 1 - 0.5 for two centers, and 0 for four, where the control's radius is 0.
     assert Covering((1, 2, 4), radius, control).score.tolist() == [0.25]

@@ -1,4 +1,4 @@
-"""Norms by prompt length, against a direct computation from what transformers caches."""
+"""Norms by prompt length, compared with norms computed from transformers' own cache."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def asked_of(model, **more):
 
 
 def direct(model, ids, kv_heads=slice(None), heads=slice(None)):
-    """Norms of one prompt by kind and layer [heads, length], from transformers alone."""
+    """Norms of one prompt [heads, length] for each layer and kind, from transformers alone."""
     queries = {}
     hooks = [
         layer.self_attn.q_proj.register_forward_hook(
@@ -40,7 +40,7 @@ def direct(model, ids, kv_heads=slice(None), heads=slice(None)):
         hook.remove()
     found = []
     for n, layer in enumerate(cache.layers):
-        q = queries[n][0].view(len(ids), 4, 16).transpose(0, 1)  # to rotate it changes no norm
+        q = queries[n][0].view(len(ids), 4, 16).transpose(0, 1)  # rotation changes no norm
         k = layer.keys[0].double()
         shifted = k - k.mean(dim=1, keepdim=True)
         found.append(
@@ -63,7 +63,7 @@ def test_norms_are_those_of_what_transformers_caches(llama, ids):
         means = [float(x.mean()) for x in every]
         assert norms[name]["by_prompt"] == pytest.approx(means, rel=1e-5)
         assert norms[name]["mean"] == pytest.approx(fmean(means), rel=1e-5)
-        # The paper's interval: of a mean of so many independent vectors.
+        # The paper's interval is that of a mean, with all vectors taken as independent.
         papers = fmean(1.959964 * float(x.std()) / math.sqrt(len(x)) for x in every)
         assert norms[name]["reach"] == pytest.approx(papers, rel=1e-4)
         others = student(2) * stdev(means) / math.sqrt(3)

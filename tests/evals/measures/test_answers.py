@@ -1,4 +1,4 @@
-"""How tasks ask: plain prompts behind the start token, turns in a template, and what it took."""
+"""How tasks ask questions: plain prompts after a start token, turns in a template, and costs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_an_answer_is_what_a_plain_loop_writes() -> None:
     assert " man" in plain
     stopped = ask(one, PROMPT, 40, stops=(" man",))
     assert stopped.text == plain.split(" man")[0]
-    # It ended there and did not write on.
+    # Decoding ended at the stop string.
     assert stopped.seen == len(one.tokenizer(f"{PROMPT}{stopped.text} man")["input_ids"])
 
 
@@ -46,7 +46,7 @@ def test_a_learned_sink_stands_in_front_of_a_template() -> None:
     without = ask(one, PROMPT, 1, chat=True).seen
     set_sink(one.model.config, "learnable", [one.tokenizer.bos_token_id, 7])
     assert ask(one, PROMPT, 1, chat=True).seen == without + 2
-    # A plain prompt has the first of them already.
+    # A plain prompt already begins with the first token of the sink.
     alone = ask(nano(), PROMPT, 1).seen
     assert ask(one, PROMPT, 1).seen == alone + 1
     assert without >= len(plain)

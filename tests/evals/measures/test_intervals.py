@@ -1,4 +1,4 @@
-"""Wilson's and Student's intervals, against printed figures and their own definitions."""
+"""Wilson's and Student's intervals, compared with printed tables and with their definitions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weir.evals.scores import count_right, mean_interval, student, wilson
         (15, 148, 0.0624, 0.1605),
         (0, 20, 0.0, 0.1611),
         (1, 29, 0.0061, 0.1718),
-        (29, 29, 0.8830, 1.0),  # 0 of 29 there, mirrored
+        (29, 29, 0.8830, 1.0),  # mirrored: the table has 0 of 29
     ],
 )
 def test_known_intervals(right, asked, low, high):
@@ -40,7 +40,7 @@ def test_nothing_asked_says_nothing():
 @pytest.mark.parametrize(
     ("freedom", "confidence", "t"),
     [
-        # Student's own table as it is printed everywhere: two-sided, three digits.
+        # From the usual table of Student's t: two-sided, three decimals.
         (1, 0.95, 12.706),
         (2, 0.95, 4.303),
         (3, 0.95, 3.182),

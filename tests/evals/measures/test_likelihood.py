@@ -16,7 +16,7 @@ from weir.evals.harness import likelihoods
 pytestmark = pytest.mark.thinned(3, least=2)
 
 LENGTHS = [(1, 3), (40, 1), (7, 12), (90, 5), (3, 70)]
-"""Tokens of each context and its continuation; pieces and folds are shorter than some of them."""
+"""Numbers of tokens (context, continuation). Some are longer than a piece, and fold."""
 
 
 def pairs() -> tuple[list[list[int]], list[list[int]]]:
@@ -28,7 +28,7 @@ def pairs() -> tuple[list[list[int]], list[list[int]]]:
 
 
 def sum_off(model: PreTrainedModel, continuation: list[int]) -> float:
-    """How far two runs' sums of log-likelihoods may lie apart."""
+    """How far the sums of log-likelihoods of two runs may differ."""
     return len(continuation) * nll_off(model, len(continuation))
 
 
@@ -40,7 +40,7 @@ def _short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_dense_gives_what_a_plain_forward_gives() -> None:
     model = shared("llama")
     contexts, asked = pairs()
-    # The likeliest continuation, so that `greedy` is not false throughout.
+    # Add the likeliest continuation, so that one answer is greedy.
     plain = model.generate(torch.tensor([contexts[2]]), max_new_tokens=4, do_sample=False)
     contexts.append(contexts[2])
     asked.append(plain[0, len(contexts[2]) :].tolist())

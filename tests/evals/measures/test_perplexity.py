@@ -1,4 +1,4 @@
-"""Streaming perplexity: blocks add up, figures are those of a plain loop, texts end early."""
+"""Streaming perplexity: blocks add up, figures equal those of a plain loop, texts can be short."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ POLICY = "streaming_llm(24)"
 
 
 class Constant:
-    """A stream in which token t costs t / 10 nats, and the first token of all nothing."""
+    """A stream in which token t costs t / 10 nats, and the very first token has no cost (NaN)."""
 
     policy = POLICY
 
@@ -52,7 +52,7 @@ def tokenizer():
 
 @torch.no_grad()
 def plain_nll(model, ids: Tensor) -> list[float]:
-    """Of each token but the first, from one plain forward."""
+    """The negative log-likelihood of each token but the first, from one plain forward."""
     logits = model(ids[None], use_cache=False).logits[0].double()
     return [
         float(logits[place - 1].logsumexp(-1) - logits[place - 1, ids[place]])
@@ -90,7 +90,7 @@ def test_blocks_add_up_to_the_whole_however_text_blocks_and_steps_lie(length, bl
         if mine:
             assert ppl == pytest.approx(math.exp(sum(mine) / len(mine)), rel=off(2))
         else:
-            assert math.isnan(ppl)  # a block of nothing but the first token of all
+            assert math.isnan(ppl)  # a block that has only the first token
     known = [cost for cost in costs if cost is not None]
     assert found.tokens == length
     assert found.scored == len(known)
@@ -144,7 +144,7 @@ def test_perplexity_is_known_from_the_second_token_on():
 
 def test_a_model_that_breaks_down_is_not_reported_as_a_good_one():
     class Overflowing(Constant):
-        """Half precision that ends somewhere in the second block."""
+        """As if half precision overflowed somewhere in the second block."""
 
         def score(self, ids: Tensor) -> Tensor:
             nll = super().score(ids)
@@ -188,7 +188,7 @@ def test_memory_is_that_of_the_process_now():
     if not Path("/proc/self/statm").exists():
         pytest.skip("this system does not say what a process holds")
     before = module._memory()
-    # Pages of its own: what is allocated may lie where earlier tests left room.
+    # New pages are needed, because a normal allocation can reuse memory that earlier tests freed.
     with mmap.mmap(-1, 80_000_000) as ballast:
         for page in range(0, len(ballast), mmap.PAGESIZE):
             ballast[page] = 1
@@ -233,7 +233,7 @@ def test_the_first_tokens_of_a_text_are_those_of_the_whole(tokenizer, most):
 
 def test_a_text_of_which_few_characters_make_a_token_is_read_far_enough(tokenizer):
     class Coarse:
-        """Makes a token of every 100 characters."""
+        """A tokenizer that makes one token of every 100 characters."""
 
         def __call__(self, text: str, **kwargs: object) -> dict[str, list[int]]:
             return {"input_ids": list(range(len(text) // 100))}

@@ -1,4 +1,4 @@
-"""What policies change over several models: what is put beside what, and what counts once."""
+"""The table over several models: which records are compared, and that each model counts once."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def test_a_model_counts_once_with_the_mean_of_its_sizes_and_seeds():
     assert table.rows == ("streaming_llm", "h2o")
     ppl, recall = table.columns
     assert (ppl.head, ppl.better) == ("ppl, ratio", "lower")
-    # a: (1.1 + 1.3) / 2, b: 1.4.
+    # The ratios of h2o are (1.1 + 1.3) / 2 for model a, and 1.4 for b.
     assert ppl.values == pytest.approx((1.0, 1.3))
     assert (recall.head, recall.better) == ("recall, difference", "higher")
-    # a: 0.3 − 0, b: 0.1 − 0.5; the 0 of streaming_llm is a figure like any other.
+    # The differences are 0.3 − 0 for model a, and 0.1 − 0.5 for b. A figure of 0 counts, too.
     assert recall.values == pytest.approx((0.0, -0.05))
     figure = ppl.figures[1]
     assert figure is not None and figure.n == 2
-    # Two models 0.2 apart: Student's t of one degree of freedom is 12.706.
+    # The two models are 0.2 apart, and Student's t with one degree of freedom is 12.706.
     assert figure.high == pytest.approx(1.3 + 12.7062 * 0.1, rel=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""A model that was loaded in two ways is two models in every table, and by its name."""
+"""A model that was loaded in two ways counts as two models in tables, with different names."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ def test_a_report_has_a_part_for_each_way(tmp_path):
                 file.append(one)
     paths = [tmp_path / "full", tmp_path / "half"]
     cells, records = read_together(paths)
-    assert (cells, len(records)) == (8, 4)  # the same cells otherwise, and no contradiction
+    assert (cells, len(records)) == (8, 4)  # equal cells, loaded differently
     (page,) = write_report(paths, tmp_path / "out", ["md"])
     text = page.read_text("utf-8")
     heads = [line for line in text.splitlines() if line.startswith("## ")]
     for name in NAMES:
         assert f"## {name}" in heads
         assert f"## {name}: recall, ppl against bytes" in heads
-    assert not any("mean of" in head for head in heads)  # it is one model for all that
+    assert not any("mean of" in head for head in heads)  # it is still one model
     assert text.splitlines()[2].startswith("2 models, ")
 
 

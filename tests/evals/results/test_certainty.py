@@ -1,4 +1,4 @@
-"""How sure a figure is: n, standard deviation, interval; and the tables that say so."""
+"""How certain a figure is: n, standard deviation and interval, and the tables that show them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_answers_are_counted_over_the_seeds_and_have_wilsons_interval():
     z = 1.959963984540054
     reach = z * math.sqrt(0.25 / 20 + z * z / 1600) / (1 + z * z / 20)
     assert (found.low, found.high) == pytest.approx((0.5 - reach, 0.5 + reach), rel=1e-9)
-    # A figure that is not the share that was counted has Student's.
+    # A figure that is not the counted share has Student's interval over the seeds.
     other = [
         {**one, "value": one["value"] + 1} for one in (counted("a", 8, 10), counted("a", 2, 10, 1))
     ]

@@ -1,4 +1,4 @@
-"""Policies for each layer are named by their slots, where that tells them apart."""
+"""Policies that are lists of layers are named by their slots, if this tells them apart."""
 
 from __future__ import annotations
 

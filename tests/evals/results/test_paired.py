@@ -1,4 +1,4 @@
-"""Differences of two policies, pair by pair: blocks of a text, books, answers and seeds."""
+"""Differences of two policies, from pairs of blocks of a text, of books, answers or seeds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def record(policy: str, budget: int | None, value: float, seed: int = 0, **more:
 
 
 def read(policy: str, budget: int | None, losses: np.ndarray, seed: int = 0, **more: Any):
-    """A record of a text in ten whole blocks of 100 tokens, and one of 50 that is not whole."""
+    """A record of a text in ten whole blocks of 100 tokens, and a last block of 50."""
     blocks = [*map(math.exp, losses), 1e6]
     result = {"ppl_by_block": blocks, "block": 100, "tokens": 1050}
     return record(policy, budget, math.exp(losses.mean()), seed, result=result, **more)
@@ -44,7 +44,7 @@ def asked(policy: str, budget: int, marks: str, seed: int = 0):
 
 @pytest.fixture
 def losses():
-    """Blocks that differ far more from each other than the policies do."""
+    """Losses of ten blocks under two policies. Blocks differ far more than the policies do."""
     rng = np.random.default_rng(0)
     text = rng.normal(3.0, 0.5, 10)
     return text, text - 0.05 + rng.normal(0, 0.02, 10)
@@ -79,7 +79,7 @@ def test_policies_are_paired_block_by_block(losses):
     assert (math.log(figure.low), math.log(figure.high)) == pytest.approx(
         (each.mean() - reach, each.mean() + reach), rel=1e-9
     )
-    # The pairs tell the two apart, which their own intervals do not.
+    # Pairs show that the two policies differ, which their separate intervals do not show.
     assert figure.high < 1
     mine, theirs = (
         overviews([read("streaming_llm(budget=64)", 64, text), read("h2o(budget=64)", 64, other)])[
@@ -116,7 +116,7 @@ def test_a_policy_is_put_beside_the_reference_of_its_size_or_the_only_one(losses
     assert table.rows == ("h2o(budget=128)",)
     assert math.log(table.columns[0].figures[0].mean) == pytest.approx((other - text).mean())
     (table,) = paired([records[0], *records[2:]])
-    assert table.rows == ("h2o(budget=128)", "dense")  # the last reads in other chunks
+    assert table.rows == ("h2o(budget=128)", "dense")  # the last record has another chunk
     sizes = [
         read("streaming_llm(budget=64)", 64, text, memory=10**6),
         read("streaming_llm(budget=70)", 70, text - 1, memory=10**6, equal="kv"),
@@ -162,7 +162,7 @@ def test_answers_are_paired_question_by_question():
     swapped = paired_shares([True, False] * 3, [True] * 6)
     middle, low, high = paired_shares([True] * 6, [True, False] * 3)
     assert swapped == pytest.approx((-middle, -high, -low))
-    # Answers that agree everywhere leave doubt, more of few than of many.
+    # If all answers agree, the interval is still not empty, and it is wider with fewer answers.
     few, many = (paired_shares([True] * n, [True] * n) for n in (10, 100))
     assert few[0] == many[0] == 0 and few[2] > many[2] > 0 > many[1] > few[1]
 

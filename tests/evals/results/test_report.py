@@ -1,4 +1,4 @@
-"""Reports: one page with everything inside, Markdown beside it, and what stands on both."""
+"""Reports: a page that needs no other files, Markdown with pictures, and the content of both."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def results(tmp_path) -> Path:
 
 
 class Tags(HTMLParser):
-    """What is open, and what was fetched from elsewhere."""
+    """Tracks the open elements of a page, and collects what it would fetch from elsewhere."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The results file: whole after any crash, of one grid, one line a cell."""
+"""The results file: intact after any crash, for one grid, with one line for each cell."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_some_records_are_kept_and_put_in_order_in_place(tmp_path):
         results.append(record(1))
         results.keep(dict(sorted(results.records.items())))
         assert [r["cell"] for r in read_results(path)[1]] == [0, 1, 3]
-        results.append(record(4))  # the file that took its place is written on
+        results.append(record(4))  # goes into the file that has replaced the first
         with pytest.raises(WeirError, match="another weir"):
             ResultsFile(path, GRID, resume=True)
     assert [r["cell"] for r in read_results(path)[1]] == [0, 1, 3, 4]

@@ -1,4 +1,4 @@
-"""Records as tables: which figure stands where, and which is marked."""
+"""Records as tables: where each figure is, and which are marked as best."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def record(policy: str, value: float | None, **more: Any) -> dict[str, Any]:
 
 
 def column(head: str, values: tuple[float | None, ...], *how: Any, **more: Any) -> Column:
-    """A column of figures that were each measured once."""
+    """A column of figures, each of them measured once."""
     figures = tuple(None if value is None else Estimate(value, 1, 1) for value in values)
     return Column(head, figures, *how, **more)
 
@@ -93,7 +93,7 @@ def test_files_stand_in_heads_without_their_folders():
         'docqa(file="hub:a/b:test")',
         'docqa(file="d.gz")',
     ]
-    # Two files of one name are told apart, and what is no file is left as it is.
+    # Folders stay in the heads if they tell two files apart.
     both = ['ppl(text="a/c.txt")', 'ppl(text="b/c.txt")']
     assert short(*both) == both
     asked = ['needle(answer="a/b")', 'needle(answer="c/b")']

@@ -1,4 +1,4 @@
-"""nano with a chat template, for tasks that talk."""
+"""nano with a chat template, for tasks that chat."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`agreement`: what a policy holds of what KVzip keeps, counted by hand on small texts."""
+"""`agreement`: the share of the tokens kept by KVzip that a policy holds, on small texts."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def test_it_counts_tokens_that_both_hold(nano):
 
 def test_kvzip_agrees_with_itself_and_a_window_does_not(nano):
     itself = TASK.run(subject(nano, "kvzip(25, newest=1, asks=false)"), quiet)
-    # One more slot is for what follows the text, so the reference keeps one token more.
+    # The reference gets one more slot than the policy, for the token after the text. So it keeps 25
+    # tokens, of which the policy holds 24.
     assert itself["agreement"] == pytest.approx(24 / 25)
     assert TASK.run(subject(nano, "window(24)"), quiet)["agreement"] < 0.7
 

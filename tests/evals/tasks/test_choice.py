@@ -1,4 +1,4 @@
-"""`choice`: questions on one stream are answered as a plain forward over all of it answers them."""
+"""`choice`: questions on one stream get the answers of one plain forward over the whole stream."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def yielding(labels: list[str]) -> Subject:
     one = nano()
     model = make("llama", vocab_size=4096, max_position_embeddings=1024)
     with torch.no_grad():
-        # Whatever comes before, the logits of these ids are the largest: which of them varies.
+        # The logits of these ids are always the largest. Which is first depends on the text.
         rows = [
             one.tokenizer(f" {label}", add_special_tokens=False)["input_ids"][0] for label in labels
         ]
@@ -91,7 +91,7 @@ def test_an_answer_of_several_tokens_is_right_if_each_of_them_is() -> None:
 
 @pytest.mark.slow
 def test_only_the_stream_outgrows_the_cache() -> None:
-    """One question fits the budget, five do not: one-shot stays what dense says."""
+    """One question fits into the budget, so one-shot answers are those of dense; five do not."""
     one = yielding(["A", "B", "C", "1"])
     dense = Choice(file=str(OFFICIAL)).run(one, quiet)
     small = replace(one, policy=weir.policy("sink(4) | recent(60)"), chunk=1)

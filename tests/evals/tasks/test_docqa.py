@@ -1,4 +1,4 @@
-"""`docqa`: the document with the answer stands where it is wanted; answers are compared exactly."""
+"""`docqa`: the document with the answer is at the requested place; answers are compared exactly."""
 
 from __future__ import annotations
 

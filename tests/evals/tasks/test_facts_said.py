@@ -1,4 +1,4 @@
-"""Facts that are said and asked for: by readers that know what they read, and forget as told."""
+"""Tasks that state facts and ask for them, with stand-ins that remember a given window."""
 
 from __future__ import annotations
 
@@ -36,19 +36,21 @@ def nano():
 
 
 def silent(share: float) -> None:
-    """Nobody is told."""
+    """Ignore progress."""
 
 
 @dataclass
 class Knowing:
-    """A stream's reader without a model: it goes on as an earlier place that ended alike did.
+    """A stand-in for a stream, which predicts what followed the same last tokens earlier.
 
     Attributes:
-        newest: of places alike, the newest or the oldest.
-        window: tokens it remembers; None for all.
-        verb: with which a question ends but for one token; what is alike begins at the name
-            before it.
-        back: for each answer that it found, how many tokens back it stood.
+        newest: use the newest of several such earlier places, or else the oldest.
+        window: how many tokens it remembers; None for all.
+        verb: the token of the verb. Tokens are compared from the name on, which comes before the
+            last verb.
+        rows: the tokens that were fed, by row.
+        back: for each token that it found, how many tokens back this was.
+        begins: the first prediction of each feed with `all_logits`, by row.
     """
 
     newest: bool
@@ -91,7 +93,7 @@ class Knowing:
 
 @dataclass(frozen=True)
 class Reads(Subject):
-    """A subject whose streams are readers of the kind that is wanted."""
+    """A subject whose streams are `Knowing` stand-ins with the given `newest` and `window`."""
 
     newest: bool = True
     window: int | None = None
@@ -118,7 +120,7 @@ def test_who_remembers_everything_and_takes_the_newest_is_always_right(nano, tas
     assert distances == ([32, 64, 128, 256] if task.name == "instruction" else distances)
     assert found["kv_bytes"] == NBYTES // 3
     if task.name != "instruction":
-        # A digit stands as far back as the first one, which is the distance.
+        # All digits of a number are equally far back, and this is the distance.
         assert distances == [16, 32, 64, 128, 256]
         assert sorted(set(one.streams[0].back)) == distances
         assert one.streams[0].seen <= found["tokens"]
@@ -154,7 +156,8 @@ def test_an_instruction_stands_at_the_start_and_is_asked_for_its_distance_after_
         assert row[0] == words.front[0]
         rules = [row[1 + 7 * n : 8 + 7 * n] for n in range(3)]
         assert all(rule[1] == words.verb and rule[-1] == words.stop for rule in rules)
-        # Said again where it is asked for; the last digit of all is not fed any more.
+        # The rule is in the row again where it is asked for. Its end is not compared, because the
+        # very last digit of a row is not fed.
         for distance in (32, 64, 128):
             place = 1 + 3 * 7 + distance
             assert row[place - 3 : place + 2] in [rule[:5] for rule in rules]
@@ -179,7 +182,7 @@ def test_an_answer_of_many_tokens_is_right_only_whole(nano):
             return Slips(True, None, Words.of(self.tokenizer).verb)
 
     slipped = task.run(Slipping("some", *nano, policy=weir.policy("dense")), silent)
-    assert slipped["accuracy"] == 0.0  # of nine tokens in a row one at least is at a fifth place
+    assert slipped["accuracy"] == 0.0  # nine tokens in a row include a place where it slips
     assert 0.7 < slipped["token_accuracy"] < 0.9
 
 

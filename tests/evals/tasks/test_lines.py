@@ -1,4 +1,4 @@
-"""`lines`: official files and made ones ask the same way; answers are read as LongEval does."""
+"""`lines`: official and generated cases ask in the same way; answers are parsed as in LongEval."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def test_scores_are_longbench_s_by_hand(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("weir.evals.answers.ask", told)
     found = LongBench(file=str(HOTPOT)).run(stranger(), quiet)
     assert prompts[1] == (hotpot_prompt(ROWS[1]), 32, (), False)
-    # F1 over words: all of "Anna", all of "green", none of "in spring".
+    # F1 over words is 1 for "Anna" and "green", and 0 for "the autumn", where "in spring" is right.
     assert found["score"] == pytest.approx(2 / 3)
     assert found["by_length"] == [
         {"length": "0-4k", "asked": 1, "score": 1.0},

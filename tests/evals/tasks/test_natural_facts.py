@@ -1,4 +1,7 @@
-"""`facts`: what is told where, asked beside the stream, by readers that forget as told."""
+"""`facts`: facts are told at given places, and asked for without a trace in the stream.
+
+Tested with stand-ins that remember a given window.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from weir.stream import read_stream
 
 
 class Reader:
-    """A stream's stand-in that knows the ids of its last `window` tokens."""
+    """A stand-in for a stream, which holds the ids of all tokens, and the size of its window."""
 
     nbytes, cache = 800, None
 
@@ -36,7 +39,7 @@ class Reader:
 
 
 def subject_of(nano, monkeypatch, window, newest=True):
-    """A subject that answers with what stood behind the same question, if it still knows it."""
+    """A subject that answers with what followed the same words within the window."""
 
     class Reading(Subject):
         def stream(self, prompt=None, answer=0):
@@ -129,7 +132,7 @@ def test_what_is_in_the_window_is_answered_and_nothing_else(nano, monkeypatch):
 
 @pytest.mark.parametrize(("newest", "accuracy"), [(True, 1.0), (False, 0.0)])
 def test_of_changed_facts_the_newest_counts(nano, monkeypatch, newest, accuracy):
-    monkeypatch.setattr(natural_facts, "CHANGE", re.compile("(?!)()"))  # both are told alike
+    monkeypatch.setattr(natural_facts, "CHANGE", re.compile("(?!)()"))  # tells changes like facts
     task = Facts(form="changed", distances=200, facts=3, samples=2)
     found = task.run(subject_of(nano, monkeypatch, 10_000, newest), quiet)
     assert (found["accuracy"], found["stale"]) == (accuracy, 1.0 - accuracy)

@@ -1,4 +1,4 @@
-"""`needle`: what is hidden is found where the cache still has it, and nowhere else."""
+"""`needle`: the hidden needle is found if the cache still holds it, and only then."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`recalled` and `found`: what is told, asked and judged, and long runs that are interrupted."""
+"""`recalled` and `found`: facts, questions and verdicts, and long runs that are interrupted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ruler`: RULER's files, its two metrics, and a question that is there early or late."""
+"""`ruler`: RULER's files, its two metrics, and questions that come before or after the text."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_dense_answers_as_a_plain_loop_wherever_the_question_is_fed(question):
 
 
 def fed(monkeypatch, subject, **options):
-    """What is fed to the stream of the first record, as text, feed by feed."""
+    """The text of each feed to the stream of the first record."""
     texts, own = [], Stream.feed
 
     def feed(stream, ids, *rest, **more):
@@ -82,7 +82,7 @@ def test_in_a_chat_the_answer_begins_where_the_template_ends(monkeypatch):
 
 
 def test_a_policy_that_votes_keeps_what_the_question_asks_for_only_if_it_is_there():
-    """Read whole, what is kept differs by whether the question voted."""
+    """In a prompt that is read whole, other tokens stay if the question is among the voters."""
     one = replace(stranger("snapkv(budget=48)"), prefill="full")
     answers = [
         Ruler(file=str(FILE), most=8, question=question).run(one, quiet)["answers"]

@@ -1,4 +1,4 @@
-"""The streamed tasks on nano: what each asks, and that exact attention answers as a loop does."""
+"""The streamed tasks on nano: what they ask; exact attention answers as a plain loop does."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def subject(nano, policy: str = "dense", **more) -> Subject:
 
 
 def silent(share: float) -> None:
-    """Nobody is told."""
+    """Ignore progress."""
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +149,7 @@ def test_every_answer_is_due_its_distance_after_its_number(nano, seed):
     for distance, number, place in zip(distances, numbers, layout.answers, strict=True):
         assert row[place : place + 3].tolist() == number.tolist()
         assert row[place - distance : place - distance + 3].tolist() == number.tolist()
-        # Both stand in statements of the same name, which is said nowhere else as one.
+        # The number and its question are both in statements about the same name.
         name, verb = row[place - 3], words.verb
         said = np.flatnonzero((row[:-1] == name) & (row[1:] == verb))
         assert {place - 3, place - distance - 3} <= set(said.tolist())
@@ -266,7 +266,7 @@ def test_the_papers_lines_are_for_other_models_and_read_one_stream_at_a_time(nan
     assert lines.right(2, wrong.input_ids) == 0
     it = Subject("other", model, tokenizer, weir.policy("streaming_llm(64)"))
     task = StreamEval(distance=2, samples=2, queries=2, every=3)
-    # Under any name nano is asked in the form of what it practiced.
+    # Whatever the model's name is, nano is asked in the format of the exercises of its training.
     assert task.run(it, silent)["format"] == "exercises"
     monkeypatch.delattr(model.config, "weir_exercises")
     found = task.run(it, silent)

@@ -1,4 +1,4 @@
-"""`summary`: ROUGE and Self-BLEU by hand and by their packages, over XSUM's and CNN's files."""
+"""`summary`: ROUGE and Self-BLEU, by hand and by their packages, on XSum's and CNN's files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ ROWS = [json.loads(line) for line in XSUM.read_text().splitlines()]
 
 
 def test_rouge_by_hand() -> None:
-    # The pairs of words: "the cat", "cat sat" against "the cat", "cat slept", "slept here".
+    # The answer's pairs of words are "the cat" and "cat sat". The reference has "the cat", "cat
+    # slept" and "slept here".
     found = rouge_scores(["the cat sat"], ["the cat slept here"])
     one, two, longest = 2 * 2 / 7, 2 * 1 / 5, 2 * 2 / 7
     assert found == pytest.approx(
@@ -39,7 +40,7 @@ def test_rouge_by_hand() -> None:
         }
     )
     both = rouge_scores(["the cat sat", "dogs"], ["the cat slept here", "dog"])
-    assert both["rouge1"] == pytest.approx((one + 1) / 2)  # stems: dogs is dog
+    assert both["rouge1"] == pytest.approx((one + 1) / 2)  # the stem of dogs is dog
     assert both["rouge"] == pytest.approx(
         math.prod(both[kind] for kind in ("rouge1", "rouge2", "rougeL")) ** (1 / 3)
     )
@@ -47,11 +48,12 @@ def test_rouge_by_hand() -> None:
 
 def test_self_bleu_by_hand() -> None:
     texts = ["a b c d e", "a b c d f", "a b c d e"]
-    # Two are alike: 1. Of the other, 4 of 5 words, 3 of 4 pairs, 2 of 3 and 1 of 2 are found.
+    # Two texts are equal and get 1. In the other text, 4 of 5 words, 3 of 4 pairs of words, 2 of 3
+    # triples and 1 of 2 quadruples are also in the first two.
     other = (4 / 5 * 3 / 4 * 2 / 3 * 1 / 2) ** (1 / 4)
     assert self_bleu(texts) == pytest.approx((1 + other + 1) / 3)
     assert self_bleu(["a b", "", " "]) is None
-    # sacrebleu says 100.00000000000004 of texts that are the same.
+    # For equal texts, sacrebleu gives 100.00000000000004.
     assert self_bleu(3 * ["It was a bright morning, and they walked on to the mill."]) == 1.0
 
 

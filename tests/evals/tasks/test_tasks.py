@@ -1,4 +1,4 @@
-"""Every task says itself in words that read back, and the documentation's commands can be read."""
+"""Every task can be written as text and parsed again, and so can the documentation's commands."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_commands_of_the_documentation_can_be_read() -> None:
     for page, command in commands():
         words = shlex.split(command.replace("\\\n", " "), comments=True)
         given = dict(zip(words, [*words[1:], ""], strict=True))
-        # A policy file is what the command before on the page writes.
+        # Policy files are written by earlier commands of the page, so policies take their place.
         sizes = count(2)
         listed = given.get("--policies", "all")
         policies = re.sub(r"[\w-]+\.toml", lambda _, n=sizes: f"h2o({next(n)})", listed)
