@@ -79,7 +79,7 @@ def main(words: Sequence[str] | None = None) -> None:
         else:
             page.goto(f"{given.url}/#session={given.session}")
         page.locator("#text .held").first.wait_for(timeout=WAIT)
-        page.wait_for_timeout(1000)  # what is held is drawn after the answer
+        page.wait_for_timeout(1000)  # the memory panel is drawn after the answer
         page.evaluate("document.querySelectorAll('.recalled').forEach(each => each.open = true)")
         page.evaluate(
             "const box = document.getElementById('scroll'); box.scrollTop = box.scrollHeight"

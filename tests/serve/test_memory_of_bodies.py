@@ -1,4 +1,4 @@
-"""What a hostile body takes of a server's memory, as a process of its own sees it."""
+"""How much memory a hostile body takes, measured on a server in a separate process."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ def server() -> Iterator[Server]:
 def send(server: Server, path: str, body: bytes) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
     headers = {"Content-Type": "application/json", "Host": "localhost"}
-    with suppress(OSError):  # refused before all of it was sent
+    with suppress(OSError):  # the server can refuse it before all of it was sent
         connection.request("POST", path, body, headers)
         connection.getresponse().read()
     connection.close()
 
 
 def peak_of(server: Server, path: str, body: bytes) -> int:
-    """Bytes by which the server's memory rises at most while it works on a body."""
+    """Return by how many bytes the server's memory rises at most while it works on a body."""
     processes, rise = [server.process.pid, *server.workers], 0
     for each in processes:
-        Path(f"/proc/{each}/clear_refs").write_text("5")  # the peak is as of now
+        Path(f"/proc/{each}/clear_refs").write_text("5")  # resets the peak to the current memory
         rise -= status_bytes(each, "VmRSS")
     send(server, path, body)
     return rise + sum(status_bytes(each, "VmHWM") for each in processes)
@@ -73,6 +73,7 @@ def test_a_large_body_takes_four_times_its_bytes_at_most(server, kind):
 def test_a_body_of_many_nodes_takes_what_the_start_counts_for_it(server, kind):
     path, body = bodies_of("model", 1_000_000)[kind]
     counter = NodeCounter(10**9)
-    with suppress(Exception):  # more than are allowed: then it is refused before it is parsed
+    # counting stops at too many nodes, as such a body is refused before it is parsed
+    with suppress(Exception):
         counter.feed(body)
     assert peak_of(server, path, body) <= MEMORY_OF_BYTE * (len(body) + NODE * counter.nodes)
