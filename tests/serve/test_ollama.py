@@ -150,7 +150,7 @@ def test_errors_are_a_text_that_clients_print(server, path, body, status):
 
 @pytest.mark.parametrize("page", [{}, {"Origin": "null"}, {"Sec-Fetch-Site": "cross-site"}])
 def test_a_body_is_json_without_its_type_unless_a_web_page_sends_it(server, page):
-    """LiteLLM sends Ollama no type, and curl -d, as in Ollama's documentation, the type of a form."""
+    """LiteLLM sends Ollama no type. curl -d, as in Ollama's documentation, sends a form's type."""
     body = json.dumps(ask(USER, stream=False)).encode()
     form = {"Content-Type": "application/x-www-form-urlencoded"}
     for path, headers in (("/api/chat", {}), ("/api/chat", form), ("/v1/chat/completions", {})):
