@@ -27,6 +27,6 @@ def test_a_token_that_folds_passes_the_files_that_the_page_lists() -> None:
 @pytest.mark.slow
 def test_a_request_passes_the_files_that_the_page_lists() -> None:
     passed = {name for name in request_path() if name.startswith("serve/")}
-    # The server goes on until the client has read the first text.
+    # The server can compute further until the client has read the first text.
     assert listed("The files of a request") <= passed
     assert len(passed - listed("The files of a request")) <= 4

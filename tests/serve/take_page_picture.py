@@ -22,7 +22,7 @@ from weir.stream import BOOK, read_text
 
 DESKTOP, PHONE = (1280, 800), (390, 844)
 WAIT = 1_800_000
-"""Milliseconds that an answer may take, on a machine that has much else to do."""
+"""Milliseconds that an answer may take on a busy machine."""
 FIRST = "My sister Ottilie keeps bees in Bergen. Remember that. What could I give her?"
 NOVEL = "This is the beginning of a novel. Tell me who is in it.\n\n"
 LAST = "Where does my sister Ottilie keep bees?"

@@ -79,7 +79,7 @@ def work(engine: Engine, *turns: TokenSequence) -> None:
         if all(each.listener.over for each in turns):
             return
         engine.step()
-    raise AssertionError("the engine does not come to an end")
+    raise AssertionError("the engine does not finish the turns")
 
 
 def alone(turns: list[tuple[list[int], int]], policy: str = POLICY) -> list[list[int]]:

@@ -107,7 +107,7 @@ FIELDS: list[dict[str, Any]] = [
     {"temperature": "warm"},
     {"temperature": 1e400},
 ]  # fmt: skip
-"""Fields that are added to a body that is answered."""
+"""Fields that are added to a valid body."""
 
 
 def call(arguments: str) -> dict[str, Any]:

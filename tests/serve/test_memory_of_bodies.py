@@ -18,14 +18,14 @@ from weir_bench.timing import status_bytes
 
 LARGE = 15_900_000
 PAGES = 4_000_000
-"""Bytes by which a process grows for other reasons: libraries that are read, arenas of threads."""
+"""Bytes by which a process grows for other reasons, such as libraries and arenas of threads."""
 
 WIDE = ("a wide word", "control tokens")
-"""Texts whose characters Python stores in 4 bytes each, for there is one beyond U+FFFF among them,
-or in 2, for weir puts marks of two bytes into control tokens. They may take 8 times their bytes."""
+"""Texts that may take 8 times their bytes. Python stores each of their characters in 4 bytes if one
+is beyond U+FFFF, or in 2 because weir puts marks of two bytes into control tokens."""
 
 bodies_of = lru_cache(maxsize=1)(make_bodies)
-"""Bodies of a size; all kinds of the large ones take half a second."""
+"""Bodies of a size. They are cached, because making all kinds of large ones takes half a second."""
 
 pytestmark = [
     pytest.mark.slow,

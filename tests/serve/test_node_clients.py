@@ -225,7 +225,7 @@ class Continue(Agent):
 
 def main_requests(exchanges: list[Exchange], least_tools: int) -> list[Exchange]:
     """Return the requests with tools. Agents also send others, such as requests for a title."""
-    assert exchanges, "the agent has asked nothing"
+    assert exchanges, "the agent has sent no request"
     for one in exchanges:
         # Claude Code also requests a page that only its maker's server has.
         assert one.status == 200 or not one.path.startswith("/v1/"), (one.path, one.answer)

@@ -67,7 +67,7 @@ def busy(server: Server) -> None:
         if server.engine.load().busy:
             return
         time.sleep(0.005)
-    raise AssertionError("nothing is answered")
+    raise AssertionError("no row became busy")
 
 
 @pytest.mark.parametrize("stream", [False, True])

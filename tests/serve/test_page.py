@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow  # needs a browser
 KEY, OTHER = "wk-alice-0123456789", "wk-bob-0123456789"
 PHONE = {"viewport": {"width": 375, "height": 667}, "is_mobile": True, "has_touch": True}
 LATER = 30_000
-"""Milliseconds that anything in a browser may take on a machine that has much else to do."""
+"""Milliseconds that anything in a browser may take on a busy machine."""
 
 
 @pytest.fixture(scope="module")
@@ -273,7 +273,7 @@ def test_all_can_be_done_by_keyboard(user):
             if focused().strip().startswith(name):
                 return
             press("Tab")
-        raise AssertionError(f"nobody comes to {name} with Tab")
+        raise AssertionError(f"Tab does not reach {name}")
 
     page.evaluate("document.getElementById('longest').value = 5")
     tab_to("Skip to the message box")

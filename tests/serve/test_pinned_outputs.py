@@ -29,7 +29,7 @@ from test_drops import (
 
 PIN = "pinned(sink(2) | recent(48) | heavy(8), n={n}, header=4)"
 WORDS = {"role": "user", "content": "w" * 150}
-"""A message that is longer than the window and the chunk together."""
+"""A message that is longer than the window and a chunk together."""
 
 
 def start(n=600, template=TAKES_TOOLS, **given):

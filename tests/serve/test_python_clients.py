@@ -74,7 +74,7 @@ SDKS = {
 }
 """The clients of clients/sdks.py, and their environments."""
 WARNED = {"llamaindex-ollama": "no effect here: options.num_ctx"}
-"""A warning that every answer to a client has."""
+"""Clients whose answers all have this warning."""
 WINDOW = 512
 ANSWERED = ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat")
 

@@ -649,7 +649,7 @@ def test_bad_items_are_refused(server, client, path, body, param):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("llm-comply") is None, reason="llm-comply is installed by itself")
+@pytest.mark.skipif(shutil.which("llm-comply") is None, reason="llm-comply is not installed")
 def test_llm_comply_is_answered_as_it_wants_but_for_images():
     model, tokenizer = weir.load("nano")  # a model that ends its answers
     engine = Engine(model, "weir(256)", 2, SessionStore(keep=32), queue=8)

@@ -11,7 +11,7 @@ from weir.stream import BOOK, read_text, render_chat
 pytestmark = pytest.mark.models
 TURNS = 30
 WORDS = 1_400
-"""Characters of a turn, so that all of them are more than the window of 8,192 tokens."""
+"""Characters of a turn. Together, the turns are longer than the window of 8,192 tokens."""
 
 
 def test_thirty_turns_past_the_window_are_fed_as_the_template_has_them(smollm2):

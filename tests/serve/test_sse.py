@@ -12,7 +12,7 @@ from weir.serve.api.sse import EventStream
 
 
 def sent(pauses: list[float], stall: float) -> tuple[int, float]:
-    """Send events to a client that pauses before each. Return how many it took, and the total time."""
+    """Send events to a client with these pauses. Return how many it took, and the time."""
     taken = 0
 
     async def frames():

@@ -17,7 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 LETTERS = 24
 START, OPEN, END, SYSTEM, USER, ASSISTANT = range(6)
 FIRST = 6
-"""The first letter; behind the letters stand as many words that name one, for the system turn."""
+"""The id of the first letter. After the letters come as many words, with which system turns name
+them."""
 WORDS = FIRST + LETTERS
 HEADER = [END, OPEN, ASSISTANT]
 LENGTH = 64

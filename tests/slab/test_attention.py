@@ -27,9 +27,9 @@ pytestmark = pytest.mark.thinned(3, least=2)
 LOG_MILLION = 20 * math.log(2)
 WEIGHTS = [0.0, 0.0, -math.inf, LOG_MILLION, -3.0]
 FUSED = 20 * torch.finfo(torch.float32).eps
-"""PyTorch's fused kernels take exponentials to twenty units in the last place (`exp_u20`)."""
+"""PyTorch's fused kernels compute exponentials to 20 units in the last place (`exp_u20`)."""
 TINY = 1e-30
-"""Far above the smallest float32, where numbers lose their last places."""
+"""Far above the smallest float32 numbers, which have less precision."""
 
 
 @dataclass
@@ -136,7 +136,7 @@ def reference(case: Case) -> Tensor:
 
 
 def rounding(case: Case) -> float:
-    """The relative error of one term of a sum, and so of a sum, relative to its terms' magnitudes."""
+    """Return the relative error of a term of a sum, which is also the sum's if no term cancels."""
     _, _, group, length, key_dim = case.queries.shape
     products = case.queries.abs().double() @ case.keys.abs().double()[:, :, None].mT
     exponent = float(products.max()) * case.form.scale + LOG_MILLION

@@ -124,7 +124,7 @@ def test_moves_add_up(steps):
 
 
 def by_counting(places: list[int], first_of_run: int) -> list[int | None]:
-    """Return each token's frame: the start of the run minus the distinct front tokens from it on."""
+    """Return each token's frame: the run's start minus the distinct front tokens from it on."""
     frames: list[int | None] = []
     for place in places:
         later = {p for p in places if p >= place >= 0}

@@ -499,7 +499,7 @@ def test_a_row_that_stands_where_a_turn_starts_is_not_read_from_disk(tmp_path, m
 
 
 ROUNDS = int(os.environ.get("WEIR_KILLS", "3"))
-"""How often a process is killed while it writes; 50 where somebody has the time."""
+"""How often a process is killed while it writes. Use 50 for a long run."""
 
 
 @pytest.mark.slow
