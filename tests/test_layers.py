@@ -21,7 +21,7 @@ ORDER = (
     "errors < kernels < slab < pools, models < policies < cache < native < loading, stream < weir"
     " < train, serve < evals < cli < __main__"
 )
-"""Rooms import to their left only. `weir` and `__main__` are the root's `__init__` and `__main__`."""
+"""Rooms import to their left only. `weir` and `__main__` stand for the two files at the root."""
 LEVEL = {room: n for n, level in enumerate(ORDER.split(" < ")) for room in level.split(", ")}
 ROOMS = LEVEL.keys() - {"errors", "weir", "__main__"}
 

@@ -77,7 +77,7 @@ def test_there_are_few_sizes_and_the_last_is_all_rows(model, rows, sizes):
 
 @pytest.mark.slow
 def test_answers_are_the_same_and_every_step_is_compiled(model):
-    # rows become free in between, and one row is left alone at the end
+    # Rows become free in between, and one row is left alone at the end.
     limits = [22, 3, 9, 30, 5, 12]
     usual = answers(engine_of(model, 6), limits)
     engine = engine_of(model, 6)

@@ -110,7 +110,7 @@ def test_nodes_are_counted_outside_of_strings_however_they_arrive():
 def test_bodies_of_too_many_nodes_are_refused_before_they_are_parsed(server, monkeypatch):
     monkeypatch.setattr(requests, "parse_body", None)  # a call would fail
     monkeypatch.setattr(json_nodes, "MAX_NODES", most := 20_000)
-    # a prompt can be a list of token ids, and no other list can be that long
+    # A prompt can be a list of token ids, and no other list can be that long.
     ids = most + LIMITS.prompt
     for path, entry, many in ((CHAT, "{}", most), (CHAT, "0", most), ("/v1/completions", "0", ids)):
         body = b'{"messages":[' + b",".join([entry.encode()] * (many + 2)) + b"]}"
@@ -164,7 +164,7 @@ def test_a_head_that_does_not_come_ends_its_connection(server, monkeypatch):
         assert silent.recv(100) == b""  # an idle connection is closed without a response
         silent.close()
     assert httpx.get(f"{server.url}/health").status_code == 200
-    # the time limit of the head does not apply to a body
+    # The time limit of the head does not apply to a body.
     assert server.engine_client.open_requests("127.0.0.1") == 1
     slow_body.close()
     server.settled()

@@ -91,7 +91,7 @@ class Servers:
         return self._process.stdout.readline().split()
 
     def close(self) -> None:
-        # a failed test left it running, and it would keep the pipe open
+        # A failed test left it running, and it would keep the pipe open.
         if self._running is not None:
             os.kill(self._running, signal.SIGKILL)
         self._process.kill()

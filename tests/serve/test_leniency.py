@@ -305,7 +305,7 @@ def test_where_a_template_takes_system_messages_is_found_by_rendering():
         return ""
 
     one = SystemPlaces(first=True, several=False, later=False)
-    # it accepts other system messages, but leaves them out
+    # It accepts other system messages, but leaves them out.
     assert SystemPlaces.of(forgetful) == one
     assert SystemPlaces.of(refusing) == SystemPlaces(first=False, several=False, later=False)
     assert SystemPlaces.of(lambda turns: str(turns)) == SystemPlaces()

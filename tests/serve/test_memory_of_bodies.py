@@ -73,7 +73,7 @@ def test_a_large_body_takes_four_times_its_bytes_at_most(server, kind):
 def test_a_body_of_many_nodes_takes_what_the_start_counts_for_it(server, kind):
     path, body = bodies_of("model", 1_000_000)[kind]
     counter = NodeCounter(10**9)
-    # counting stops at too many nodes, as such a body is refused before it is parsed
+    # Counting stops at too many nodes, as such a body is refused before it is parsed.
     with suppress(Exception):
         counter.feed(body)
     assert peak_of(server, path, body) <= MEMORY_OF_BYTE * (len(body) + NODE * counter.nodes)

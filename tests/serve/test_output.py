@@ -66,7 +66,7 @@ def test_the_events_of_many_queues_come_together_and_not_before():
         waiting = [asyncio.ensure_future(queue.take()) for queue in queues]
         for number, queue in enumerate(queues):
             sender.add(queue, token_event(number))
-            # a reader that wakes up for one of them finds both
+            # A reader that wakes up for one of them finds both.
             sender.add(queue, token_event(number))
         for _ in range(3):
             await asyncio.sleep(0)

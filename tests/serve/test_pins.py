@@ -43,7 +43,7 @@ def test_pins_are_chosen_from_memory(free, form):
     assert needed(chosen) <= room // 2 < needed(chosen + STEP)
     free(room * 100)
     assert choose_pin("nano", POLICY, format=form, **HOW) == MOST_PINNED
-    # too small for any number, so this is the default, which the memory estimate can still refuse
+    # Too small for any number, so this is the default, which the memory estimate can still refuse.
     free(room // 100)
     assert choose_pin("nano", POLICY, format=form, **HOW) == with_pin(POLICY).n
 
@@ -94,5 +94,5 @@ def test_a_beginning_without_room_is_told_once(caplog):
     with serving(make_client(policy="streaming_llm(24)")) as server:
         assert ask(server, SYSTEM, USER)["usage"]["weir"]["pinned"] == 0
         answer = server.post(path, {**body, "messages": [SYSTEM, USER]})
-        # this policy pins nothing, so no pins are missing
+        # This policy pins nothing, so no pins are missing.
         assert "x-weir-warning" not in answer.headers

@@ -114,7 +114,7 @@ def is_honored(body: Any, variant: Variant) -> bool:
         elif isinstance(found, list):
             found = found[step]
         else:
-            # the client chooses the fields of such objects, for example of a schema or of metadata
+            # The client chooses the fields of such objects, for example of a schema or of metadata.
             return True
     return True
 

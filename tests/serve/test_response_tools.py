@@ -346,7 +346,7 @@ def test_other_tools_make_the_whole_history_be_read_again(client):
     same = say(client, told, **on)
     assert cached(same) == first.usage.total_tokens - 1
     strict = [{**tool, "strict": True} for tool in TOOLS[:1]] + TOOLS[1:]
-    # the model is told the same
+    # The model is told the same.
     assert cached(say(client, told, **on | {"tools": strict})) == cached(same)
     assert cached(say(client, told, **on | {"tools": TOOLS[::-1]})) == cached(same)
     for tools in (TOOLS[:1], [{**TOOLS[0], "description": "x"}, TOOLS[1]], []):
@@ -373,7 +373,7 @@ def test_a_turn_of_a_chat_goes_on_with_the_tools_it_was_told_of(server, client):
     on = {"previous_response_id": f"resp_{head}", "max_output_tokens": 5}
     assert cached(say(client, sent, **on)) == chat.usage.total_tokens - 1
     other = say(client, sent, tools=TOOLS[:1], **on)
-    # the beginning, which conversations share
+    # The beginning, which conversations share.
     assert cached(other) in (0, other.usage.weir["beginning"])
     assert cached(say(client, sent, tools=[], **on)) == chat.usage.total_tokens - 1
 

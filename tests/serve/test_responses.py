@@ -234,7 +234,7 @@ def test_what_is_not_to_be_stored_is_not_found_by_its_id(server, client):
     told = say(client, "Secret", store=False, previous_response_id=first.id)
     assert not told.store and cached(told) == first.usage.total_tokens - 1
     assert httpx.get(f"{server.url}/v1/sessions", headers=headers).json() == before
-    # saved only so that later histories match
+    # Saved only so that later histories match.
     assert len(server.store._memory.list_all()) == kept + 1
     hidden = server.store._memory.list_all()[-1].session
     for path in ("", "/memory", "/turns"):
@@ -587,7 +587,7 @@ def test_one_request_at_a_time_is_at_a_conversation(server, client):
     thread.start()
     try:
         assert started.wait(60)
-        # locks a conversation of this name for another owner only
+        # Locks a conversation of this name for another owner only.
         server.engine_client.locked.add(("", made.id))
         for ask in (
             lambda: say(client, "Short", conversation=made.id),

@@ -179,7 +179,7 @@ def test_who_looks_at_a_turn_without_a_row_waits_for_nothing():
     made.step()
     after = made.inspect(first)
     made.stop()
-    # without sequences, it still completes the inspections that were requested, and ends
+    # Without sequences, it still completes the inspections that were requested, and ends.
     made.run()
     assert after.result(0) is None
 

@@ -434,7 +434,7 @@ def test_a_query_that_sees_nothing_gets_zero():
         assert (
             way(Case(queries, keys, values, zeros, zeros, AttentionParams(0.5), blind)).eq(0).all()
         )
-        # values without a denominator
+        # Values without a denominator.
         assert (
             way(Case(queries, keys, values, zeros, empty, AttentionParams(0.5), None)).eq(0).all()
         )

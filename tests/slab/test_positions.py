@@ -168,7 +168,7 @@ def test_on_three_axes_the_front_is_as_far_as_what_is_left_reaches(data):
     reaches = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=6))
     begins = [sum(reaches[:n]) for n in range(len(reaches))]
     slots = data.draw(st.integers(1, 8))
-    # the index of the word or image with which the run begins
+    # The index of the word or image with which the run begins.
     last = data.draw(st.integers(0, len(reaches) - 1))
     of = data.draw(st.lists(st.integers(-1, last), min_size=slots, max_size=slots))
     position = torch.tensor([[[10 * n if n >= 0 else -1 for n in of]]])

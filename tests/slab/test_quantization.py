@@ -34,7 +34,7 @@ def some(dtype: torch.dtype, seed: int, size: float, dim: int = 64) -> Tensor:
     x[10:20] = x[10:20] ** 5
     x[20:30, 3] *= 1000
     x[30:40] = x[30:40].round()
-    # all numbers of a vector have the same magnitude
+    # All numbers of a vector have the same magnitude.
     x[40:50] = torch.rand(10, dim, generator=draw).sign()
     x[50:] = 0
     top = torch.finfo(dtype).max

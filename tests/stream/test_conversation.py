@@ -246,7 +246,7 @@ def test_the_speed_of_the_last_answer_is_known(model):
 
 def test_a_first_step_in_which_it_is_compiled_is_not_counted_as_speed(model, monkeypatch):
     talk = talk_of(model, None)
-    # the time when the answer begins, and at each token
+    # The time when the answer begins, and at each token.
     clock = iter([0.0, 0.1, 60.1, 60.3, 60.5, 60.7])
     fake = SimpleNamespace(perf_counter=lambda: next(clock))
     monkeypatch.setattr("weir.stream.conversation.time", fake)

@@ -192,7 +192,7 @@ def test_what_may_begin_a_stop_is_held_back_until_it_does_not():
         ("a.b,c", (",", "."), "a"),
         ("abc", ("", "x"), "abc"),
         ("\nab", ("\n",), ""),
-        # the stop that begins first, although the other one ends within it
+        # The stop that begins first, although the other one ends within it.
         ("abcd", ("c", "bcd"), "a"),
     ],
 )

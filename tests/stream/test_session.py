@@ -324,7 +324,7 @@ def test_a_session_of_another_model_is_refused_and_says_what_differs(fresh_llama
     assert "vocabulary 61, here 62" in refused(fresh_llama(vocab_size=62), saved)
     assert "dtype float32, here bfloat16" in refused(fresh_llama().to(torch.bfloat16), saved)
     assert refused(fresh_llama(seed=1), saved).count("here") == 1  # the weights, nothing else
-    # the same model as the saved one
+    # The same model as the saved one.
     assert weir.Stream.restore(fresh_llama(), saved).seen == PARTLY_FULL
 
 

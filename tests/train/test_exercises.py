@@ -180,7 +180,7 @@ def test_book_text_that_has_a_name_and_the_verb_states_nothing(words):
         for place, name, _ in statements:
             whole[place + 3 : place + 6] = float(name in known)
             known.add(name)
-        # an exercise that is cut off after this is not checked
+        # An exercise that is cut off after this is not checked.
         end = max(place for place, _, _ in statements) + 7
         assert weight[:end].tolist() == whole[:end].tolist(), f"seed {seed}"
 

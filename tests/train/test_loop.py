@@ -197,7 +197,7 @@ def test_the_losses_are_weighted_cross_entropies_of_the_next_token(model, lesson
 def test_book_loss_of_a_model_that_knows_nothing_is_that_of_guessing(model, lesson):
     with torch.no_grad():
         model.model.embed_tokens.weight.zero_()
-    # a float32 sum over 32 rows
+    # A float32 sum over 32 rows.
     wanted = pytest.approx(np.log(len(model.lm_head.weight)), rel=off(32 * 191))
     assert loop.book_loss(model, lesson) == wanted
 
@@ -382,7 +382,7 @@ def test_a_run_that_was_broken_off_ends_as_one_that_was_not(
 def test_a_step_in_parts_is_the_step(tokenizer, tokens, tmp_path, monkeypatch):
     recipe = replace(TINY, tokens=768)
     train(recipe, tokenizer, tokens, tmp_path / "whole")
-    # parts of three rows and of one row
+    # Parts of three rows and of one row.
     monkeypatch.setattr(loop, "MOST_LOGITS", 3 * 193 * len(tokenizer))
     parts, losses_of = [], loop.losses
     monkeypatch.setattr(

@@ -354,7 +354,7 @@ def test_a_store_of_another_model_or_policy_is_refused(tmp_path, model, policy, 
         with pytest.raises(WeirError, match=sentence):
             store(tmp_path, StoreFormat.of(model, policy, chunk))
     with store(tmp_path, StoreFormat.of(MODEL, "streaming_llm(8, sinks=2)", CHUNK)) as one:
-        # the same policy in another spelling
+        # The same policy in another spelling.
         assert one.load("n0").state.facts == NODES[0].state.facts
 
 
@@ -427,7 +427,7 @@ def test_a_database_of_another_version_is_refused_by_name(tmp_path):
 def test_only_its_owner_reads_a_store(tmp_path):
     with store(tmp_path / "a") as one:
         kept(one, "n0", NODES[0])
-        # including SQLite's logs, which exist while it is open
+        # Including SQLite's logs, which exist while it is open.
         tables = sorted((tmp_path / "a").glob("weir.db*"))
         assert len(tables) == 3
         its = [tmp_path / "a", *files(tmp_path / "a"), *tables]

@@ -58,7 +58,7 @@ def test_only_so_many_are_kept_and_the_least_recently_used_goes(tmp_path):
         place.wait()
     for n, file in enumerate(files(tmp_path / "prefixes")):
         os.utime(file, (n + 1, n + 1))
-    # uses the first one, so the second is deleted next
+    # Uses the first one, so the second is deleted next.
     answer(served, "again", [*beginnings[0], *words(8, 20)])
     answer(served, "third", [*beginnings[2], *words(9, 20)])
     place.close()

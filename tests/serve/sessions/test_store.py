@@ -59,7 +59,7 @@ def saved(its: SessionStore, name: str, n: int = 0, **given: Any) -> TurnRecord:
 def test_records_are_found_again_as_they_were(tmp_path):
     with store(tmp_path) as its:
         first = saved(its, "a")
-        # created earlier than its parent, as if the clock had been set back
+        # Created earlier than its parent, as if the clock had been set back.
         second = saved(its, "b", 1, parent="a", created=2.0)
         other = saved(its, "c", 2, session="t", chain=second.chain)
     with store(tmp_path) as its:
@@ -99,7 +99,7 @@ def test_what_is_anothers_is_as_what_never_was(tmp_path):
         assert its.find_turn("me", "a") == mine
         assert its.remove_turns("me", "s", ["b", "\ud800"]) == []
         assert its.remove_turns("me", "s", ["a", "b"]) == ["a"]
-        # a deleted turn takes only turns of the same owner with it
+        # A deleted turn takes only turns of the same owner with it.
         assert its.find_turn("you", "b") is not None
 
 
@@ -357,7 +357,7 @@ def said_otherwise(old: str, new: str) -> Any:
 
 
 def infinite(data: bytes) -> bytes:
-    """Set the first numbers of the file to infinity."""
+    """Fill the keys of the first layer with bytes of 0xff, which are NaN."""
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
     start, end = header["0.keys"]["data_offsets"]
