@@ -136,7 +136,7 @@ def reference(case: Case) -> Tensor:
 
 
 def rounding(case: Case) -> float:
-    """Return the relative error of a term of a sum, which is also the sum's if no term cancels."""
+    """Return the relative error of a sum's terms. The sum is off by at most this times its size."""
     _, _, group, length, key_dim = case.queries.shape
     products = case.queries.abs().double() @ case.keys.abs().double()[:, :, None].mT
     exponent = float(products.max()) * case.form.scale + LOG_MILLION

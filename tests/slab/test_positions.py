@@ -47,7 +47,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 @given(st.integers(0, 2**40), st.integers(0, 99), st.sampled_from([1.0, 0.7, 1.3]))
 def test_a_rotation_is_exact_however_far_out(start, seed, scaling):
     x = normal(1, 2, 5, DIM, seed=seed)
-    # float64 has angles of 2^40 to 2^-12 only, and rounds the frequency and the product.
+    # In float64, an angle of 2^40 is exact to 2^-12, and the frequency and product are rounded.
     places = torch.arange(start, start + 5)[None, None]
     angle = 2 * 2.0**-52 * (start + 5)
     wanted = by_numpy(x, places.expand(1, 2, 5), scaling)

@@ -1,4 +1,4 @@
-"""The slab serves pools that it has never heard of, without changes to slab, cache or attention.
+"""The slab works with pools that weir does not have, without changes to cache or attention.
 
 Each toy pool here has a twin, a few lines of Python that work on lists. A Llama that is read token
 by token with the twins (`Naive` in reference/naive.py) must give the same logits as weir.

@@ -1,4 +1,4 @@
-"""Conversations feed only what is new, and together it is what the template renders."""
+"""Conversations feed only what is new, and all that they feed is what the template renders."""
 
 from __future__ import annotations
 
