@@ -12,7 +12,7 @@ HOUSE = Path(__file__).parents[1] / "docs" / "house.md"
 
 
 def listed(heading: str) -> set[str]:
-    """The files that are listed below a heading, each with its folder."""
+    """Return the files listed below a heading of docs/house.md, each with its folder."""
     section = HOUSE.read_text("utf-8").partition(f"### {heading}\n")[2].partition("\n#")[0]
     found = set()
     for folder, files in re.findall(r"^\| `([\w/]+/)` \| (.*) \|$", section, re.M):

@@ -48,7 +48,7 @@ NAMED_AS_PROOF = re.compile(r"naive|paper|theorem|lemma|algorithm|unbiased|table
 
 
 def find_salt(root: Path = ROOT) -> str:
-    """Return the salt: the variable, or else the commit's hash, or else weir's version.
+    """Return the salt: `WEIR_TEST_SALT` if it is set, else the commit's hash, else weir's version.
 
     A source distribution has no commit. If it is unpacked inside another repository, that
     repository's commit must not be used.
@@ -117,7 +117,7 @@ def _thinning(item: pytest.Item) -> pytest.Mark | None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Find the salt; pytest-xdist's workers take it from the process that started them."""
+    """Find the salt. Workers of pytest-xdist get it from the process that started them."""
     given = getattr(config, "workerinput", {}).get(VARIABLE)
     config.stash[SALT] = given or find_salt()
 

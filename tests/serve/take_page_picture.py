@@ -3,9 +3,9 @@
     weir serve smollm2 --archive 1GB
     python tests/serve/take_page_picture.py http://127.0.0.1:8000 docs/images/serve-page.png
 
-It needs playwright and Chromium. A novel is pasted that is longer than the default policy's
-windows, so that the first message is forgotten, and the last one recalls it. The conversation is
-sampled, so the words differ from run to run.
+It needs playwright and Chromium. The second message pastes part of a novel that is longer than the
+default policy's windows. So the first message is forgotten, and the last one recalls it. The
+conversation is sampled, so the words differ from run to run.
 """
 
 from __future__ import annotations

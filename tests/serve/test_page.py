@@ -443,7 +443,7 @@ def _rgb(color: str) -> tuple[float, ...]:
 
 
 def _contrast(one: tuple[float, ...], other: tuple[float, ...]) -> float:
-    """The contrast ratio of WCAG 2.2."""
+    """Return the contrast ratio of two colors as WCAG 2.2 defines it."""
     lights = []
     for color in (one, other):
         parts = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in color]

@@ -87,12 +87,13 @@ def cases(draw, capped: bool = True, apart: bool = True) -> Case:
 
 
 def looped(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The formula, one query and one slot at a time, in float64.
+    """Compute the formula in float64, one query and one slot at a time.
 
     Returns:
-        The answers [batch, kv_heads, group, length, value_dim]; what they would be with values of
-        one sign, which is what rounding errors are relative to; the attention each slot receives
-        [batch, kv_heads, slots]; the sinks' share of each query [batch, kv_heads, group, length].
+        Four tensors. The answers [batch, kv_heads, group, length, value_dim]. Their size, which is
+        the answers with the values' magnitudes, because rounding errors are relative to it. The
+        attention that each slot receives [batch, kv_heads, slots]. The share of each query's
+        attention that the sinks take [batch, kv_heads, group, length].
     """
     batch, kv_heads, group, length, _ = case.queries.shape
     slots, value_dim = case.values.shape[2:]
@@ -129,7 +130,7 @@ def looped(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def reference(case: Case) -> Tensor:
-    """`two_weight_attention` of a case."""
+    """Call `two_weight_attention` with a case."""
     return two_weight_attention(
         case.queries, case.keys, case.values, case.a, case.b, case.form, case.bias
     )
@@ -242,7 +243,7 @@ def test_a_bias_over_the_last_slots_is_one_that_is_zero_for_the_others():
 
 
 def split(case: Case) -> Tensor:
-    """`split_attention` of a case."""
+    """Call `split_attention` with a case."""
     weights = split_weights(case.a, case.b)
     return split_attention(case.queries, case.keys, case.values, *weights, case.form, case.bias)
 

@@ -25,7 +25,7 @@ ROTATION = 5
 
 
 def rotary(dim: int = DIM, base: float = 10_000.0, scaling: float = 1.0) -> Rotary:
-    """The usual frequencies."""
+    """Return a rotary embedding with the usual frequencies."""
     return Rotary(base ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim), scaling)
 
 
@@ -40,7 +40,7 @@ def by_numpy(x: Tensor, places: Tensor, scaling: float = 1.0, base: float = 10_0
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
-    """Random numbers."""
+    """Return random numbers of this shape."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 

@@ -34,7 +34,7 @@ SEED = 11
 
 
 def parted(slots: Slots, keep: Tensor) -> tuple[Slots, Slots]:
-    """(the slots that a mask keeps, the others), in order; heads with fewer have empty slots."""
+    """Return the slots that a mask keeps, and the others. Heads with fewer have empty slots."""
 
     return slots.only(keep), slots.only(~keep)
 
@@ -62,7 +62,7 @@ class Toy(Pool):
 
 @dataclass(frozen=True)
 class Ragged(Toy):
-    """Head h keeps every (h + 2)th token, so heads hold different tokens and different numbers."""
+    """Head h keeps every (h + 2)th token, so heads hold different tokens, and not equally many."""
 
     n: int
 
