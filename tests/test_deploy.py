@@ -1,4 +1,4 @@
-"""What deploy/ runs is what `weir serve` takes, as nobody, and with time to end well."""
+"""The files in deploy/ start `weir serve` with valid options, no privileges and time to end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEPLOY = Path(__file__).parents[1] / "deploy"
 
 
 def unit(*drop_ins: str) -> configparser.ConfigParser:
-    """The unit, and files of the folder weir.service.d after it, whose settings replace its own."""
+    """Return the unit. Settings in files of weir.service.d replace the unit's own."""
     parsed = configparser.ConfigParser(interpolation=None, strict=False)
     parsed.optionxform = str  # type: ignore[assignment]
     for name in ("weir.service", *drop_ins):
@@ -36,7 +36,7 @@ def image() -> str:
 
 
 def given(where: str) -> dict[str, Any]:
-    """The options that a file starts the server with, as the command line reads them."""
+    """Return the options that a file starts the server with, as the command line parses them."""
     words = {
         "unit": lambda: shlex.split(unit()["Service"]["ExecStart"])[2:],
         "gguf": lambda: shlex.split(unit("gguf.conf")["Service"]["ExecStart"])[2:],
@@ -94,7 +94,7 @@ def test_a_gguf_in_a_home_is_the_only_thing_that_the_service_sees_there():
 def test_what_weir_keeps_for_the_next_start_is_in_a_folder_that_it_may_write():
     pairs = dict(word.split("=", 1) for word in unit()["Service"]["Environment"].split())
     assert unit()["Service"]["CacheDirectory"] == "weir"
-    assert pairs["XDG_CACHE_HOME"] == "%C"  # weir adds its name
+    assert pairs["XDG_CACHE_HOME"] == "%C"  # weir adds the folder `weir`
     assert all(pairs[name].startswith("%C/weir/") for name in ("HF_HOME", "NUMBA_CACHE_DIR"))
     assert "XDG_CACHE_HOME=/data/cache " in image()
 

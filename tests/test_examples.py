@@ -1,4 +1,4 @@
-"""What lies in examples/ runs as it stands, and shows what it says it shows."""
+"""The scripts in examples/ run unchanged, and print what they claim."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ Ran = Callable[..., str]
 def ran(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Iterator[Ran]:
-    """Runs a script as `python examples/NAME ARGUMENTS` would, and gives what it printed."""
+    """Yield a function that runs a script like `python examples/NAME ARGUMENTS`.
+
+    It returns the output.
+    """
     before = dict(POOLS)
 
     def run(name: str, *arguments: str, said: str = "") -> str:
@@ -59,7 +62,7 @@ def test_a_script_is_short_and_says_how_it_is_run(name: str) -> None:
 
 
 def last_number(text: str, pattern: str) -> tuple[int, ...]:
-    """The numbers in what a pattern last finds."""
+    """Return the numbers in the last match of a pattern."""
     found = re.findall(pattern, text)[-1]
     return tuple(int(n.replace(",", "")) for n in (found if isinstance(found, tuple) else [found]))
 
@@ -68,7 +71,7 @@ def last_number(text: str, pattern: str) -> tuple[int, ...]:
 def test_a_chat_takes_no_more_memory_after_its_second_turn(ran: Ran) -> None:
     said = ran("endless_chat.py", said="It was a fine day.\n\nThe old prince went on.\n")
     turns = re.findall(r"\(([\d,]+) tokens so far, ([\d,]+) bytes\)", said)
-    assert len(turns) == 2  # an empty line is no turn
+    assert len(turns) == 2  # an empty line is not a turn
     assert len({size for _, size in turns}) == 1
     assert said.splitlines()[-1].endswith(f"{turns[-1][0]} tokens in {turns[-1][1]} bytes")
 
@@ -109,7 +112,7 @@ def test_rows_of_a_batch_count_their_own_tokens(ran: Ran) -> None:
     lines = said.splitlines()
     assert len(lines) == 5 and lines[0].startswith("One day")
     rows = re.findall(r"\d+", lines[-1].partition("[")[2].partition("]")[0])
-    assert len(set(rows)) == 4  # four lengths
+    assert len(set(rows)) == 4  # the rows have four different lengths
 
 
 def test_one_prompt_has_four_answers(ran: Ran) -> None:
@@ -137,7 +140,7 @@ def test_two_policies_are_compared_and_the_run_goes_on_where_it_was(
     )
     results = (tmp_path / "of-two.jsonl").read_text("utf-8")
     assert sum(json.loads(line).get("status") == "done" for line in results.splitlines()) == 6
-    # Nothing is left to do: what a second run shows is what the first has measured.
+    # Nothing is left to do: a second run shows what the first one measured.
     assert ran("compare_policies.py", "nano", "of-two.jsonl") == said
     assert (tmp_path / "of-two.jsonl").read_text("utf-8") == results
 
@@ -151,7 +154,7 @@ def test_the_tour_runs_in_a_notebook_and_shows_its_pictures(tmp_path: Path) -> N
     tour = nbformat.read(tmp_path / "tour.ipynb", as_version=4)
     nbformat.validate(tour)
     code = [cell for cell in tour.cells if cell.cell_type == "code"]
-    # The repository has its outputs; how many streams of text they are is the kernel's.
+    # The notebook has outputs in the repository. Streams are left out, as their number can differ.
     kept = [{out.output_type for out in cell.outputs} - {"stream"} for cell in code]
     client = nbclient.NotebookClient(
         tour, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}

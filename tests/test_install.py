@@ -1,7 +1,7 @@
-"""The package as pip puts it into an environment: its source distribution, made a wheel, installed.
+"""The package as pip installs it: a wheel, built from the source distribution.
 
-The environment begins empty. Where a test needs other packages, it sees those of the environment
-that the tests run in, of which an extra is given what pip would have brought for it and no more.
+The environment is empty at first. If a test needs other packages, it sees those of the environment
+in which the tests run. To test an extra, it sees only those that pip would have installed for it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf
 
 
 def done(*command: str | Path, cwd: Path = ROOT, env: dict[str, str] | None = None) -> str:
-    """What a command writes; it has to succeed."""
+    """Run a command that must succeed, and return its output."""
     ran = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout
@@ -48,7 +48,7 @@ def done(*command: str | Path, cwd: Path = ROOT, env: dict[str, str] | None = No
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the source distribution of this tree and the wheel that is built from that."""
+    """Return a folder with the source distribution of this tree, and the wheel built from it."""
     out = tmp_path_factory.mktemp("built")
     done(sys.executable, "-m", "build", "--no-isolation", "--outdir", out)
     return out
@@ -56,21 +56,21 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def files(built: Path) -> set[str]:
-    """What the wheel holds."""
+    """Return the files in the wheel."""
     with zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:
         return set(wheel.namelist())
 
 
 @pytest.fixture(scope="module")
 def source(built: Path) -> set[str]:
-    """What the source distribution holds, below its folder."""
+    """Return the files in the source distribution, relative to its folder."""
     with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
         return {member.name.partition("/")[2] for member in archive if member.isfile()}
 
 
 @pytest.fixture(scope="module")
 def place(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment with the wheel in it and nothing else, not even pip."""
+    """Return an environment in which only the wheel is installed, without pip."""
     made = tmp_path_factory.mktemp("environment")
     venv.create(made, symlinks=True)
     pip = [sys.executable, "-m", "pip", "--python", str(made), "--disable-pip-version-check"]
@@ -84,7 +84,7 @@ def place(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def tracked(*others: str) -> set[str]:
     if not (ROOT / ".git").exists():
-        pytest.skip("this tree is no checkout, so nobody says what belongs to it")
+        pytest.skip("this tree is not a git checkout, so its files are not known")
     return set(done("git", "ls-files", "-z", *others).split("\0")) - {""}
 
 
@@ -124,17 +124,17 @@ def test_the_source_distribution_holds_what_belongs_to_the_tree_and_nothing_else
     assert tracked() & belong - source == set()
 
 
-# --- what it needs
+# --- its dependencies
 
 
 @functools.cache
 def asked_for(name: str) -> list[Requirement]:
-    """The lines of a distribution's requirements."""
+    """Return the requirements of a distribution."""
     return [Requirement(line) for line in importlib.metadata.requires(name) or []]
 
 
 def needed(name: str, extras: frozenset[str]) -> Iterator[Requirement]:
-    """What a distribution, with some of its extras, asks for here."""
+    """Yield what a distribution requires on this machine, with some of its extras."""
     for wanted in asked_for(name):
         marker = wanted.marker
         if marker is None or any(marker.evaluate({"extra": e}) for e in extras or {""}):
@@ -145,7 +145,7 @@ version_of = functools.cache(importlib.metadata.version)
 
 
 def brought(extra: str | None) -> dict[str, Requirement]:
-    """The distributions, by name, that pip brings with weir and one of its extras."""
+    """Return the distributions that pip installs with weir and one of its extras, by name."""
     lines = [*PROJECT["dependencies"], *(PROJECT["optional-dependencies"][extra] if extra else ())]
     waiting = [Requirement(line) for line in lines]
     found: dict[str, Requirement] = {}
@@ -163,20 +163,20 @@ def brought(extra: str | None) -> dict[str, Requirement]:
             continue
         found[name] = it
         version = version_of(name)
-        assert it.specifier.contains(version, prereleases=True), f"{it}, and here is {version}"
+        assert it.specifier.contains(version, prereleases=True), f"{it}, but got {version}"
         waiting += needed(name, extras)
     return found
 
 
 WITHOUT = {"gpu", "quant"}
-"""Extras that are not installed for the tests: a machine without a GPU cannot have the first, for
-triton comes with PyTorch for CUDA, or not; with the second transformers starts otherwise."""
+"""Extras that are not installed for the tests. On a machine without a GPU, `gpu` may be impossible,
+because triton comes with PyTorch for CUDA. With `quant`, transformers starts differently."""
 EACH = sorted(PROJECT["optional-dependencies"].keys() - WITHOUT - {"dev", "docs"})
 
 
 @pytest.mark.parametrize("extra", [None, *EACH, "dev", "docs"])
 def test_all_that_it_asks_for_fits_together(extra: str | None) -> None:
-    """As `pip check` would say, but for extras too, and for what they bring."""
+    """Like `pip check`, but also for extras and what they require."""
     if extra == "dev" and "triton" not in {d.name for d in importlib.metadata.distributions()}:
         pytest.skip("dev has the extra gpu, and this PyTorch came without triton")
     found = brought(extra)
@@ -230,12 +230,12 @@ for it in pkgutil.walk_packages(weir.__path__, "weir."):
         missing.append([it.name, error.name])
 print(json.dumps({"old": old, "missing": missing}))
 """
-"""Where no extra is: what weir says of an old transformers, and what each of its files misses."""
+"""Without extras: what weir says about an old transformers, and which package each file lacks."""
 
 
 @pytest.fixture(scope="module")
 def probed(place: Path) -> dict[str, Any]:
-    """What `PROBE` found in the environment, with the core's dependencies beside it."""
+    """Return what `PROBE` found in the environment, with the dependencies of the core available."""
     paths = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     asked = json.dumps(paths), json.dumps([*EXTRAS])
     said = done(place / "bin" / "python", "-I", "-c", PROBE, *asked)
@@ -249,7 +249,7 @@ def test_without_extras_every_file_is_imported_or_says_what_to_install(
 ) -> None:
     missing = probed["missing"]
     for file, package in missing:
-        assert package.partition(".")[0] in EXTRAS, f"{file} needs {package}: of what?"
+        assert package.partition(".")[0] in EXTRAS, f"{file} needs {package}, which no extra has"
     rooms = {file.split(".")[1] for file, *_ in missing}
     assert rooms == {"cli", "evals", "kernels", "native", "serve"}
     assert {file for file, *_ in missing if ".evals." in file} == {"weir.evals.harness"}
@@ -273,14 +273,14 @@ PARTS = {
     "serve": ("serve/api", "serve/structured", "serve/engine", "serve/client", "cli/serve"),
     "train": ("train/processes", "cli/train"),
 }
-"""What is there with an extra: files of weir, by how their paths begin."""
+"""The files of weir that need an extra, by how their paths begin."""
 
 
 distributions_by_module = functools.cache(importlib.metadata.packages_distributions)
 
 
 def imported(file: Path) -> set[str]:
-    """The packages that a file imports wherever it stands, also in functions; not for types."""
+    """Return the packages that a file imports, also in functions, but not those only for types."""
     found: set[str] = set()
     waiting: list[ast.AST] = [ast.parse(file.read_text("utf-8"))]
     while waiting:
@@ -325,7 +325,7 @@ def test_the_versions_that_are_checked_are_those_that_are_asked_for() -> None:
     assert specifier("transformers") == SpecifierSet(f">={first},<{beyond}")
     text = (ROOT / "src" / "weir" / "models" / "__init__.py").read_text("utf-8")
     imported = re.findall(r"^from (\S+)", text, re.MULTILINE)
-    assert imported[0] == "weir.models.versions"  # before what other versions do not have
+    assert imported[0] == "weir.models.versions"  # before imports that other versions do not have
 
 
 @pytest.mark.parametrize(
@@ -377,7 +377,7 @@ def test_the_newest_tested_transformers_is_the_one_that_make_installs() -> None:
     assert Version(pinned).release[:2] == Version(versions.TESTED).release
 
 
-# --- where the Pythons are told
+# --- where the versions of Python are listed
 
 
 def test_every_python_is_told_in_the_same_way_everywhere() -> None:
@@ -404,7 +404,7 @@ def test_the_workflow_does_what_continuous_integration_does() -> None:
 
 def test_a_workflow_looks_every_week_at_what_users_install() -> None:
     flow = yaml.safe_load((ROOT / ".github" / "workflows" / "versions.yml").read_text("utf-8"))
-    assert flow[True]["schedule"]  # YAML reads the key "on" as a truth value
+    assert flow[True]["schedule"]  # YAML reads the key "on" as True
     steps = {
         name: [step["run"] for step in job["steps"] if "run" in step]
         for name, job in flow["jobs"].items()
@@ -430,7 +430,7 @@ def test_every_test_of_a_release_is_there_and_the_releases_are_those_supported()
     assert len(paths) > 15 and all((ROOT / path).exists() for path in paths)
 
 
-# --- whom to cite
+# --- the citation
 
 
 def test_the_citation_names_the_version_and_the_five_papers() -> None:
@@ -441,6 +441,6 @@ def test_the_citation_names_the_version_and_the_five_papers() -> None:
     titles = [paper["title"] for paper in found["references"]]
     assert len(titles) == 5
     for title in titles:
-        # BalanceKV's page and the others name each paper by its title.
+        # Titles are in the pages: BalanceKV's page and the others name each paper by its title.
         pages = (p.read_text("utf-8") for p in (ROOT / "docs").rglob("*.md"))
         assert any(title in " ".join(text.replace("*", "").split()) for text in pages), title

@@ -1,8 +1,7 @@
-"""The house keeps its rules: who may import whom, faces, circles, and what stands at the root.
+"""The package keeps the rules of docs/house.md, such as who may import whom.
 
-The imports are read from the source by `ast`, and nothing is imported; docs/house.md has the rules
-in words. An import counts wherever it stands: in a function or for types only, it is one thing more
-that a reader must know.
+The imports are read from the source with `ast`, without importing anything. Imports inside
+functions and imports only for types count, too, because readers must know them as well.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ ORDER = (
     "errors < kernels < slab < pools, models < policies < cache < native < loading, stream < weir"
     " < train, serve < evals < cli < __main__"
 )
-"""Each imports to its left only; `weir` is the face of all, and `__main__` what Python runs."""
+"""Rooms import to their left only. `weir` and `__main__` stand for the two files at the root."""
 LEVEL = {room: n for n, level in enumerate(ORDER.split(" < ")) for room in level.split(", ")}
 ROOMS = LEVEL.keys() - {"errors", "weir", "__main__"}
 
@@ -34,9 +33,10 @@ class Import:
     """One import.
 
     Attributes:
-        line: where it stands.
-        target: the file or folder it names.
-        waits: it stands in a function or is for types only; to import its file does not load it.
+        line: the line that it is on.
+        target: the file or folder that it names.
+        waits: whether it is in a function or only for types, so that importing its file does not
+            load the target.
     """
 
     line: int
@@ -46,7 +46,7 @@ class Import:
 
 @dataclass(frozen=True)
 class House:
-    """The modules of a package by their dotted names; a folder's is its `__init__.py`."""
+    """The modules of a package by their dotted names. A folder's module is its `__init__.py`."""
 
     root: Path
 
@@ -76,17 +76,17 @@ class House:
         }
 
     def _targets(self, node: ast.Import | ast.ImportFrom) -> set[str]:
-        """What an import names of the house: the file where there is one, else the folder."""
+        """Return what an import names in the package: a file if there is one, else the folder."""
         if isinstance(node, ast.Import):
             names = {alias.name for alias in node.names}
         else:
-            assert not node.level, "imports within weir say the whole path"
+            assert not node.level, "imports within weir must have the whole path"
             whole = {f"{node.module}.{alias.name}" for alias in node.names}
             names = {name if name in self.trees else str(node.module) for name in whole}
         return names & self.trees.keys()
 
     def loaded(self, name: str) -> set[str]:
-        """What importing a module loads, itself included."""
+        """Return the modules that importing a module loads, including itself."""
         found, waiting = set(), [name]
         while waiting:
             if (each := waiting.pop()) not in found:
@@ -94,10 +94,10 @@ class House:
                 waiting += [it.target for it in self.imports.get(each, ()) if not it.waits]
         return found
 
-    # --- the rules; each gives what breaks it
+    # --- the rules; each method yields what breaks its rule
 
     def climbs(self) -> Iterator[str]:
-        """A room imports to its left only."""
+        """A room imports only rooms to its left in `ORDER`."""
         for name, imports in self.imports.items():
             for it in imports:
                 ours, theirs = room_of(name), room_of(it.target)
@@ -105,7 +105,7 @@ class House:
                     yield f"{name}:{it.line} imports {it.target}, and {theirs} is not below {ours}"
 
     def behind_faces(self) -> Iterator[str]:
-        """From outside a folder its face is imported, or a file that the face does not load."""
+        """Code elsewhere imports a folder's `__init__.py`, or a file that it does not load."""
         for name, imports in self.imports.items():
             for it in imports:
                 folder = it.target.rpartition(".")[0]
@@ -116,7 +116,7 @@ class House:
                     yield f"{name}:{it.line} imports {it.target}, not from the face {folder}"
 
     def circles(self) -> Iterator[str]:
-        """No file imports another that, over however many, imports it."""
+        """No file imports itself, directly or through other files."""
         left = {name: {it.target for it in found} for name, found in self.imports.items()}
         while free := {name for name, targets in left.items() if not targets & left.keys()}:
             left = {name: targets for name, targets in left.items() if name not in free}
@@ -126,14 +126,14 @@ class House:
             yield f"in a circle, or on the way from one to the next: {', '.join(left)}"
 
     def root_files(self) -> Iterator[str]:
-        """At the root are thirteen rooms at most, `assets`, errors.py, a face and `__main__.py`."""
+        """The root has only the thirteen rooms, `assets`, and the files listed in rule 5."""
         here = {path.name for path in self.root.iterdir()} - {"__pycache__"}
         files = {"errors.py", "__init__.py", "__main__.py", "py.typed"}
         for name in sorted(here - ROOMS - {"assets"} - files):
             yield f"{name} has no place at the root"
 
     def class_names(self) -> Iterator[str]:
-        """A class name stands for one thing, wherever it is."""
+        """No two classes have the same name."""
         places: dict[str, list[str]] = {}
         for name, tree in self.trees.items():
             for node in ast.walk(tree):
@@ -144,7 +144,7 @@ class House:
                 yield f"{name} is several classes: {', '.join(found)}"
 
     def first_lines(self) -> Iterator[str]:
-        """A docstring begins with what a thing is or does, not with a riddle."""
+        """A docstring begins with what a thing is or does, and not with a word such as "Who"."""
         for name, tree in self.trees.items():
             for node in ast.walk(tree):
                 if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
@@ -153,7 +153,7 @@ class House:
                         yield f"{name}:{getattr(node, 'lineno', 1)} begins with {said[:20]!r}"
 
     def faces(self) -> Iterator[str]:
-        """A face begins with a sentence, and has names, none of which hides a file."""
+        """An `__init__.py` begins with one sentence, and exports no name that is also a file's."""
         for folder in sorted(self.folders):
             if (tree := self.trees.get(folder)) is None:
                 yield f"{folder} has no face"
@@ -167,18 +167,19 @@ class House:
                     for name in (alias.name for alias in node.names):
                         if f"{folder}.{name}" in self.trees and node.module != folder:
                             yield f"{folder}:{node.lineno} hides its file {name} by a name"
-                # The face of all waits until a name is asked for, and that takes a function.
+                # weir's own `__init__.py` loads names only on demand, for which it needs a
+                # function.
                 elif folder != self.root.name and "__all__" not in ast.unparse(node):
                     yield f"{folder}:{node.lineno} is more than names"
 
 
 def room_of(module: str) -> str:
-    """`cache` of `weir.cache.layer.attention`; the face of all is in `weir`."""
+    """Return `cache` for `weir.cache.layer.attention`, and `weir` for weir's own `__init__.py`."""
     return module.split(".")[1] if "." in module else module
 
 
 def imports_in(tree: ast.AST) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
-    """Every import in a module, and whether it waits."""
+    """Yield every import in a module, and whether it waits (see `Import.waits`)."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield node, False
@@ -206,7 +207,7 @@ def broken(house: House, *rules: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def ours() -> House:
-    """weir's own, which is read once."""
+    """Return the house of weir itself, parsed once."""
     return House(SOURCE)
 
 
@@ -216,7 +217,7 @@ def test_the_house_keeps_its_rules(ours: House, rule: str) -> None:
 
 
 TYPED = ("weir.slab.", "weir.cache.layer.", "weir.cache.forward", "weir.models.streamed_call")
-"""Where the types of all values on a token's path are known: the layers, and the protocols through
+"""Modules on a token's path in which all types must be known: the layers, and the protocols through
 which hooks use a cache.
 """
 
@@ -332,7 +333,7 @@ def test_what_breaks_a_rule_is_found(tmp_path: Path, planted: str) -> None:
 
 
 def test_no_test_imports_from_a_conftest() -> None:
-    """There are several: which one the name stands for depends on what pytest was given first."""
+    """There are several, and pytest's arguments decide which of them the name refers to."""
     texts = {path: path.read_text("utf-8") for path in sorted(Path(__file__).parent.rglob("*.py"))}
     named = {path: text for path, text in texts.items() if "conftest" in text}
     sources = {path: ast.walk(ast.parse(text)) for path, text in named.items()}

@@ -1,4 +1,4 @@
-"""The faults of `tests/mutants` can still be put in: a list that no longer fits proves nothing."""
+"""The faults of `tests/mutants` can still be inserted. An outdated list would prove nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The package as others get it: its metadata, its files, its dependencies, its pages."""
+"""The package as others get it: its metadata, its files, its dependencies and its pages."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf
 
 
 class Loader(yaml.SafeLoader):
-    """YAML as mkdocs reads it; tags of its own are skipped."""
+    """YAML as mkdocs reads it, but without the values of tags."""
 
 
 Loader.add_multi_constructor("", lambda loader, suffix, node: None)
 
 
 def listed_pages(nav: Any) -> Iterator[str]:
-    """The paths of a navigation, however deep."""
+    """Yield the paths in a navigation, at any depth."""
     if isinstance(nav, str):
         yield nav
     elif isinstance(nav, dict):
@@ -57,7 +57,7 @@ def test_the_version_is_the_same_everywhere() -> None:
 
 
 def test_the_changelog_has_the_form_that_it_says() -> None:
-    """Keep a Changelog 1.1.0: what is not released first, then versions, under known headings."""
+    """It follows Keep a Changelog 1.1.0: unreleased changes first, and only known headings."""
     text = (ROOT / "CHANGELOG.md").read_text("utf-8")
     releases = re.findall(r"^## (.*)$", text, re.MULTILINE)
     assert releases[0] == "[Unreleased]"
@@ -94,7 +94,7 @@ assert weir.load is weir.loading.load and weir.policy is weir.policies.policy
 assert weir.Stream is names["Stream"] is weir.stream.Stream
 assert weir.StreamingCache is weir.cache.StreamingCache
 """
-"""What a process finds that imports weir and nothing else."""
+"""A script that checks what is loaded and available after importing only weir."""
 
 
 @pytest.mark.slow
@@ -119,7 +119,7 @@ import weir.cli
 sys.argv = ["weir", "policies"]
 weir.cli.main()
 """
-"""A process without what the core of weir does not ask for."""
+"""A script that cannot import the packages that weir's core does not require."""
 
 
 @pytest.mark.slow
@@ -156,7 +156,7 @@ def test_the_readme_of_an_index_has_no_picture_and_no_link_that_leads_nowhere() 
     made = runpy.run_path(str(ROOT / "hatch_build.py"))["for_an_index"](text)
     assert "](docs/" in text and not re.findall(r"\]\((?!https?:)", made)
     assert "![" not in made and "LICENSE" in made
-    # Nothing else is lost: code, tables and words are as they were.
+    # Everything else stays: code blocks and tables.
     assert made.count("```") == text.count("```") and made.count("\n|") == text.count("\n|")
     kept = "[a](https://a.b) and ![p](https://a.b/p.png)\n"
     assert runpy.run_path(str(ROOT / "hatch_build.py"))["for_an_index"](kept) == kept
@@ -172,7 +172,7 @@ def test_what_to_install_is_said_in_one_place_and_in_the_words_of_the_readme() -
 
 
 def test_nothing_says_to_install_a_package_that_no_index_has() -> None:
-    """weir is installed from a clone: PyPI has no weir-kv, and its weir is another project."""
+    """weir is installed from a clone. PyPI has no weir-kv, and `weir` there is another project."""
     pages = [*ROOT.glob("*.md"), ROOT / "llms.txt"]
     for folder in ("docs", "deploy", "examples", "hub", "bench", "src"):
         pages += [path for path in (ROOT / folder).rglob("*") if path.is_file()]
@@ -193,18 +193,18 @@ OPTIONAL = {
     *("gguf", "llvmlite", "pillow", "torchao", "typer"),
     *("fastapi", "h11", "jiter", "llguidance", "prometheus_client", "starlette", "uvicorn"),
 }
-"""What extras bring."""
+"""Packages that extras install."""
 FOREIGN = {"kvpress_peer.py": {"kvpress"}}
-"""What runs in an environment of its own."""
+"""Scripts that run in separate environments, and what they import."""
 
 
 def name_of(requirement: str) -> str:
-    """The distribution that a line of requirements asks for, as its module is written."""
+    """Return the distribution that a requirement names, spelled with underscores."""
     return re.split(r"[^\w.-]", requirement)[0].lower().replace("-", "_")
 
 
 BRINGING = ("torch", "transformers", "pydantic")
-"""Packages of which we import what they bring along."""
+"""Packages whose own dependencies we also import."""
 
 
 def test_every_import_is_a_declared_dependency() -> None:
@@ -213,7 +213,7 @@ def test_every_import_is_a_declared_dependency() -> None:
     assert {name_of(line) for extra in extras.values() for line in extra} >= OPTIONAL
     brought = {name_of(line) for name in BRINGING for line in requires(name) or []}
     used: set[str] = set()
-    # Scripts of `sides` run in environments of their own.
+    # Scripts of `sides` run in separate environments.
     ours = [path for path in BENCH.rglob("*.py") if path.parent.name != "sides"]
     for path in [*SOURCE.rglob("*.py"), *ours]:
         found: set[str] = set()
@@ -234,7 +234,7 @@ def test_every_direct_dependency_is_pinned_for_make() -> None:
     lines = [*PROJECT["dependencies"], *(line for extra in extras for line in extra)]
     text = (ROOT / "constraints.txt").read_text("utf-8")
     pinned = {name_of(line) for line in text.splitlines() if "==" in line}
-    # A CUDA build of torch names the triton it needs.
+    # A CUDA build of torch requires the right triton itself.
     assert {name_of(line) for line in lines} - {"weir_kv", "triton"} <= pinned
 
 
@@ -246,7 +246,7 @@ def test_the_pages_listed_are_the_pages_there_are() -> None:
 
 
 def test_every_page_begins_with_what_it_is_about() -> None:
-    """A page has one title, and the next thing is a sentence, not a list, a table or code."""
+    """A page has one title, followed by a sentence and not by a list, a table or code."""
     for page in DOCS.rglob("*.md"):
         title, first = page.read_text("utf-8").split("\n\n")[:2]
         assert title.startswith("# "), page
@@ -267,7 +267,7 @@ def test_the_house_is_as_its_page_says() -> None:
     named = re.findall(r"`(\w+(?:/\w+)*(?:/|\.py))`", text)
     assert len(named) > 30
     for name in named:
-        # A file is named from the root, or within the room whose paragraph it is.
+        # Files are named relative to the root, to `src/weir`, or to a room.
         found = [*SOURCE.glob(name), *SOURCE.glob(f"*/{name}")]
         assert found or (ROOT / name).exists(), name
 

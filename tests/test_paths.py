@@ -12,7 +12,7 @@ HOUSE = Path(__file__).parents[1] / "docs" / "house.md"
 
 
 def listed(heading: str) -> set[str]:
-    """The files that are listed below a heading, each with its folder."""
+    """Return the files listed below a heading of docs/house.md, each with its folder."""
     section = HOUSE.read_text("utf-8").partition(f"### {heading}\n")[2].partition("\n#")[0]
     found = set()
     for folder, files in re.findall(r"^\| `([\w/]+/)` \| (.*) \|$", section, re.M):
@@ -27,6 +27,6 @@ def test_a_token_that_folds_passes_the_files_that_the_page_lists() -> None:
 @pytest.mark.slow
 def test_a_request_passes_the_files_that_the_page_lists() -> None:
     passed = {name for name in request_path() if name.startswith("serve/")}
-    # The server goes on until the client has read the first text.
+    # The server can compute further until the client has read the first text.
     assert listed("The files of a request") <= passed
     assert len(passed - listed("The files of a request")) <= 4

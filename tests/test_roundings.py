@@ -1,4 +1,4 @@
-"""The tolerances themselves: they allow what rounding does, and not much that it does not do."""
+"""The tests' tolerances allow what rounding does, and not much more."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_softmax_weights_and_sums_of_logarithms_are_as_close_as_they_are_said_to
     found = (queries @ keys.T / 8).softmax(dim=1)
     within(found, exact, (softmax_off(64, logit) + off(1000)) * exact)
     weight = torch.zeros(1000)
-    for _ in range(16):  # 2^16 tokens for each, by sixteen halvings
+    for _ in range(16):  # 2^16 tokens for each, in sixteen doublings
         weight += torch.tensor(2.0).log()
     total = 1000 * 2.0**16
     assert abs(float(weight.double().exp().sum()) / total - 1) < weights_off(total)
@@ -53,7 +53,7 @@ def test_a_model_in_float32_is_itself_in_float64_but_not_with_weights_a_little_o
         exact = fresh_llama().double()(text).logits
         found = model(text).logits
         close_runs(found, exact, model, length)
-        # Some ten times what this run needs, and not more than a hundred times.
+        # The tolerance is more than the error of this run, but less than a hundred times as much.
         assert largest(found - exact) > run_off(model, length) * largest(exact) / 100
         other.model.layers[0].self_attn.v_proj.weight.mul_(1 + 1e-3)
         with pytest.raises(AssertionError, match="more than roundings allow"):

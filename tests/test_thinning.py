@@ -1,4 +1,4 @@
-"""Thinning draws cases by the commit, everybody draws the same, and a proof is never left out."""
+"""Thinning draws cases by the commit, is the same everywhere, and never leaves out a proof."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def sample(tmp_path: Path) -> Path:
 
 
 def run(folder: Path, *words: str, salt: str | None = "a") -> str:
-    """What pytest prints for the tests of a folder that are not slow."""
+    """Return what pytest prints for the tests of a folder that are not slow."""
     command = [sys.executable, "-m", "pytest", "-p", "thinning", "-p", "no:cacheprovider"]
     kept = {name: value for name, value in os.environ.items() if name != thinning.VARIABLE}
     env = kept | {"PYTHONPATH": str(TESTS)} | ({thinning.VARIABLE: salt} if salt else {})
@@ -116,7 +116,7 @@ def test_the_salt_is_printed_above_and_below_a_run_that_fails(sample: Path) -> N
 
 def test_the_workers_of_xdist_draw_what_one_process_draws(sample: Path) -> None:
     pytest.importorskip("xdist")
-    # The salt is not in the environment: here it is weir's commit or version, found once.
+    # Without a salt in the environment, it is weir's commit or version, found only once.
     alone, spread = (run(sample, *words, salt=None) for words in ((), ("-n", "2")))
     assert cases(alone) == cases(spread)
     assert "PASSED" in spread
@@ -135,7 +135,7 @@ def repository(folder: Path) -> str:
 
 @pytest.fixture
 def unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A source distribution of version 1.2.3, below a folder `outside`."""
+    """Return a source distribution of version 1.2.3, unpacked in a folder `outside`."""
     monkeypatch.delenv(thinning.VARIABLE, raising=False)
     for variable in ("GIT_DIR", "GIT_WORK_TREE"):
         monkeypatch.delenv(variable, raising=False)
@@ -147,11 +147,11 @@ def unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_salt_is_the_commit_and_without_one_the_version(unpacked: Path, monkeypatch) -> None:
     assert thinning.find_salt(unpacked) == "version-1.2.3"
-    repository(unpacked.parent)  # somebody else's, around it
+    repository(unpacked.parent)  # the repository around it is another project's
     assert thinning.find_salt(unpacked) == "version-1.2.3"
     commit = repository(unpacked)
     assert thinning.find_salt(unpacked) == commit[:12]
-    monkeypatch.setenv("PATH", "")  # no git
+    monkeypatch.setenv("PATH", "")  # no git is found
     assert thinning.find_salt(unpacked) == "version-1.2.3"
     monkeypatch.setenv(thinning.VARIABLE, "mine")
     assert thinning.find_salt(unpacked) == "mine"

@@ -1,19 +1,20 @@
-"""Which cases `make test` leaves out: pytest's part of `thinned(n)`, and what it never touches.
+"""A plugin of pytest that decides which cases `make test` leaves out.
 
 A test marked `thinned(n)` has many cases that repeat one claim, for other models, policies and
-sizes. `make test` runs one in n of them, and `make test-all` runs them all. The cases are drawn by
-a salt, the hash of the commit, so that each commit runs other ones. `WEIR_TEST_SALT` overrides it.
+sizes. `make test` runs one in n of them, and `make test-all` runs them all. The draw depends on a
+salt, the hash of the commit, so each commit runs different cases. `WEIR_TEST_SALT` overrides it.
 
 Two kinds of tests are never thinned, whatever mark a file has:
 
 - those that `tests/claims.toml` lists, each with the sentence of the page that it proves;
 - those that look like a proof: they cite a paper ("Theorem 2", "the paper") or compare with a naive
-  reference. Where such a test really repeats one claim, its own mark says so:
+  reference. If such a test only repeats one claim, its mark says which:
   `thinned(12, repeats="the same loop in every family")`.
 
-A single case stays where its parameter is marked: `pytest.param(1, marks=pytest.mark.claim)`.
+A single case is kept if its parameter is marked: `pytest.param(1, marks=pytest.mark.claim)`.
 
-Nothing here imports PyTorch: the process that hands out tests to pytest-xdist's workers needs it.
+Nothing here imports PyTorch, because the process that distributes tests to pytest-xdist's workers
+loads this file, too.
 """
 
 from __future__ import annotations
@@ -41,16 +42,16 @@ PROVES = re.compile(
     r"\b(Table|Figure|Theorem|Lemma|Algorithm|Proposition|Definition|Equation|[Ss]ection) \d"
     r"|\bpapers?\b|arXiv|\bnaive\b|\btwins?\b|from reference\b"
 )
-"""What a test that proves something says in its body."""
+"""Words in the body of a test that proves something."""
 NAMED_AS_PROOF = re.compile(r"naive|paper|theorem|lemma|algorithm|unbiased|table_\d|figure_\d")
-"""What the name of such a test has in it."""
+"""Words in the name of such a test."""
 
 
 def find_salt(root: Path = ROOT) -> str:
-    """Return the salt: the variable, or else the commit's hash, or else weir's version.
+    """Return the salt: `WEIR_TEST_SALT` if it is set, else the commit's hash, else weir's version.
 
-    A source distribution has no commit, and one that is unpacked in another repository must not
-    take that one's.
+    A source distribution has no commit. If it is unpacked inside another repository, that
+    repository's commit must not be used.
     """
     if given := os.environ.get(VARIABLE):
         return given
@@ -71,7 +72,7 @@ def find_salt(root: Path = ROOT) -> str:
 def listed_claims(path: Path = CLAIMS) -> frozenset[str]:
     """Return the tests that the list names, as `tests/file.py::test`.
 
-    A claim that says what its cases repeat may be thinned.
+    A claim with an entry `repeated` is left out, because its test may be thinned.
     """
     if not path.is_file():
         return frozenset()
@@ -87,13 +88,13 @@ def looks_like_a_proof(function: Callable[..., Any]) -> bool:
         source = inspect.getsource(function)
     except (OSError, TypeError):
         source = ""
-    # The decorators are about cases, not about what is claimed of them.
+    # Decorators describe cases and not the claim.
     body = source[source.find("def ") :]
     return bool(NAMED_AS_PROOF.search(function.__name__) or PROVES.search(body))
 
 
 def choose(names: list[str], n: int, least: int, salt: str) -> set[str]:
-    """Return those of some names that stay: one in n, and `least` at least."""
+    """Return the names to keep: one in n, but at least `least`."""
     stay = max(least, math.ceil(len(names) / n))
 
     def drawn(name: str) -> bytes:
@@ -103,7 +104,7 @@ def choose(names: list[str], n: int, least: int, salt: str) -> set[str]:
 
 
 def _thinning(item: pytest.Item) -> pytest.Mark | None:
-    """Return the mark by which an item may be left out; None where it never is."""
+    """Return the mark that lets an item be left out, or None if it must always run."""
     mark = item.get_closest_marker("thinned")
     if mark is None or item.get_closest_marker("slow") or item.get_closest_marker("claim"):
         return None
@@ -116,7 +117,7 @@ def _thinning(item: pytest.Item) -> pytest.Mark | None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Find the salt; pytest-xdist's workers take it from the process that started them."""
+    """Find the salt. Workers of pytest-xdist get it from the process that started them."""
     given = getattr(config, "workerinput", {}).get(VARIABLE)
     config.stash[SALT] = given or find_salt()
 
@@ -140,7 +141,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config
 ) -> None:
-    """Print it again below a run that failed: `pytest -q` has no header."""
+    """Print the salt again below a run that failed, because `pytest -q` has no header."""
     if exitstatus == pytest.ExitCode.TESTS_FAILED:
         terminalreporter.write_line(_say_salt(config))
 

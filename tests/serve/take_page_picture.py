@@ -3,9 +3,9 @@
     weir serve smollm2 --archive 1GB
     python tests/serve/take_page_picture.py http://127.0.0.1:8000 docs/images/serve-page.png
 
-It needs playwright and Chromium. A novel is pasted that is longer than the default policy's
-windows, so that the first message is forgotten, and the last one recalls it. The conversation is
-sampled, so the words differ from run to run.
+It needs playwright and Chromium. The second message pastes part of a novel that is longer than the
+default policy's windows. So the first message is forgotten, and the last one recalls it. The
+conversation is sampled, so the words differ from run to run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weir.stream import BOOK, read_text
 
 DESKTOP, PHONE = (1280, 800), (390, 844)
 WAIT = 1_800_000
-"""Milliseconds that an answer may take, on a machine that has much else to do."""
+"""Milliseconds that an answer may take on a busy machine."""
 FIRST = "My sister Ottilie keeps bees in Bergen. Remember that. What could I give her?"
 NOVEL = "This is the beginning of a novel. Tell me who is in it.\n\n"
 LAST = "Where does my sister Ottilie keep bees?"
@@ -79,7 +79,7 @@ def main(words: Sequence[str] | None = None) -> None:
         else:
             page.goto(f"{given.url}/#session={given.session}")
         page.locator("#text .held").first.wait_for(timeout=WAIT)
-        page.wait_for_timeout(1000)  # what is held is drawn after the answer
+        page.wait_for_timeout(1000)  # the memory panel is drawn after the answer
         page.evaluate("document.querySelectorAll('.recalled').forEach(each => each.open = true)")
         page.evaluate(
             "const box = document.getElementById('scroll'); box.scrollTop = box.scrollHeight"

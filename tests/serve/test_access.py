@@ -1,4 +1,4 @@
-"""Who may use a server: hosts, web pages, keys in either header, and names of the model."""
+"""Who can use a server: allowed hosts, allowed web pages, keys in either header, model names."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_key_is_taken_in_either_header():
             assert answer.status_code == 401
             assert "x-api-key: KEY" in message(answer)
             assert "--keys" in message(answer)
-        # A browser asks without a key whether it may send one, and a page reads why it may not.
+        # Without a key, a browser can ask whether it may send one, and a page can read the refusal.
         headers = {"origin": "https://anywhere.example", **PREFLIGHT}
         assert httpx.options(f"{server.url}/v1/models", headers=headers).status_code == 200
         answer = server.post("/v1/chat/completions", BODY, origin="https://anywhere.example")
@@ -152,7 +152,7 @@ def test_names_come_in_pages_for_anthropics_clients(server):
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/models/small", "/api/tags", "/api/ps"])
 def test_a_parameter_without_effect_is_named(server, path):
-    """Codex sends its version, so that it cannot be refused."""
+    """They are not refused, because Codex sends its version as one."""
     answer = httpx.get(f"{server.url}{path}?client_version=1&%C3%BC=2")
     assert answer.status_code == 200
     assert answer.headers["x-weir-warning"] == r"no effect here: client_version, \u00fc"

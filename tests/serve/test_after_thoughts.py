@@ -1,4 +1,4 @@
-"""An answer is held to its schema after its thoughts."""
+"""An answer follows its schema after its thoughts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA, 
 
 
 class Drawn:
-    """Draws an answer from random logits in which a text is likely at some place."""
+    """An answer drawn from random logits, in which a short thought is likely at the beginning."""
 
     def __init__(self, seed: int, *, is_open: bool, tokens: int = 120) -> None:
         tokenizer = make_tokenizer()
@@ -42,7 +42,7 @@ class Drawn:
         ids: list[int] = []
         while len(ids) < tokens and not constraint.done:
             logits = torch.randn(size, generator=generator)
-            logits[stop] += 30  # the model would rather end
+            logits[stop] += 30  # the model prefers to end the answer
             if len(ids) < len(wanted):
                 logits[wanted[len(ids)]] += 20
             token = int(constraint.allow(logits).argmax())
@@ -66,7 +66,7 @@ def test_the_schema_holds_after_the_thoughts(seed: int, is_open: bool) -> None:
 
 
 def test_the_server_lets_a_model_think_before_a_schema() -> None:
-    """The model says letters only: if it may think, it never comes to the schema."""
+    """This model generates only letters. If it can think, it never reaches the JSON."""
     body = {"model": "small", "messages": [USER], "max_tokens": 30, "response_format": FORMAT}
     said = {}
     for name, template in (("opens", OPENS), ("ends", ENDS), ("knows", CHATML)):

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: by hand, and with Anthropic's own client where it is installed."""
+"""Anthropic's Messages API: raw requests, and Anthropic's own client where it is installed."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def blocks(*given: dict) -> dict:
 
 
 def events(answer) -> list[dict]:
-    """The events of a stream, each named as its type says."""
+    """Parse the events of a stream, and check that each is named after its type."""
     found = []
     for block in answer.text.strip().split("\n\n"):
         lines = [line for line in block.split("\n") if not line.startswith(":")]
-        if lines and lines != ["data: [DONE]"]:  # with which OpenAI's streams end
+        if lines and lines != ["data: [DONE]"]:  # "[DONE]" ends streams of OpenAI's API
             name, data = lines
             found.append(json.loads(data.removeprefix("data: ")))
             assert name == f"event: {found[-1]['type']}"
@@ -58,7 +58,7 @@ def events(answer) -> list[dict]:
 
 
 def joined(found: list[dict]) -> list[dict]:
-    """The content that the events of a stream describe."""
+    """Put the content blocks together from the events of a stream."""
     blocks = []
     for one in found:
         if one["type"] == "content_block_start":
@@ -96,7 +96,7 @@ def test_an_answer_has_what_the_api_says_and_a_second_turn_reads_only_what_is_ne
     read = second.json()["usage"]
     assert read["cache_read_input_tokens"] == usage["input_tokens"] + 6 - 1
     assert "x-weir-warning" not in second.headers
-    # The same history is known in OpenAI's form, too.
+    # The same history is also recognized when it is sent in OpenAI's format.
     said = {"role": "assistant", "content": block["text"]}
     chat = {**ask({"role": "system", "content": "Be brief."}, USER, said, USER)}
     told = server.post("/v1/chat/completions", chat).json()["usage"]
@@ -163,7 +163,7 @@ def test_a_call_is_a_block_and_its_result_goes_on_from_it(server, streams):
 
 
 def test_a_call_that_is_cut_off_is_the_last_block_and_the_stream_has_its_beginning(server):
-    """As Anthropic documents: clients look at `stop_reason` and the last block."""
+    """Anthropic documents this: clients look at `stop_reason` and at the last block."""
     asked = {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "get_weather"}}
 
     def pieces(limit: int) -> tuple[str, str]:
@@ -217,7 +217,7 @@ def test_a_body_of_claude_code_is_answered(server):
     ended = next(one for one in events(answer) if one["type"] == "message_delta")["usage"]
     total = ended["input_tokens"] + ended["cache_read_input_tokens"]
     assert counted.json()["input_tokens"] == total
-    # The line that differs in each request does not make another conversation.
+    # The line that differs in each request does not start another conversation.
     system[0]["text"] = "x-anthropic-billing-header: cc_version=2; cch=2;"
     again = server.post(
         f"{PATH}/count_tokens",

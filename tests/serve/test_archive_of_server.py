@@ -1,4 +1,4 @@
-"""The archive of a server: what left the cache is found again, by its owner, in its session."""
+"""The server's archive finds text that left the cache, for its owner and in its session only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FILLER = "Filler without any meaning. " * 70
 
 
 def make(path: Path | None = None, **given: Any) -> Any:
-    """A client of an engine whose store has an archive."""
+    """Make an engine client whose store has an archive."""
     client = make_client(policy=POLICY, data=path, archive=10_000_000, recall=256, **given)
     return client
 
@@ -53,12 +53,12 @@ class Chat:
         self.messages: list[dict[str, Any]] = []
 
     def say(self, text: str, **given: Any) -> dict[str, Any]:
-        """Say something; returns `usage.weir`."""
+        """Send a message, and return `usage.weir`."""
         self.messages.append({"role": "user", "content": text})
         return self.go_on(**given)
 
     def go_on(self, **given: Any) -> dict[str, Any]:
-        """Have the messages so far answered; returns `usage.weir`."""
+        """Request an answer to the messages so far, and return `usage.weir`."""
         body = {"model": "small", "messages": self.messages, "max_tokens": 4, "temperature": 0}
         answer = self.server.post(CHAT, {**body, **given}, **self.headers)
         assert answer.status_code == 200, answer.text
@@ -71,14 +71,14 @@ def told(usage: dict[str, Any]) -> list[str]:
 
 
 def fed_ids(server: Server, session: str, owner: str = "") -> list[int]:
-    """The tokens that the newest turn of a session has fed."""
+    """Return the token ids that the newest turn of a session fed to the model."""
     record = server.store.list_turns(owner, session)[-1]
     (tokens,) = server.store.ancestry(owner, record.node)[-1:]
     return memoryview(tokens.ids).cast("I").tolist()
 
 
 def fed(server: Server, session: str, owner: str = "") -> str:
-    """What the newest turn of a session has fed."""
+    """Return the text that the newest turn of a session fed to the model."""
     return str(server.engine_client.tokenizer.decode(fed_ids(server, session, owner)))
 
 
@@ -91,7 +91,7 @@ def test_what_has_left_the_cache_is_recalled_and_told(server):
     assert told(usage) == [CODE] and usage["recalled"]["excerpts"][0]["role"] == "user"
     assert 0 < usage["recalled"]["tokens"] <= 256
     assert f"> {CODE}\n" in fed(server, "told") and "reread" not in usage
-    # History matching is as before: what was recalled is no part of what the client sends.
+    # Histories still match, although the recalled text is not part of the messages of the client.
     more = chat.say("Thank you!")
     assert "reread" not in more and "recalled" not in more
     found = httpx.get(f"{server.url}/v1/sessions/told/memory", timeout=600).json()
@@ -100,7 +100,7 @@ def test_what_has_left_the_cache_is_recalled_and_told(server):
 
 @pytest.mark.parametrize("tools", [False, True])
 def test_the_first_message_is_recalled_though_what_the_template_puts_before_it_stays(tools):
-    """A default system message and definitions of tools are pinned, and longer than the message."""
+    """A default system message and tool definitions are pinned, and longer than the message."""
     default = "{% if messages[0].role != 'system' %}" + "Be helpful. " * 20 + "{% endif %}"
     offered = [{"type": "function", "function": {"name": "look_up", "description": ASK * 5}}]
     more = {"tools": offered, "tool_choice": "none"} if tools else {}
@@ -274,7 +274,7 @@ OFFERED = {"tools": TOOLS, "tool_choice": "none"}
 
 
 def look_up(chat: Chat, asked: str, call_id: str) -> None:
-    """A turn in which a tool has returned the code."""
+    """Add a turn in which a tool returned the code."""
     call = {"id": call_id, "type": "function", "function": {"name": "look", "arguments": "{}"}}
     chat.messages += [
         {"role": "user", "content": asked},
@@ -380,7 +380,7 @@ def test_an_archive_that_cannot_grow_is_given_up_and_turns_are_saved(tmp_path, c
         chat.say(CODE)
         with server.store.place.db.writing() as db:
             (pages,) = db.execute("PRAGMA archive.page_count").fetchone()
-            db.execute(f"PRAGMA archive.max_page_count = {pages}")  # as a full disk does
+            db.execute(f"PRAGMA archive.max_page_count = {pages}")  # behaves like a full disk
         for number in range(3):
             chat.say(f"{FILLER} {number} " + "".join(f"word{number}x{n} " for n in range(1500)))
         assert "reread" not in chat.say(ASK)
@@ -422,7 +422,7 @@ def test_the_model_may_ask_for_it_with_a_tool(server):
 
 
 def test_every_query_of_the_archive_names_the_owner():
-    """A query without an owner could find or delete what is another's."""
+    """A query without an owner could find or delete text of another owner."""
     said: list[str] = []
     with serving(make(most=3)) as server:
         db = server.store.place.db._writer
@@ -434,7 +434,7 @@ def test_every_query_of_the_archive_names_the_owner():
         httpx.delete(f"{server.url}/v1/sessions/one", timeout=600)
         db.set_trace_callback(None)
     tables = r"\barchived_(turns|passages|ends|branches)\b"
-    newest = "SELECT max(number) FROM archived_passages"  # a number, and nobody's text
+    newest = "SELECT max(number) FROM archived_passages"  # returns a number, and no text
     asked = [one for one in said if re.search(tables, one) and one != newest]
     assert len(asked) > 30
     assert [one for one in asked if "owner" not in one and "INSERT" not in one] == []

@@ -1,4 +1,4 @@
-"""What an attack on the server found: small chunks, half characters, full disks, damaged files."""
+"""Attacks on the server: small chunks, half characters, full disks and damaged files."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def send(port: int, body: bytes) -> bytes:
     head += "Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
     parts = []
     with socket.create_connection(("127.0.0.1", port), 60) as connection:
-        with contextlib.suppress(OSError):  # the server has closed it
+        with contextlib.suppress(OSError):  # the server closed the connection
             connection.sendall(head.encode() + body)
         with contextlib.suppress(OSError):
             while part := connection.recv(65536):
@@ -113,7 +113,7 @@ def test_a_client_may_end_its_side_of_the_connection(server, half_closed):
             connection.close()
         else:
             began = time.monotonic()
-            time.sleep(0.2)  # the prompt is being read
+            time.sleep(0.2)  # so that the server is reading the prompt
             connection.close()
             server.settled()
             assert time.monotonic() - began < 10

@@ -1,4 +1,4 @@
-"""A conversation whose system message has changed continues with a note, where that is allowed."""
+"""If the server allows it, a conversation whose system message changed continues with a note."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ def test_a_clock_is_noted_and_nothing_is_read_again(server, caplog):
     )
     assert reread(second) is None
     assert logged(caplog, "noted")[-1]["noted"] == len(noted(second))
-    # The same time again: an ordinary turn.
+    # The same time again is an ordinary turn, without a note.
     history += [said(second), USER]
     third = ask(server, system("10:41"), *history)
     assert cached(third) == second["usage"]["total_tokens"] - 1
     assert noted(third) is None
-    # The clock goes on: the note is about what the model was told last.
+    # The time changes again. The note compares it with the newest time that the model was told.
     history += [said(third), MORE]
     fourth = ask(server, system("10:42"), *history)
     assert cached(fourth) == third["usage"]["total_tokens"] - 1
     assert "no longer applies:\nIt is 10:41." in noted(fourth)
-    # The time of the first turn does not lead back to it, since a later turn is known.
+    # The time of the first turn does not lead back to that turn, because a later turn matches.
     fifth = ask(server, system("10:40"), *history)
     assert cached(fifth) == third["usage"]["total_tokens"] - 1
 
@@ -68,7 +68,7 @@ def test_what_is_not_a_small_change_is_read_again(server):
     longer = system("dusk", "x\n" * (MOST_NOTED // 2))
     second = ask(server, longer, USER, said(first), MORE)
     assert (cached(second), noted(second), reread(second)["why"]) == (0, None, "changed")
-    # Another message, or another number of system messages, is another conversation.
+    # If another message changes, or the number of system messages, it is another conversation.
     for messages in (
         [system("dusk"), {**USER, "content": "Hello here"}, said(first), MORE],
         [USER, said(first), MORE],
@@ -103,7 +103,7 @@ def test_an_outline_leaves_out_the_system_messages_before_the_first_answer():
     other = Outline.of("r", [Message("system", "y"), Message("user", "user")])
     assert other.hashes[2] == plain.hashes[2]
     assert other.hashes[1] == other.hashes[0]
-    # A later system message counts, and so does where the first ones are.
+    # A later system message is part of the hashes, and so is the place of the first ones.
     assert outline("system", "user", "assistant", "system", text="z").hashes[4] != plain.hashes[4]
     assert outline("user", "system").hashes[2] != other.hashes[2]
 

@@ -1,4 +1,4 @@
-"""Chat, as the real client of OpenAI sees it, over a real socket."""
+"""Chat completions, called with OpenAI's own client over a real socket."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def assistant(answer) -> dict:
 
 
 def length(messages) -> int:
-    """Tokens of a whole conversation."""
+    """Count the tokens of a whole conversation."""
     text = make_tokenizer(CHATML).apply_chat_template(
         messages, tokenize=False, add_generation_prompt=True
     )
@@ -117,7 +117,7 @@ def test_an_end_token_ends_an_answer_unless_it_is_to_be_ignored(server, client):
     assert answer.choices[0].logprobs.content == []
     assert answer.usage.completion_tokens == 1
     more = [USER, assistant(answer), USER]
-    # The end was said, so that the next turn does not say it again.
+    # The model has already read the end token, so the next turn does not feed it again.
     cached = ask(client, more).usage.prompt_tokens_details.cached_tokens
     assert ask(client, more).usage.prompt_tokens == length(more)
     assert cached == length([USER])
@@ -184,7 +184,7 @@ def test_of_a_history_only_what_is_new_is_read(client):
         read.append(answer.usage.prompt_tokens - answer.usage.prompt_tokens_details.cached_tokens)
         assert answer.usage.prompt_tokens == length(messages)
         messages += [assistant(answer), {"role": "user", "content": "Go on"}]
-    # The answer's last token, its end, the user's words, and what begins the next answer.
+    # The answer's last token, its end token, the user's message, and the header of the next answer.
     added = length(messages) - length(messages[:-2]) - 8
     assert read == [1 + added] * 3
 
@@ -228,7 +228,7 @@ def test_an_edited_history_branches_from_what_it_shares(client):
     )
     earlier = [*messages[:2], {"role": "user", "content": "No, five"}, *messages[3:]]
     branch = ask(client, earlier)
-    # Only the first answer is shared: the one after the edit has to be read again.
+    # Only the first answer is shared. The answer after the edit must be read again.
     assert branch.usage.prompt_tokens_details.cached_tokens == length(messages[:1]) + 8 - 1
     assert branch.usage.prompt_tokens == length(earlier)
     anew = ask(client, [{"role": "user", "content": "Zero"}, *messages[1:]])
@@ -275,7 +275,7 @@ def test_a_session_has_a_name_that_the_client_may_choose(server, client):
     assert httpx.delete(f"{server.url}/v1/sessions/{name}").json()["deleted"]
     unknown = httpx.get(f"{server.url}/v1/sessions/{name}")
     assert unknown.status_code == httpx.delete(unknown.url).status_code == 404
-    # What was said under the other name is still known.
+    # What was said in the other session is still known.
     again = client.chat.completions.create(messages=more, **given)
     assert again.usage.prompt_tokens_details.cached_tokens == 0
 

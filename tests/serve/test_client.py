@@ -1,4 +1,4 @@
-"""The client of the engine, between text and tokens."""
+"""The engine's client, which converts between text and tokens."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def test_a_learned_sink_stands_in_front_of_what_is_read_first():
     assert client.matcher.complete("", [1, 2]).ids == [
         1,
         2,
-    ]  # who names tokens names them all
+    ]  # a prompt of token ids is used as it is
 
 
 def ask(client: EngineClient, *messages: Message) -> tuple[Prompt, str, TurnRecord]:
-    """How a history was planned, what was answered, and the record of that."""
+    """Return the prompt of a history, the answer, and the record of the turn."""
     plan = client.matcher.match("", messages, None)
     with contextlib.closing(asyncio.new_event_loop()) as loop:
         request = GenerationRequest(lambda: plan, (SamplingParams(),), 40)
@@ -71,7 +71,7 @@ def test_the_beginning_of_a_conversation_stays_and_so_does_the_header_of_its_tur
     assert {*range(begins), *range(len(plan.ids) - ends, len(plan.ids))} <= places_of(cache)
     history = [system, first, Message("assistant", answer)]
     plan, _, record = ask(client, *history, Message("user", "And then?" * 9))
-    assert plan.beginning == 0  # of what is fed now
+    assert plan.beginning == 0  # none of the tokens fed in this turn
     assert record.usage["beginning"] == begins
     turn = record.seen - 40 - ends
     assert cache.marks[0] == Marks(begins, turn, ends)
@@ -96,6 +96,6 @@ def test_of_a_long_beginning_the_first_tokens_stay_and_usage_says_so():
 
 
 def places_of(cache: StreamingCache) -> set[int]:
-    """The places that row 0 holds in every head."""
+    """Return the positions that row 0 holds in every head."""
     heads = [set(head.tolist()) for head in cache.slots(0).position[0]]
     return set.intersection(*heads)

@@ -1,4 +1,4 @@
-"""Outputs of tools are dropped from the cache, and never read again."""
+"""Tool outputs can be dropped from the cache, and are not read again afterwards."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def said(found) -> dict:
 
 
 def read_text(server, session: str) -> str:
-    """The text of all tokens that a session has read."""
+    """Return the text of all tokens that a session has read."""
     (*_, last) = server.store.list_turns("", session)
     ids = [i for turn in server.store.ancestry("", last.node) for i in unpack_ids(turn.ids)]
     return server.engine_client.tokenizer.decode(ids)
@@ -98,7 +98,7 @@ def test_an_output_leaves_the_cache_and_is_not_read_again(template):
         assert before["held"] - after["held"] == len(SECRET)
         assert SECRET not in held_text(server, "one")
         assert items(server, "one") == []
-        # The whole history again, as clients send it: found, and only what is new is read.
+        # The client sends the whole history again. It matches, and only new tokens are read.
         history = [*HISTORY, said(first), USER]
         second = ask(server, history, "one")
         usage = second.json()["usage"]
@@ -109,19 +109,19 @@ def test_an_output_leaves_the_cache_and_is_not_read_again(template):
         )
         assert SECRET not in held_text(server, "one")
         assert memory(server, "one")["forgotten"]["tokens"] >= len(SECRET)
-        # Read again from its beginning, it stays dropped.
+        # When the conversation is read again from its beginning, the output stays dropped.
         for name in ("x", "y", "z"):
-            ask(server, [{"role": "user", "content": name}])  # no turn is left
+            ask(server, [{"role": "user", "content": name}])  # these turns replace the saved ones
         third = ask(server, [*history, said(second), USER], "two")
         usage = third.json()["usage"]
-        # What is cached is the beginning, which conversations share.
+        # Only the beginning, which conversations share, is cached.
         assert usage["prompt_tokens_details"]["cached_tokens"] <= usage["weir"]["beginning"]
         assert SECRET not in read_text(server, "two")
         assert DROPPED in read_text(server, "two")
-        # And is found by its own history.
+        # This history matches in the next turn.
         again = ask(server, [*history, said(second), USER, said(third), USER], "two").json()
         assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
-        # Another history with the same output is another one.
+        # The output is not dropped from another history that contains it.
         other = ask(server, [{"role": "user", "content": "!"}, *HISTORY[1:]], "three")
         assert other.status_code == 200
         assert SECRET in read_text(server, "three")
@@ -178,7 +178,7 @@ def test_a_request_drops_by_the_ids_of_calls(server):
     wrong = ask(server, history, weir={"drop": ["call_a/b", "call_c"]})
     assert wrong.status_code == 400
     assert wrong.json()["error"]["param"] == "weir.drop[1]"
-    # Responses, stored or not.
+    # The same holds for responses, stored or not.
     call = {"type": "function_call", "call_id": "c1", "name": "read", "arguments": "{}"}
     output = {"type": "function_call_output", "call_id": "c1", "output": SECRET}
     given = {"model": "small", "max_output_tokens": 4}
@@ -218,7 +218,7 @@ def test_while_an_answer_is_made(server):
     assert SECRET not in held_text(server, "one")
     (*_, turn) = server.store.list_turns("", "one")
     state = server.store.load(turn.node).state
-    # The saved state itself has nothing of it.
+    # The saved state has no tokens of the output either.
     (place,) = [m.where for m in server.store.list_turns("", "one")[0].messages if m.where]
     position = state.tensors["0.position"]
     gone = (position >= place.start) & (position < place.stop)
@@ -267,7 +267,7 @@ def test_the_sessions_of_another_key_are_not_there():
         assert drop(server, "one").status_code == 401
         listed = f"{server.url}/v1/sessions/one/items"
         assert httpx.get(listed, headers=bob).status_code == 404
-        # Bob drops the same output of the same history, which is his own.
+        # Bob drops the same output from the same history. This affects only his own conversation.
         asked = {**body, "weir": {"drop": ["call_a/b"]}}
         assert server.post("/v1/chat/completions", asked, **bob).status_code == 200
         assert len(httpx.get(listed, headers=alice).json()["data"]) == 1
@@ -275,7 +275,7 @@ def test_the_sessions_of_another_key_are_not_there():
 
 
 def test_what_has_left_the_cache_is_dropped_for_later_readings():
-    with serving(make_client(template=TAKES_TOOLS)) as server:  # a dozen slots
+    with serving(make_client(template=TAKES_TOOLS)) as server:  # 12 slots
         first = ask(server, HISTORY, "one")
         later = [*HISTORY, said(first), {"role": "user", "content": "z" * 80}]
         second = ask(server, later, "one")
@@ -342,7 +342,7 @@ def test_it_stays_dropped_where_the_tools_or_the_system_message_change(server, c
     text = server.engine_client.tokenizer.decode(ids)
     assert SECRET not in text
     assert DROPPED in text
-    # And from there, where nothing of it was read.
+    # It also stays dropped in a history that continues from there, whose turns never read it.
     tools = [TOOL] if change == "tools" else tools
     third = ask(server, [system, *HISTORY, said(first), USER, said(second), USER], tools=tools)
     assert SECRET not in third.text
@@ -360,7 +360,7 @@ def test_it_stays_dropped_where_the_tools_or_the_system_message_change(server, c
 
 
 def test_what_is_told_of_turns_does_not_quote_it():
-    with serving(make_client(template=TAKES_TOOLS)) as server:  # a dozen slots
+    with serving(make_client(template=TAKES_TOOLS)) as server:  # 12 slots
         first = ask(server, HISTORY, "one")
         assert drop(server, "one").status_code == 200
         history = [*HISTORY, said(first), {"role": "user", "content": "z" * 80}]
@@ -371,7 +371,7 @@ def test_what_is_told_of_turns_does_not_quote_it():
         assert DROPPED in usage["noted"]
         assert SECRET not in second.text
         assert SECRET not in json.dumps(memory(server, "one")["forgotten"])
-        # A history in which the output differs.
+        # The same history with another output.
         changed = [*HISTORY[:2], result(f"{SECRET}!"), said(first), USER]
         third = ask(server, changed, "one")
         assert "the dropped output" in third.json()["usage"]["weir"]["reread"]["detail"]

@@ -1,4 +1,4 @@
-"""A stream has headers and signs of life before its prompt is read."""
+"""A stream sends headers and comments before its prompt has been read."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def server():
 
 @contextlib.contextmanager
 def held(server):
-    """The engine makes no step meanwhile, as if a step took very long."""
+    """Stop the engine before its next step, as if a step took very long."""
     step, engine = server.engine.step, server.engine
 
     def wait() -> None:
@@ -69,7 +69,7 @@ def stream(server, path, body):
 def test_headers_and_comments_come_before_the_prompt_is_read(server, path, body):
     with contextlib.ExitStack() as until:
         until.enter_context(held(server))
-        answer = until.enter_context(stream(server, path, body))  # the headers are here
+        answer = until.enter_context(stream(server, path, body))  # the headers have arrived
         assert answer.status_code == 200
         lines = answer.iter_lines()
         comments = []
@@ -166,7 +166,7 @@ def test_a_second_conversation_does_not_read_the_system_message_again(server):
     turns = server.store.list_sessions("")
     assert turns[-1].usage["cached_tokens"] == beginning
     text = {"model": "small", "prompt": LONG[:600], "max_tokens": 1}
-    for _ in range(2):  # of which nothing is kept
+    for _ in range(2):  # plain completions save nothing
         usage = server.post("/v1/completions", text).json()["usage"]
         assert usage["prompt_tokens_details"]["cached_tokens"] == 0
 

@@ -1,4 +1,4 @@
-"""A session of a hundred windows still ends its turns, and where its system turn says."""
+"""After a hundred windows, a session still ends its turns where its system turn says."""
 
 from __future__ import annotations
 
@@ -15,4 +15,4 @@ def test_after_a_hundred_windows_answers_end_where_the_system_turn_said():
     assert pinned[1].right >= 10
     assert pinned[100].right >= 10
     plain = shares(model, POLICIES["as it is"], windows=(1,), sessions=2, turns=6)
-    assert plain[1].right <= 3  # the model knows no other way than the system turn
+    assert plain[1].right <= 3  # without the system turn, the model does not know where to end

@@ -1,4 +1,4 @@
-"""The engine: each session is answered as it would be alone, whatever the others do."""
+"""The engine answers each session as if it were alone, whatever the other sessions do."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CHUNK = 4
 
 @dataclass
 class Heard:
-    """What a listener was told."""
+    """A listener that records what it is told."""
 
     choices: list[SampledToken] = field(default_factory=list)
     reason: str | None = None
@@ -72,18 +72,18 @@ def turn(node: str, ids, start: str | None = None, limit: int = 6, **given) -> T
 
 
 def work(engine: Engine, *turns: TokenSequence) -> None:
-    """Let turns be answered, all together."""
+    """Submit turns together, and run the engine until all are answered."""
     for each in turns:
         engine.submit(each)
     for _ in range(2000):
         if all(each.listener.over for each in turns):
             return
         engine.step()
-    raise AssertionError("the engine does not come to an end")
+    raise AssertionError("the engine does not finish the turns")
 
 
 def alone(turns: list[tuple[list[int], int]], policy: str = POLICY) -> list[list[int]]:
-    """The answers of one stream to prompts, greedily, each of so many tokens."""
+    """Answer each prompt greedily with the given number of tokens, in a single stream."""
     stream = weir.Stream(MODEL, policy, chunk=CHUNK)
     answers = []
     for ids, limit in turns:
@@ -113,7 +113,7 @@ def test_sessions_are_answered_as_they_would_be_alone():
 
 
 def feeds(served: Engine) -> list[dict[int, int]]:
-    """Of every call of an engine from now on, by row, how many tokens it is fed."""
+    """Record, for each call of the engine from now on, how many tokens each row is fed."""
     calls: list[dict[int, int]] = []
     feed = served.runner.run
 
@@ -130,7 +130,7 @@ def test_short_prompts_are_read_in_one_call_and_answered_as_they_would_be_alone(
     served = engine(rows=4, prefill_chunk=64)
     work(served, *(turn(f"a{n}", ids) for n, ids in enumerate(prompts)))
     calls = feeds(served)
-    # Rows stand in different places, and one of those in between rests.
+    # The rows are at different positions, and a row between them is idle.
     again = [turn(f"b{n}", words(n + 9, 3 + n), start=f"a{n}") for n in (3, 0, 1)]
     work(served, *again)
     assert calls[0] == {3: 3 + 4, 1: 5, 0: 4}
@@ -281,7 +281,7 @@ def test_a_failing_row_is_that_turns_own(monkeypatch):
     served.submit(bad)
     while len(bad.listener.tokens) < 3:
         served.step()
-    bad.output_ids[-1] = VOCABULARY  # no token
+    bad.output_ids[-1] = VOCABULARY  # an invalid token id
     work(served)
     while not good.listener.over:
         served.step()
@@ -311,7 +311,7 @@ def test_a_call_that_fails_is_the_end_of_its_turns_and_of_nothing_else(monkeypat
 
 
 class Full(SessionStore):
-    """A store that takes nothing."""
+    """A store in which every save fails."""
 
     def save(self, checkpoint, record, done):
         raise OSError("no room")
@@ -344,7 +344,7 @@ def test_a_store_that_refuses_a_turn_fails_it():
     lost = turn("a", words(0, 9))
     work(served, lost)
     assert isinstance(lost.listener.error, OSError)
-    assert served.load().resting == 0  # nobody can go on from it
+    assert served.load().resting == 0  # no row is kept for a next turn
 
 
 def test_a_fold_that_is_interrupted_empties_the_rows_and_what_is_saved_goes_on(monkeypatch):
@@ -409,11 +409,11 @@ def test_a_warm_engine_has_run_all_kinds_of_calls_and_holds_nothing(monkeypatch)
 
 def test_the_queue_is_bounded_and_a_stopped_engine_takes_no_more():
     served = engine(rows=1, queue=2)
-    for node in "abc":  # the first does not wait: a row is free
+    for node in "abc":  # the first one does not count as waiting, because a row is free
         served.submit(turn(node, words(0, 3)))
     with pytest.raises(Busy, match="2 turns are already waiting"):
         served.submit(turn("d", words(0, 3)))
-    served.step()  # the first has its row, and as many wait
+    served.step()  # the first one gets its row, and two are waiting
     with pytest.raises(Busy, match="2 turns are already waiting"):
         served.submit(turn("d", words(0, 3)))
     served.stop()
@@ -455,7 +455,7 @@ def test_a_forgotten_checkpoint_leaves_its_row_free():
 
 
 class Sessions(RuleBasedStateMachine):
-    """Any sequence of turns, forks, cancels and deletions on few rows."""
+    """Run random sequences of turns, forks, cancellations and deletions on few rows."""
 
     @initialize(rows=st.integers(1, 3))
     def open(self, rows: int) -> None:

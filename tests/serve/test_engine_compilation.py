@@ -1,4 +1,4 @@
-"""Decode steps are compiled for few numbers of rows, and answer the same."""
+"""Decode steps are compiled for a few numbers of rows, and do not change the answers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ POLICY = "sink(2) | recent(6) | heavy(4)"
 
 @dataclass
 class Heard:
-    """What a listener was told."""
+    """A listener that records what it is told."""
 
     tokens: list[int] = field(default_factory=list)
     over: bool = False
@@ -54,7 +54,7 @@ def engine_of(model, rows: int, **given) -> Engine:
 
 
 def answers(engine: Engine, limits: list[int]) -> list[list[int]]:
-    """What turns answer that are asked for together, in tokens."""
+    """Return the answers, as token ids, to turns that are submitted together."""
     turns = []
     for number, limit in enumerate(limits):
         generator = torch.Generator().manual_seed(number)
@@ -77,7 +77,8 @@ def test_there_are_few_sizes_and_the_last_is_all_rows(model, rows, sizes):
 
 @pytest.mark.slow
 def test_answers_are_the_same_and_every_step_is_compiled(model):
-    limits = [22, 3, 9, 30, 5, 12]  # so that rows are free in between, and one is left alone
+    # Rows become free in between, and one row is left alone at the end.
+    limits = [22, 3, 9, 30, 5, 12]
     usual = answers(engine_of(model, 6), limits)
     engine = engine_of(model, 6)
     with compiled(model) as taken:

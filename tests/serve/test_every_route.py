@@ -1,5 +1,7 @@
-"""Bodies that agents send, through every route: each is honored, skipped with a warning, or refused
-by name (docs/requests.md), and no route fails.
+"""Bodies that agents send, sent to every route.
+
+Each field is honored, skipped with a warning, or refused by name (docs/requests.md). No route
+fails.
 """
 
 from __future__ import annotations
@@ -105,7 +107,7 @@ FIELDS: list[dict[str, Any]] = [
     {"temperature": "warm"},
     {"temperature": 1e400},
 ]  # fmt: skip
-"""Fields that are added to a body that is answered."""
+"""Fields that are added to a valid body."""
 
 
 def call(arguments: str) -> dict[str, Any]:
@@ -159,7 +161,7 @@ def client(server):
 
 
 def body_for(route: str, history: list[Any] | None = None) -> dict[str, Any]:
-    """A body that a route answers."""
+    """Return a body that the route answers."""
     body: dict[str, Any] = {"model": "small"}
     if route == "/v1/completions":
         return {**body, "prompt": "Hello", "max_tokens": 2}
@@ -175,7 +177,7 @@ def body_for(route: str, history: list[Any] | None = None) -> dict[str, Any]:
 
 
 def message_of(answer: Any) -> str:
-    """What an error says, in the form of any API."""
+    """Return the message of an error, in the format of any API."""
     error = answer.json()["error"]
     return error if isinstance(error, str) else f"{error.get('param')} {error['message']}"
 
@@ -255,7 +257,7 @@ def test_a_history_is_honored_named_or_refused_by_every_route(client, route: str
 
 
 def test_the_body_of_codex_through_every_route(client) -> None:
-    """Other routes than its own refuse it by name."""
+    """Only the routes of responses accept it. The others name what they refuse."""
     for route in ROUTES:
         body = {**as_codex_sends_it(), "max_output_tokens": 2}
         answer = client.post(route, json=body)

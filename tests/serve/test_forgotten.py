@@ -1,4 +1,4 @@
-"""Clients are told how much of a conversation the cache no longer holds, and of which turns."""
+"""Clients are told how many tokens of a conversation the cache no longer holds, and their turns."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_usage_a_header_and_the_memory_say_what_is_gone(server):
     second = ask(server, *history)
     used = second["usage"]["weir"]
     assert used["forgotten"] > 80
-    # Of all but the last token, which was not fed yet, what is not forgotten is held.
+    # The last token was not fed yet. Of the others, each one that is not forgotten is held.
     assert used["seen"] - 1 - used["forgotten"] <= 3 * used["held"]
     history += [said(second), MORE]
     body = {"model": "small", "messages": history, "max_tokens": 5, "stream": True}
@@ -73,7 +73,7 @@ def test_the_newest_turns_that_lost_tokens_are_named(server):
     assert answer["role"] == "assistant"
     assert older[0]["messages"][0]["text"] == USER["content"]
     assert sum(one["forgotten"] for one in [latest, *older]) <= second["usage"]["weir"]["forgotten"]
-    # It is bounded however long the conversation is.
+    # The list is bounded, however long the conversation is.
     history = [USER, said(first), LONG, said(second)]
     for _ in range(12):
         found = ask(server, *history, MORE)
@@ -95,7 +95,7 @@ def test_the_model_reads_what_it_has_forgotten_if_the_request_asks_for_it(server
     assert "xxxx" in note
     assert len(note) < 4000
     more = told["usage"]["prompt_tokens"] - plain["usage"]["prompt_tokens"]
-    assert len(note) <= more <= len(note) + 40  # a token is a byte
+    assert len(note) <= more <= len(note) + 40  # a byte is a token
     history += [said(told), MORE]
     again = ask(server, *history)
     assert "reread" not in again["usage"]["weir"]

@@ -1,4 +1,4 @@
-"""`response_format`, as OpenAI's client asks for it, of a model with random weights."""
+"""`response_format`, requested with OpenAI's client, and a model with random weights."""
 
 from __future__ import annotations
 

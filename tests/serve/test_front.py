@@ -1,4 +1,4 @@
-"""The front of a cluster: what one server promises holds with several behind one address."""
+"""Several servers behind the front of a cluster keep the promises of a single server."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LIMITS = Limits(body=200_000, bodies=400_000, stall=3.0)
 
 @dataclass
 class Behind:
-    """A server behind the front."""
+    """A server behind the front, in this process."""
 
     client: EngineClient
     server: uvicorn.Server
@@ -57,7 +57,7 @@ class Behind:
 
 @dataclass
 class Cluster:
-    """Servers behind a front."""
+    """Several servers and their front."""
 
     url: str
     port: int
@@ -128,14 +128,14 @@ def _serving(place: Path) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Servers that no test ends."""
+    """A cluster that no test shuts down."""
     with _serving(tmp_path_factory.mktemp("shared")) as made:
         yield made
 
 
 @pytest.fixture
 def passing(tmp_path: Path) -> Iterator[Cluster]:
-    """Servers that a test may end."""
+    """A cluster whose servers a test can shut down."""
     with _serving(tmp_path) as made:
         yield made
 
@@ -179,7 +179,7 @@ def test_responses_and_conversations_are_found_again(cluster):
         assert found.json()["id"] == first["id"]
         stored = [one.client.responses for one in cluster.servers]
         homes += [store.get_response(_hash(key), first["id"]) is not None for store in stored]
-    # Each key has one home, and not all have the same.
+    # The responses of each key are stored on one server, and both servers store some.
     assert sum(homes) == len(KEYS)
     assert all(any(homes[at::2]) for at in range(2))
 
@@ -211,7 +211,7 @@ def test_a_server_answers_the_front_only(cluster):
 
 
 def test_a_client_cannot_say_that_it_is_the_front(cluster):
-    # The front leaves the client's own headers of these names out.
+    # The front removes these headers from a client's request.
     answer = cluster.post(CHAT, {}, **{"x-weir-front": "secret", "x-weir-client": "1.2.3.4"})
     assert answer.status_code == 400
     assert "model" in answer.json()["error"]["message"]
@@ -286,7 +286,7 @@ def test_a_stream_that_nobody_reads_is_cut_off(cluster):
 
 
 def _body_of(path: str) -> dict[str, Any]:
-    """A request for a long stream."""
+    """Return a request for a long stream."""
     body: dict[str, Any] = {"model": "small", "stream": True}
     body |= {"input": "Hello"} if path == RESPONSE else {"messages": HELLO}
     limit = {"/api/chat": "options", RESPONSE: "max_output_tokens"}.get(path, "max_tokens")
@@ -295,7 +295,7 @@ def _body_of(path: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _answering(cluster: Cluster, path: str) -> Iterator[Iterator[bytes]]:
-    """The parts of a long stream, as they come."""
+    """Yield the parts of a long stream as they arrive."""
     headers = {"authorization": f"Bearer {KEYS[0]}"}
     url, body = f"{cluster.url}{path}", _body_of(path)
     with httpx.stream("POST", url, json=body, headers=headers, timeout=60) as answer:
@@ -351,7 +351,7 @@ def test_a_request_is_answered_by_another_server_when_one_is_lost(passing):
     second = passing.chat(said, headers={"x-session-id": "one"})
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
     assert passing.servers[1 - home].client.engine.load().seen > 0
-    # What only the lost one has cannot be answered, and clients are told to come again.
+    # Requests that only the lost server could answer are refused, and clients are told to retry.
     body = {"model": "small", "input": "Hello", "max_output_tokens": 2}
     statuses = {key: passing.post(RESPONSE, body, key) for key in KEYS}
     assert {answer.status_code for answer in statuses.values()} == {200, 503}
@@ -371,14 +371,14 @@ def test_without_any_server_there_is_an_answer(passing):
 
 @pytest.mark.parametrize("error", [WeirError("it is down"), OSError("no such address")])
 def test_a_server_that_died_without_a_request_is_found_again(passing, error):
-    """The checks continue after a server has refused a connection, or could not be started."""
+    """Checks continue when a server refuses a connection, and when it cannot be started."""
     body = {"model": "small", "input": "Hello", "max_output_tokens": 2}
     passing.error = error
     passing.down.add(0)
     passing.servers[0].end()
     passing.asked.clear()
     _wait_until(lambda: passing.asked.count((0, False)) > 1)
-    passing.servers[0] = passing.servers[1]  # it is started again, at this address
+    passing.servers[0] = passing.servers[1]  # a server is started again, at this address
     passing.down.clear()
     _wait_until(lambda: {passing.post(RESPONSE, body, key).status_code for key in KEYS} == {200})
 

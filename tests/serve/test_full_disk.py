@@ -1,4 +1,4 @@
-"""A full disk is known before anything is generated, and what may go makes room first."""
+"""A full disk is noticed before an answer is generated. If old turns may go, they go first."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CHAT = "/v1/chat/completions"
 
 
 def chat(*said: str) -> dict:
-    """A request whose history is these words of a user and of the assistant in turns."""
+    """Return a request whose history alternates between the user and the assistant."""
     roles = ("user", "assistant")
     messages = [{"role": roles[n % 2], "content": text} for n, text in enumerate(said)]
     return {"model": "small", "messages": messages, "max_tokens": 4, "temperature": 0}
@@ -42,7 +42,7 @@ def cached(server: Server, *said: str) -> int:
 
 
 def free_bytes_in(message: str) -> int:
-    """What a full disk has, by a message that says so and that a turn takes more."""
+    """Return the free bytes that the message of a full disk names. Check that they are too few."""
     found = re.match(rf"{DISK_FULL}. Needed: ([\d,]+) bytes, free: ([\d,]+) bytes", message)
     assert found, message
     needed, free = (int(number.replace(",", "")) for number in found.groups())
@@ -55,7 +55,7 @@ def sessions(server: Server) -> list[dict]:
 
 
 class Disk:
-    """A disk of which a test says how much is free; files of snapshots take some."""
+    """A disk with as many free bytes as the test sets, less those of the snapshot files."""
 
     def __init__(self, folder: Path, size: int) -> None:
         self.folder, self.size = folder, size
@@ -95,7 +95,7 @@ def test_a_full_disk_is_said_before_anything_is_generated(tmp_path, disk, caplog
             with pytest.raises(openai.InternalServerError, match="Delete sessions"):
                 client.chat.completions.create(**chat("Ho"))
         assert len(sent) == 1
-        # What is not kept needs no room.
+        # What is not stored needs no room.
         whole = server.post("/v1/completions", {"model": "small", "prompt": "a", "max_tokens": 2})
         assert whole.status_code == 200
         loose = {"model": "small", "input": "Ho", "store": False, "max_output_tokens": 2}
@@ -142,12 +142,12 @@ def test_where_old_turns_may_go_they_make_room(tmp_path, disk):
         said = [ask(server, f"Number {n}") for n in range(4)]
         taken = 10**9 - disk.free_bytes(None)
         row = client.store.place.store_format.turn_bytes()
-        disk.size = taken + row - 1  # one byte too little: the oldest goes, and no other
+        disk.size = taken + row - 1  # one byte too few: only the oldest turn is deleted
         said.append(ask(server, "Number 4"))
         assert [session["topic"] for session in sessions(server)] == [
             f"Number {n}" for n in (4, 3, 2, 1)
         ]
-        # What would not be enough is left alone, and turns go on in memory.
+        # If deleting turns would not make enough room, none is deleted, and turns go on in memory.
         disk.size = 0
         said.append(ask(server, "Number 5"))
         assert len(sessions(server)) == 5
@@ -205,7 +205,7 @@ def test_a_disk_that_refuses_what_it_says_is_free_fails_an_answer_and_the_next_b
         assert {late.status_code, early.status_code} == {507}
         assert early.json()["error"]["code"] == late.json()["error"]["code"] == "storage_full"
         assert server.engine.load().calls == calls
-        assert len(sessions(server)) == 1  # nothing is dropped in vain
+        assert len(sessions(server)) == 1  # no turn is deleted, because it would not help
         monkeypatch.undo()
         ask(server, "Ho")
 

@@ -1,4 +1,4 @@
-"""Bodies made to cost much: they are bounded before they are validated, and one error is enough."""
+"""Requests that are made to cost much are limited before validation, and get only a few errors."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_there_is_no_error_for_each_element(name):
 
 
 def count(value: Any) -> tuple[int, int]:
-    """Objects, lists and fields of a value, and the commas between its entries."""
+    """Count the objects, lists and fields of a value, and the commas between its entries."""
     below = list(value.values()) if isinstance(value, dict) else value
     if not isinstance(below, list):
         return 0, 0
@@ -108,9 +108,10 @@ def test_nodes_are_counted_outside_of_strings_however_they_arrive():
 
 
 def test_bodies_of_too_many_nodes_are_refused_before_they_are_parsed(server, monkeypatch):
-    monkeypatch.setattr(requests, "parse_body", None)  # would fail
+    monkeypatch.setattr(requests, "parse_body", None)  # a call would fail
     monkeypatch.setattr(json_nodes, "MAX_NODES", most := 20_000)
-    ids = most + LIMITS.prompt  # a prompt may be token ids, and no other list is so long
+    # A prompt can be a list of token ids, and no other list can be that long.
+    ids = most + LIMITS.prompt
     for path, entry, many in ((CHAT, "{}", most), (CHAT, "0", most), ("/v1/completions", "0", ids)):
         body = b'{"messages":[' + b",".join([entry.encode()] * (many + 2)) + b"]}"
         answer = httpx.post(f"{server.url}{path}", content=body, headers=JSON, timeout=600)
@@ -121,7 +122,7 @@ def test_bodies_of_too_many_nodes_are_refused_before_they_are_parsed(server, mon
 
 
 def test_a_refused_body_may_be_sent_to_its_end(server):
-    """Clients that send everything before they read would else hear of a reset, not of a 413."""
+    """Otherwise, clients that send everything before they read would get a reset, and no 413."""
     lists = b"[" * (json_nodes.MAX_NODES + 1)
     connection = raw(server.port, CHAT, lists, length=1_000_000 + len(lists))
     for _ in range(10):
@@ -134,7 +135,7 @@ def test_a_refused_body_may_be_sent_to_its_end(server):
 
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_body_that_is_too_large_may_be_sent_to_its_end(server, chunked):
-    """Clients that send everything before they read would else hear of a reset, not of a 413."""
+    """Otherwise, clients that send everything before they read would get a reset, and no 413."""
     body = b" " * (LIMITS.body + 6_000_000)
     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.port)) as connection:
         given: Any = iter([body[: len(body) // 2]] * 2) if chunked else body
@@ -160,10 +161,11 @@ def test_a_head_that_does_not_come_ends_its_connection(server, monkeypatch):
         told = b"".join(iter(lambda: slow.recv(1000), b""))
         assert told.startswith(b"HTTP/1.1 408"), told
         assert b"the head of the request did not arrive in time" in told
-        assert silent.recv(100) == b""  # an idle connection has asked for nothing
+        assert silent.recv(100) == b""  # an idle connection is closed without a response
         silent.close()
     assert httpx.get(f"{server.url}/health").status_code == 200
-    assert server.engine_client.open_requests("127.0.0.1") == 1  # a body has its own time
+    # The time limit of the head does not apply to a body.
+    assert server.engine_client.open_requests("127.0.0.1") == 1
     slow_body.close()
     server.settled()
 
@@ -210,7 +212,7 @@ def test_json_in_the_arguments_of_calls_counts_too(server):
     for text in ("[" * some, "[[],[]]" * (some // 3 + 1), json.dumps({"x": [[]] * some})):
         calls = [
             {"id": "x", "type": "function", "function": {"name": "f", "arguments": each}}
-            for each in ('"', text, text, text)  # the first leaves a text open
+            for each in ('"', text, text, text)  # the first one leaves a string open
         ]
         said = [USER, {"role": "assistant", "tool_calls": calls}, USER]
         answer = server.post(CHAT, {**CHAT_BODY, "messages": said})
@@ -280,7 +282,7 @@ def test_the_bodies_of_all_requests_are_bounded_together(server):
         time.sleep(0.005)
     large = {**CHAT_BODY, "user": "x" * 1_900_000}
     while (answer := server.post(CHAT, large)).status_code == 200:
-        pass  # until all of the first has come
+        pass  # until all of the first body has arrived
     assert answer.status_code == 429
     assert "too large together" in answer.json()["error"]["message"]
     assert server.post(CHAT, CHAT_BODY).status_code == 200
@@ -295,7 +297,7 @@ def test_slow_bodies_of_one_address_end_the_oldest_of_them_and_nobody_else(serve
     while server.engine_client.open_requests("127.0.0.1") < 1:
         time.sleep(0.005)
     half += [raw(server.port, CHAT, b"{", length=50) for _ in range(2)]
-    heard = half[0].recv(1000)  # and not after the half minute that a body may take
+    heard = half[0].recv(1000)  # without waiting for the half minute that a body can take
     assert heard.startswith(b"HTTP/1.1 408"), heard
     assert server.post(CHAT, CHAT_BODY).status_code == 200
     for each in half:
@@ -319,7 +321,7 @@ def test_media_types_are_compared_as_http_says(server):
     assert status(body.encode("utf-16"), "application/json; charset=utf-16") == wrong
     assert status(body.encode(), "application/json", **{"Content-Encoding": "gzip"}) == wrong
     assert status(body.encode(), "application/jsonx") == wrong
-    # LiteLLM's own type; a page in a browser would need a permission for it.
+    # LiteLLM sends this type. A page in a browser would need permission to send it.
     assert status(body.encode(), "application/octet-stream") == (200, None)
     assert status(body.encode(), "application/octet-stream", Origin="http://a.b") != (200, None)
 
@@ -420,7 +422,7 @@ def test_what_is_too_long_is_refused_before_it_is_hashed(monkeypatch):
 
 def test_more_messages_than_tokens_are_refused_before_they_are_rendered(monkeypatch):
     client = make_client(limits=Limits(prompt=20))
-    monkeypatch.setattr(client.renderer, "_template", None)  # would fail
+    monkeypatch.setattr(client.renderer, "_template", None)  # a call would fail
     with pytest.raises(PromptTooLong):
         client.matcher.match("", [Message("user", "a")] * 21, None)
 
@@ -443,7 +445,7 @@ def test_long_texts_leave_threads_to_short_ones(server, monkeypatch):
     monkeypatch.setattr(chat_template, "PIECE", 200)
     monkeypatch.setattr(prompts, "LONG", 200)
     with ThreadPoolExecutor(20) as pool, contextlib.ExitStack() as held:
-        held.enter_context(encoder._one_piece)  # long texts wait
+        held.enter_context(encoder._one_piece)  # long texts have to wait
         bodies = [{**CHAT_BODY, "messages": [{**USER, "content": "x" * 300}]}] * 20
         waiting = [pool.submit(server.post, CHAT, body) for body in bodies]
         while server.engine_client.open_requests("127.0.0.1") < 20:

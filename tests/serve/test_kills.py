@@ -1,4 +1,4 @@
-"""What a client saw the end of is there after a kill -9, many times in a row, on a full disk too.
+"""Turns whose end a client has seen survive many kill -9 in a row, also on a full disk.
 
 `WEIR_KILLS=50` sets how often each server is killed.
 """
@@ -25,7 +25,7 @@ SCRIPT = Path(__file__).with_name("killed.py")
 
 @dataclass
 class Chat:
-    """A conversation, as its client knows it: what it saw the end of, and no more."""
+    """A conversation as its client knows it: only the turns whose end it has seen."""
 
     name: str
     said: list[dict[str, str]] = field(default_factory=list)
@@ -34,7 +34,7 @@ class Chat:
     last: str | None = None
 
     def ask(self, url: str, responses: bool) -> int | None:
-        """One more turn; how many of its tokens were known, or None if the disk is full."""
+        """Send a turn. Return how many of its tokens were cached, or None if the disk is full."""
         text = f"{self.name} {self.turns}"
         if responses:
             body = {"model": "small", "input": text, "max_output_tokens": 3, "temperature": 0}
@@ -64,7 +64,7 @@ class Chat:
 
 
 class Servers:
-    """One server after another over one folder."""
+    """Servers that run one after the other on the same folder."""
 
     def __init__(self, folder: Path, kind: str) -> None:
         command = [sys.executable, str(SCRIPT), str(folder), kind]
@@ -91,14 +91,15 @@ class Servers:
         return self._process.stdout.readline().split()
 
     def close(self) -> None:
-        if self._running is not None:  # after a failed test: it would keep the pipe open
+        # A failed test left it running, and it would keep the pipe open.
+        if self._running is not None:
             os.kill(self._running, signal.SIGKILL)
         self._process.kill()
         self._process.communicate()
 
 
 def mounted(folder: Path) -> None:
-    """A disk of its own for a folder, almost full."""
+    """Mount a small separate disk at a folder."""
     if os.geteuid() != 0 or not shutil.which("mount"):
         pytest.skip("only root can make a small disk")
     made = ["mount", "-t", "tmpfs", "-o", "size=16m", "none", str(folder)]
@@ -136,7 +137,7 @@ def test_turns_that_have_ended_outlive_kills(tmp_path, kind, disk):
 
 
 def fill(folder: Path, left: int) -> None:
-    """Leave so many bytes of a disk, with a file that takes the rest."""
+    """Write a file that leaves only this many bytes of a disk free."""
     found = os.statvfs(folder)
     (folder / "filler").write_bytes(bytes(max(0, found.f_bavail * found.f_frsize - left)))
 
@@ -144,9 +145,10 @@ def fill(folder: Path, left: int) -> None:
 def talk(
     url: str, pid: int, servers: Servers, chats: list[Chat], kind: str, steps: int, seconds: float
 ) -> int:
-    """Let clients talk, kill the server in the middle of a turn; how often it had no room.
+    """Let clients talk, and kill the server in the middle of a turn.
 
-    A client without room deletes its session and begins another.
+    Return how often the disk had no room. A client without room deletes its session and begins
+    another.
     """
     refused, errors = [], []
     stepped = threading.Semaphore(0)
@@ -171,7 +173,7 @@ def talk(
                 chat = fresh
                 time.sleep(0.01)
         except httpx.TransportError:
-            pass  # killed
+            pass  # the server was killed
         except Exception as error:
             errors.append(error)
         for _ in range(steps):

@@ -57,7 +57,7 @@ def text(kind: str, words: str):
 
 
 def as_codex_sends_it(**given):
-    """A body of Codex CLI, shortened."""
+    """Return a body of Codex CLI, shortened."""
     environment = text("input_text", "<environment_context>cwd</environment_context>")
     return response(
         [
@@ -176,7 +176,7 @@ def test_options_of_other_servers_mean_the_same_here(server):
     assert len(said(max_tokens=..., n_predict=3)[0]) == 3
     options = {"num_predict": 2, "num_ctx": 4096, "temperature": 0}
     words, skipped = said(max_tokens=..., options=options)
-    # The request itself has another temperature, which counts.
+    # The temperature of the request itself takes precedence over the one in `options`.
     assert (len(words), skipped) == (2, "no effect here: options.num_ctx, options.temperature")
     assert said(cache_prompt=True, mirostat=0, samplers=["x"])[1] == (
         "no effect here: cache_prompt, samplers"
@@ -238,7 +238,7 @@ def test_an_answer_goes_on_from_its_beginning(server):
     answer = {"role": "assistant", "content": said}
     after = server.post("/v1/chat/completions", chat(USER, answer, USER)).json()["usage"]
     assert after["prompt_tokens_details"]["cached_tokens"] == whole["usage"]["total_tokens"] - 1
-    # The beginning of an answer may also follow a turn that is known.
+    # The beginning of an answer can also follow a turn that is known.
     more = server.post("/v1/chat/completions", chat(USER, answer, USER, begun)).json()
     assert more["usage"]["prompt_tokens"] == after["prompt_tokens"] + 3
     for wrong in ([answer], [USER, answer, answer]):
@@ -255,7 +255,7 @@ def test_system_messages_in_any_place_are_read_by_a_strict_template(server):
     ):
         answer = server.post("/v1/chat/completions", chat(*messages))
         assert answer.status_code == 200, answer.text
-    # Also where a turn is continued.
+    # The same holds where a turn is continued.
     first = server.post("/v1/chat/completions", chat(system, USER)).json()
     said = {"role": "assistant", "content": first["choices"][0]["message"]["content"]}
     second = server.post("/v1/chat/completions", chat(system, USER, said, system, USER)).json()
@@ -264,7 +264,7 @@ def test_system_messages_in_any_place_are_read_by_a_strict_template(server):
 
 
 def placed(places: SystemPlaces, spec: str, *, at_start: bool = True) -> str:
-    """Where messages go: `s1 u2 a3` are a system, a user's and an assistant's."""
+    """Return where messages are placed: `s1 u2 a3` are messages of system, user and assistant."""
     roles = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
     messages = [Message(roles[one[0]], one[1:]) for one in spec.split()]
     found = places.place(messages, at_start=at_start)
@@ -275,7 +275,7 @@ def test_the_rule_for_system_messages():
     first = SystemPlaces(first=True, several=False, later=False)
     assert placed(first, "s1 u2 a3 u4") == "s1 u2 a3 u4"
     assert placed(first, "s1 s2 s3 u4") == "s1+2+3 u4"
-    assert placed(first, "s1 u2 s3") == "s1+3 u2"  # before the first answer: to the beginning
+    assert placed(first, "s1 u2 s3") == "s1+3 u2"  # before the first answer: moved to the beginning
     assert placed(first, "s1 u2 a3 u4 s5") == "s1 u2 a3 u4+5"
     assert placed(first, "s1 u2 a3 s4 u5") == "s1 u2 a3 u4+5"
     assert placed(first, "s1 u2 a3 s4 s5 u6") == "s1 u2 a3 u4+5+6"
@@ -305,7 +305,8 @@ def test_where_a_template_takes_system_messages_is_found_by_rendering():
         return ""
 
     one = SystemPlaces(first=True, several=False, later=False)
-    assert SystemPlaces.of(forgetful) == one  # it takes others, and leaves them out
+    # It accepts other system messages, but leaves them out.
+    assert SystemPlaces.of(forgetful) == one
     assert SystemPlaces.of(refusing) == SystemPlaces(first=False, several=False, later=False)
     assert SystemPlaces.of(lambda turns: str(turns)) == SystemPlaces()
 
@@ -394,7 +395,7 @@ def test_a_compaction_stands_for_the_turn_before_it(server, store):
     assert named.output_text == second.output_text
     with pytest.raises(openai.BadRequestError, match="Send either the compaction"):
         client.responses.create(**response(items, previous_response_id=first.id))
-    # Of a history that nobody has answered nothing is left out.
+    # Nothing is left out of a history that has no answer yet.
     unknown = client.responses.compact(model="small", input="Who are you?")
     assert [item.type for item in unknown.output] == ["message"]
     gone = [{"type": "compaction", "encrypted_content": "weir:none"}, rest]

@@ -1,4 +1,4 @@
-"""What a hostile body takes of a server's memory, as a process of its own sees it."""
+"""How much memory a hostile body takes, measured on a server in a separate process."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from weir_bench.timing import status_bytes
 
 LARGE = 15_900_000
 PAGES = 4_000_000
-"""Bytes by which a process grows for other reasons: libraries that are read, arenas of threads."""
+"""Bytes by which a process grows for other reasons, such as libraries and arenas of threads."""
 
 WIDE = ("a wide word", "control tokens")
-"""Texts whose characters Python stores in 4 bytes each, for there is one beyond U+FFFF among them,
-or in 2, for weir puts marks of two bytes into control tokens. They may take 8 times their bytes."""
+"""Texts that may take 8 times their bytes. Python stores each of their characters in 4 bytes if one
+is beyond U+FFFF, or in 2 because weir puts marks of two bytes into control tokens."""
 
 bodies_of = lru_cache(maxsize=1)(make_bodies)
-"""Bodies of a size; all kinds of the large ones take half a second."""
+"""Bodies of a size. They are cached, because making all kinds of large ones takes half a second."""
 
 pytestmark = [
     pytest.mark.slow,
@@ -46,17 +46,17 @@ def server() -> Iterator[Server]:
 def send(server: Server, path: str, body: bytes) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
     headers = {"Content-Type": "application/json", "Host": "localhost"}
-    with suppress(OSError):  # refused before all of it was sent
+    with suppress(OSError):  # the server can refuse it before all of it was sent
         connection.request("POST", path, body, headers)
         connection.getresponse().read()
     connection.close()
 
 
 def peak_of(server: Server, path: str, body: bytes) -> int:
-    """Bytes by which the server's memory rises at most while it works on a body."""
+    """Return by how many bytes the server's memory rises at most while it works on a body."""
     processes, rise = [server.process.pid, *server.workers], 0
     for each in processes:
-        Path(f"/proc/{each}/clear_refs").write_text("5")  # the peak is as of now
+        Path(f"/proc/{each}/clear_refs").write_text("5")  # resets the peak to the current memory
         rise -= status_bytes(each, "VmRSS")
     send(server, path, body)
     return rise + sum(status_bytes(each, "VmHWM") for each in processes)
@@ -73,6 +73,7 @@ def test_a_large_body_takes_four_times_its_bytes_at_most(server, kind):
 def test_a_body_of_many_nodes_takes_what_the_start_counts_for_it(server, kind):
     path, body = bodies_of("model", 1_000_000)[kind]
     counter = NodeCounter(10**9)
-    with suppress(Exception):  # more than are allowed: then it is refused before it is parsed
+    # Counting stops at too many nodes, as such a body is refused before it is parsed.
+    with suppress(Exception):
         counter.feed(body)
     assert peak_of(server, path, body) <= MEMORY_OF_BYTE * (len(body) + NODE * counter.nodes)

@@ -1,11 +1,11 @@
-"""Clients of Node against a server with nano: SDKs, and the agents Codex, Claude Code and opencode.
+"""Clients for Node, with a server that runs nano: SDKs, and agents such as Codex and Claude Code.
 
-They are skipped where they are not installed. `make clients` installs them, at the versions of
-clients/package.json. `WEIR_NODE_CLIENTS` names another folder that has them. The agents run as
-docs/agents.md says, whose lines are used here.
+They are skipped where they are not installed. `make clients` installs them, in the versions of
+clients/package.json. `WEIR_NODE_CLIENTS` names another folder that has them. The agents are
+configured with lines that the tests take from docs/agents.md.
 
-nano's answers mean nothing, and its window of 512 tokens is shorter than any agent's prompt. What
-is tested is that every request is answered in a form that the client accepts, and that nothing is
+nano's answers mean nothing, and its window of 512 tokens is shorter than any agent's prompt. The
+tests check that every request is answered in a form that the client accepts, and that nothing is
 read twice.
 """
 
@@ -57,7 +57,7 @@ SDKS = {
 
 
 def needs(package: str) -> None:
-    """Skip a test whose package is not installed at its version."""
+    """Skip a test whose package is not installed in the required version."""
     if missing := missing_node(package):
         pytest.skip(missing)
 
@@ -92,17 +92,19 @@ def test_an_sdk_holds_a_conversation(name: str, server: Server) -> None:
     assert list(said["call"][1]) == ["place"]
     assert len(said["call"][1]["place"]) <= 8
     (called, _), (after, cached) = turns[3:]
-    assert cached >= called  # with the result only the result is read
+    assert cached >= called  # only the result of the call is read
     assert after - cached < 40
     assert said.get("warned", []) == []
 
 
 class Agent:
-    """An agent that is run for one turn after the other.
+    """An agent that is started again for each turn.
 
     Attributes:
-        tool: one without effects, which the model is made to call.
-        least_tools: requests of this agent have as many; its other agents have fewer.
+        package: the npm package that the agent is in.
+        tool: a tool of the agent without effects, which the model is made to call.
+        least_tools: how many tools the agent's own requests have at least. Requests of its helper
+            agents have fewer.
     """
 
     package, tool, least_tools = "", "", 1
@@ -123,7 +125,7 @@ class Agent:
         """Write the agent's configuration."""
 
     def lines(self, section: str, language: str) -> str:
-        """The lines to paste that the page has in a section, for this server."""
+        """Return the lines to paste from a section of the page, with this server's address."""
         text = re.split(rf"^## {section}$", PAGE, maxsplit=1, flags=re.MULTILINE)[1]
         found = re.search(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
         assert found is not None
@@ -133,7 +135,7 @@ class Agent:
         raise NotImplementedError
 
     def say(self, words: str, *, resumed: bool = False) -> str:
-        """Run one turn; returns what the agent prints."""
+        """Run one turn, and return what the agent prints."""
         done = subprocess.run(
             self.command(words, resumed=resumed),
             cwd=self.folder,
@@ -222,10 +224,10 @@ class Continue(Agent):
 
 
 def main_requests(exchanges: list[Exchange], least_tools: int) -> list[Exchange]:
-    """Those with tools: an agent may also ask for a title, or another agent for memories."""
-    assert exchanges, "the agent has asked nothing"
+    """Return the requests with tools. Agents also send others, such as requests for a title."""
+    assert exchanges, "the agent has sent no request"
     for one in exchanges:
-        # Claude Code looks for a page of its maker's at the address.
+        # Claude Code also requests a page that only its maker's server has.
         assert one.status == 200 or not one.path.startswith("/v1/"), (one.path, one.answer)
     return [one for one in exchanges if len(one.body.get("tools") or []) >= least_tools]
 
@@ -241,10 +243,10 @@ def test_an_agent_works_and_nothing_is_read_twice(
     agent.say("Prince Andrew")
     first = main_requests(relay.take(), kind.least_tools)
     seen, cached = first[0].tokens
-    assert seen > 512  # past the model's window in the first turn
+    assert seen > 512  # the first turn is longer than the model's window
     assert cached == 0
 
-    # A resumed session, with a call and its result.
+    # Resume the session, with a call and its result.
     relay.forced = agent.tool
     agent.say("And then?", resumed=True)
     second = main_requests(relay.take(), kind.least_tools)
@@ -252,7 +254,7 @@ def test_an_agent_works_and_nothing_is_read_twice(
     assert second[0].has_call
     assert len(second) > 1, "the agent sent no result"
     for before, now in zip([*first, *second], [*first[1:], *second], strict=False):
-        # What is read is what the client adds: never a thousand tokens of the history.
+        # Only what the client adds is read, and never a thousand tokens of the history.
         length, cached = now.tokens
         assert length - cached < 600, (before.tokens, now.tokens, now.warning)
 

@@ -1,4 +1,4 @@
-"""Ollama's API: by hand, and with Ollama's own client where it is installed."""
+"""Ollama's API: raw requests, and Ollama's own client where it is installed."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_prompt_is_answered_as_a_chat_or_continued_as_it_is(server):
     assert with_system["prompt_eval_count"] > told["prompt_eval_count"]
 
 
-@pytest.mark.parametrize("large", [False, True])  # the worker reads large bodies
+@pytest.mark.parametrize("large", [False, True])  # large bodies are parsed in the worker process
 @pytest.mark.parametrize("path", ["chat", "generate"])
 def test_a_request_without_a_prompt_loads_the_model(server, path, large):
     body = {"model": "small", "options": {"not_an_option": "a" * LARGE} if large else {}}
@@ -150,7 +150,7 @@ def test_errors_are_a_text_that_clients_print(server, path, body, status):
 
 @pytest.mark.parametrize("page", [{}, {"Origin": "null"}, {"Sec-Fetch-Site": "cross-site"}])
 def test_a_body_is_json_without_its_type_unless_a_web_page_sends_it(server, page):
-    """LiteLLM sends no type to Ollama; curl -d, in Ollama's documentation, sends that of a form."""
+    """LiteLLM sends Ollama no type. curl -d, as in Ollama's documentation, sends a form's type."""
     body = json.dumps(ask(USER, stream=False)).encode()
     form = {"Content-Type": "application/x-www-form-urlencoded"}
     for path, headers in (("/api/chat", {}), ("/api/chat", form), ("/v1/chat/completions", {})):

@@ -1,7 +1,7 @@
-"""What Open WebUI 0.12.4 sends, as its source says: by OpenAI's API and by Ollama's.
+"""Requests to OpenAI's API and Ollama's, as the source of Open WebUI 0.12.4 sends them.
 
-Its server passes chats on with the options that users set, adds headers about the user, and asks
-for titles, tags and follow-up questions with the same model.
+Its server forwards chats with the options that users set, adds headers about the user, and asks the
+same model for titles, tags and follow-up questions.
 """
 
 from __future__ import annotations
@@ -79,12 +79,12 @@ def user(words: str) -> dict[str, str]:
 def test_it_lists_the_models_of_both_apis(server: Server) -> None:
     (model,) = ask(server, "/v1/models").json()["data"]
     assert model["id"] == "small"
-    assert model.get("name", "x") is not None  # it shows null as a name
+    assert model.get("name", "x") is not None  # it would show null as the model's name
     (card,) = ask(server, "/api/tags").json()["models"]
     assert (card["name"], card["model"]) == ("small", "small")
     assert {"digest", "size", "modified_at", "details"} <= card.keys()
     assert ask(server, "/api/ps").json()["models"][0]["model"] == "small"
-    # It compares the parts of the version of all of its servers as numbers.
+    # It compares the version numbers of all its servers, part by part.
     version = ask(server, "/api/version").json()["version"]
     assert all(part.isdigit() for part in version.split("."))
 
@@ -158,7 +158,7 @@ def test_a_chat_of_ollamas_api_with_all_its_options(server: Server) -> None:
 
 
 def test_a_result_goes_to_the_call_with_its_id(server: Server) -> None:
-    """It sends ids of calls, and results in any order."""
+    """Open WebUI sends ids of calls, and results in any order."""
 
     def call(name: str, place: str) -> dict[str, Any]:
         return {"index": 0, "id": name, "function": {"name": "f", "arguments": {"place": place}}}

@@ -1,4 +1,4 @@
-"""Clients that leave, that do not read, that are too many; and a server that is told to end."""
+"""Clients that hang up, that do not read or that are too many, and servers that are shut down."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def patient() -> Iterator[Server]:
-    """A server that waits long enough for a test to ask twice, on a busy machine too."""
+    """Yield a server that waits long enough for a test to ask twice, even on a busy machine."""
     limits = Limits(queue=1, wait=3.0, stall=4.0, requests=3)
     with serving(make_client(rows=1, limits=limits, most=3)) as server:
         yield server
@@ -55,7 +55,7 @@ def body_of(**given) -> dict:
 
 
 def count(server: Server, name: str) -> float:
-    """A number of the metrics."""
+    """Return the value of a metric."""
     text = httpx.get(f"{server.url}/metrics").text
     found = [line.split()[-1] for line in text.splitlines() if line.startswith(f"{name} ")]
     return float(found[0]) if found else 0.0
@@ -67,7 +67,7 @@ def busy(server: Server) -> None:
         if server.engine.load().busy:
             return
         time.sleep(0.005)
-    raise AssertionError("nothing is answered")
+    raise AssertionError("no row became busy")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -110,7 +110,7 @@ def read_nothing(server: Server) -> None:
 
 
 def test_who_comes_when_all_is_full_is_to_come_again(patient):
-    # A row that is held by an answer in one piece: nobody has to read it for it to go on.
+    # An answer that is not streamed holds the row: it goes on although its client does not read.
     holding = raw(patient.port, CHAT, json.dumps(body_of(max_tokens=60_000)).encode())
     busy(patient)
     waited = []
@@ -149,7 +149,7 @@ def test_requests_of_one_key_are_bounded_also_while_they_are_being_sent(patient)
     while patient.engine_client.open_requests("127.0.0.1") == 3:
         time.sleep(0.005)
     assert patient.post(CHAT, body_of(max_tokens=2)).status_code == 200
-    # Who does not send the rest is told so in the end, and counts no longer.
+    # A client that does not send the rest is told so after a while, and no longer counts.
     assert half[0].recv(1000).startswith(b"HTTP/1.1 408")
     patient.settled()
     for each in half:
@@ -167,7 +167,7 @@ def test_requests_of_all_are_bounded():
     engine_client.begin_request("c")
 
 
-@pytest.mark.slow  # the half of a body is dropped where a busy machine leaves it for long
+@pytest.mark.slow  # a busy machine can take so long that the half body is dropped
 def test_one_key_leaves_rows_and_room_for_bodies_to_another():
     limits = Limits(body=2_000_000, bodies=3_000_000, wait=0.5)
     first, second = "wk-first", "wk-second"
@@ -180,7 +180,7 @@ def test_one_key_leaves_rows_and_room_for_bodies_to_another():
         greedy = server.client(key=first)
         stream = greedy.chat.completions.create(**body_of(max_tokens=60_000), stream=True)
         next(iter(stream))
-        refused = post(first)  # the second row is not for the same key
+        refused = post(first)  # a key does not get the second row, too
         assert refused.status_code == 429
         assert refused.headers["retry-after"] == "1"
         assert post(second, max_tokens=2).status_code == 200
@@ -191,7 +191,7 @@ def test_one_key_leaves_rows_and_room_for_bodies_to_another():
         while (refused := post(first, user=large)).status_code != 429 or (
             "too large" not in refused.text
         ):
-            assert time.monotonic() < until  # until all of the half has come
+            assert time.monotonic() < until  # until all of the half body has arrived
         assert "of this key" in refused.json()["error"]["message"]
         assert post(second, max_tokens=2, user=large).status_code == 200
         half.close()
@@ -275,7 +275,7 @@ def test_what_happens_is_counted(server):
     folds, read = count(server, "weir_folds_total"), count(server, 'weir_tokens_total{kind="read"}')
     used = server.post(CHAT, body_of(max_tokens=20)).json()["usage"]
     assert count(server, 'weir_tokens_total{kind="read"}') == read + used["prompt_tokens"]
-    # A prompt folds many times in one call, an answer once in four.
+    # The one call for the prompt counts as one fold. The answer folds once in four tokens.
     assert used["weir"]["folds"] == used["weir"]["seen"] // 4
     assert count(server, "weir_folds_total") == folds + 1 + 20 // 4
     assert count(server, "weir_fold_seconds_total") > 0
@@ -290,7 +290,7 @@ def test_the_log_says_what_was_asked_and_never_what_was_said(server, caplog):
     secret = {"role": "user", "content": "my-secret"}
     answer = server.post(CHAT, body_of(messages=[secret], max_tokens=30))
     httpx.get(f"{server.url}/v1/a%1b[31m%0a%7f%c2%9b")
-    # A line comes behind the answer; and one of who hung up before may come only now.
+    # A line is logged after its response. Lines of clients that hung up before can also come now.
     told: list[dict[str, Any]] = []
     for _ in range(1000):
         if any("\x1b" in one.get("path", "") for one in told):
@@ -327,7 +327,7 @@ needs_nano = pytest.mark.skipif(
 
 @contextlib.contextmanager
 def started(*given: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`weir serve nano` in a process of its own, and where it is."""
+    """Run `weir serve nano` in a separate process, and yield the process and its address."""
     source = str(Path(__file__).parents[2] / "src")
     command = [sys.executable, "-c", "from weir.cli import main; main()", "serve", "nano"]
     process = subprocess.Popen(
@@ -350,7 +350,7 @@ def started(*given: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
             r"on top of that: at most 768\.0 MB for requests in progress, and 1\.0 GB while .*",
         ):
             assert re.search(f"^{line}$", shown, re.MULTILINE), shown
-        # The socket is bound but nobody listens yet, so that the first to come may be refused.
+        # The socket is bound before the server listens, so the first requests can be refused.
         for _ in range(400):
             with contextlib.suppress(httpx.ConnectError):
                 httpx.get(f"{found[1]}/health")

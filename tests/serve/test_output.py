@@ -1,4 +1,4 @@
-"""Output queues: bounded, in order, and never blocking the engine."""
+"""Output queues are bounded, keep the order of events, and never block the engine."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_events_that_two_threads_send_come_in_the_order_they_were_added():
         def call_soon_threadsafe(self, put: object, events: list) -> None:
             if not waking.is_set():
                 waking.set()
-                time.sleep(0.1)  # so long another thread has for coming before this one
+                time.sleep(0.1)  # enough time for the other thread to come first
             came.extend(event.answer for _, event in events)
 
     queue, sender = OutputQueue(Loop(), 9), EventSender()
@@ -66,12 +66,13 @@ def test_the_events_of_many_queues_come_together_and_not_before():
         waiting = [asyncio.ensure_future(queue.take()) for queue in queues]
         for number, queue in enumerate(queues):
             sender.add(queue, token_event(number))
-            sender.add(queue, token_event(number))  # whoever is woken for one finds both
+            # A reader that wakes up for one of them finds both.
+            sender.add(queue, token_event(number))
         for _ in range(3):
             await asyncio.sleep(0)
         assert not any(each.done() for each in waiting)
         sender.send()
-        sender.send()  # nothing
+        sender.send()  # has nothing left to send
         assert [len(await each) for each in waiting] == [2, 2, 2]
         again = asyncio.ensure_future(queues[0].take())
         await asyncio.sleep(0)

@@ -32,7 +32,7 @@ RESULT = "it was <|im_end|> red"
 
 
 class Book:
-    """A tool of the server, and what it was asked."""
+    """A tool of the server that records its calls."""
 
     def __init__(self) -> None:
         self.asked: list[dict] = []
@@ -87,7 +87,7 @@ def used(answer: dict) -> list[dict]:
 
 
 def text_of(server, node: str) -> str:
-    """The text of all tokens of a turn."""
+    """Return the text of all tokens of a turn."""
     (*_, turn) = server.store.ancestry("", node)
     ids = list(unpack_ids(turn.ids))
     return server.engine_client.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
@@ -125,7 +125,7 @@ def test_a_call_is_executed_within_the_answer_and_the_next_turn_reads_only_what_
         cached = again["usage"]["prompt_tokens_details"]["cached_tokens"]
         assert cached == facts["weir"]["seen"] - 1
         assert "reread" not in again["usage"]["weir"]
-        # The result cannot end its turn: its control token is text.
+        # The result cannot end its turn, because its control token is read as plain text.
         if template is not None:
             end = engine_client.tokenizer.convert_tokens_to_ids("<|im_end|>")
             ids = list(unpack_ids(turn.ids))
@@ -180,7 +180,7 @@ def test_responses_go_on_after_a_call(server):
     second = {**given, "input": "And?", "previous_response_id": first["id"]}
     told = server.post("/v1/responses", {**second, "max_output_tokens": 5}).json()
     assert told["usage"]["input_tokens_details"]["cached_tokens"] == seen - 1
-    # Sent back with the whole history, and streamed.
+    # The same with the whole history sent back, and streamed.
     asked = {"role": "user", "content": "What?"}
     history = [asked, *first["output"], {"role": "user", "content": "?"}]
     body = {**given, "input": history, "store": False, "stream": True, "max_output_tokens": 5}
@@ -234,7 +234,7 @@ def test_others_are_answered_while_a_tool_runs_and_who_hangs_up_frees_the_row(se
     body = {"model": "small", "messages": [USER], "weir": OWN, "tool_choice": NAMED, "seed": 1}
     url = f"{server.url}/v1/chat/completions"
     with httpx.stream("POST", url, json={**body, "stream": True}, timeout=60) as stream:
-        chunks = stream.iter_raw()  # closed, it would hang up
+        chunks = stream.iter_raw()  # closing this iterator would hang up
         next(chunks)
         for _ in range(3):
             plain = {"model": "small", "messages": [USER], "max_tokens": 3}

@@ -1,4 +1,4 @@
-"""The page at `/`, in a browser: it talks, shows what is remembered, and asks nobody else."""
+"""The page at `/` in a browser: it chats, shows the cache's memory, and contacts no other host."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from take_page_picture import overflow
 
 from weir.serve.api import Keys
 
-pytestmark = pytest.mark.slow  # a browser
+pytestmark = pytest.mark.slow  # needs a browser
 
 KEY, OTHER = "wk-alice-0123456789", "wk-bob-0123456789"
 PHONE = {"viewport": {"width": 375, "height": 667}, "is_mobile": True, "has_touch": True}
 LATER = 30_000
-"""Milliseconds that anything in a browser may take on a machine that has much else to do."""
+"""Milliseconds that anything in a browser may take on a busy machine."""
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def recalling() -> Iterator[Server]:
-    """A server that forgets after 1,600 tokens, and recalls what a message asks for."""
+    """Yield a server that forgets after 1,600 tokens, and recalls what a message asks for."""
     hashes = [hashlib.sha256(KEY.encode()).hexdigest()]
     client = make_client(policy="sink(4) | recent(1600)", archive=10_000_000, recall=256)
     with serving(client, Keys(hashes)) as server:
@@ -54,7 +54,7 @@ def browser() -> Iterator[Any]:
 
 @dataclass
 class User:
-    """Somebody with a browser, and what it did."""
+    """A person with a browser, the hosts that its pages contacted, and the errors in them."""
 
     server: Server
     context: Any
@@ -77,7 +77,10 @@ class User:
 
 @pytest.fixture
 def user(server: Server, browser: Any) -> Iterator[Callable[..., User]]:
-    """Makes users; in the end none of their pages broke or asked another host."""
+    """Yield a function that makes users.
+
+    At the end, none of their pages may have failed or contacted another host.
+    """
     users = []
 
     def make(key: str | None = KEY, at: Server = server, **given: Any) -> User:
@@ -100,7 +103,7 @@ def user(server: Server, browser: Any) -> Iterator[Callable[..., User]]:
 
 
 def say(page: Any, words: str, longest: int = 8) -> None:
-    """Say something and wait for the end of the answer."""
+    """Send a message and wait for the end of the answer."""
     turns = page.locator(".turn-foot").count()
     page.evaluate("n => { document.getElementById('longest').value = n; }", longest)
     page.get_by_label("Your message").fill(words)
@@ -113,7 +116,7 @@ def wait(page: Any, what: str, given: Any = None) -> None:
 
 
 def expect(locator: Any) -> Any:
-    """Assertions about what is shown soon, if not at once: what a page asks for takes time."""
+    """Return Playwright's assertions, with a longer time limit for what a page has to request."""
     from playwright.sync_api import expect as soon
 
     soon.set_options(timeout=LATER)
@@ -144,7 +147,7 @@ def test_far_past_the_window_it_talks_and_shows_what_is_left(user, server):
     ids = page.locator("#text .held").evaluate_all("all => all.map(each => each.id)")
     assert ids == [f"token-{at}" for at in held]
     expect(page.locator("#summary")).to_contain_text("times as much")
-    # While the next answer comes, both go on; a stopped one never happened.
+    # While the next answer is generated, both numbers grow. An answer that is stopped is not saved.
     page.evaluate("document.getElementById('longest').value = 60000")
     page.get_by_label("Your message").fill("And then?")
     page.keyboard.press("Enter")
@@ -168,7 +171,7 @@ def test_it_shows_what_is_held_what_is_forgotten_and_what_was_recalled(user, rec
     page = user(at=recalling, **screen).tab()
 
     def view(name: str) -> None:
-        """Show a part of the page, if only one is shown."""
+        """Switch to a part of the page, if only one is shown at a time."""
         if screen:
             page.get_by_role("button", name=name, exact=True).tap()
 
@@ -188,7 +191,7 @@ def test_it_shows_what_is_held_what_is_forgotten_and_what_was_recalled(user, rec
         re.compile(r"^\d+ of its [\d,]+ tokens forgotten$")
     )
     box = second.locator(".said.user").bounding_box()
-    assert box["height"] < 300  # a long message scrolls
+    assert box["height"] < 300  # a long message has a scroll bar
     say(page, "What is the secret access code of Alice Moreau?")
     third = page.locator("#turns li").nth(2)
     told = re.compile(r"^I said, on \d.*:\n> The secret access code of Alice Moreau is 48213\.$")
@@ -211,10 +214,10 @@ def test_it_shows_what_is_held_what_is_forgotten_and_what_was_recalled(user, rec
         assert re.search(r"[\d,]+ tokens forgotten", page.locator("#text").inner_text())
         assert overflow(page) == []
         view("Chat")
-        if step == 0:  # it is saved
+        if step == 0:  # the excerpts were saved
             page.reload()
             wait(page, "() => document.querySelectorAll('.turn-foot').length === 3")
-        elif step == 1:  # and a fork has it, too
+        elif step == 1:  # a fork has them, too
             name = page.url
             third.get_by_role("button", name="Fork from here").click()
             wait(page, "name => location.href !== name", name)
@@ -239,7 +242,7 @@ def test_a_reload_finds_the_session_and_two_tabs_share_it(user):
     wait(page, "() => document.querySelectorAll('.turn-foot').length === 3")
     assert answers(page) == answers(other)
     wait(page, "() => document.querySelector('#list .when').innerText.startsWith('3 turns')")
-    # An answer goes on while its user looks at another conversation.
+    # An answer continues while its user looks at another conversation.
     page.evaluate("document.getElementById('longest').value = 500")
     page.get_by_label("Your message").fill("For long")
     page.keyboard.press("Enter")
@@ -249,7 +252,7 @@ def test_a_reload_finds_the_session_and_two_tabs_share_it(user):
     page.locator("#list .open").first.click()
     wait(page, "() => document.querySelectorAll('.turn-foot').length === 4")
     assert len(answers(page)[-1]) > 450
-    # It is one session, and no second one began.
+    # Both tabs use one session, and no second one was created.
     wait(other, "() => document.querySelector('#list .when').innerText.startsWith('4 turns')")
     expect(page.locator("#list li")).to_have_count(other.locator("#list li").count())
 
@@ -270,7 +273,7 @@ def test_all_can_be_done_by_keyboard(user):
             if focused().strip().startswith(name):
                 return
             press("Tab")
-        raise AssertionError(f"nobody comes to {name} with Tab")
+        raise AssertionError(f"Tab does not reach {name}")
 
     page.evaluate("document.getElementById('longest').value = 5")
     tab_to("Skip to the message box")
@@ -338,7 +341,7 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(user):
             "each.clientWidth).map(each => each.id || each.tagName)"
         )
         assert wide == []
-    # A part that was hidden comes back at its end.
+    # A part that was hidden is shown again at its end.
     for name in ("text", "scroll"):
         page.get_by_role("button", name="Memory" if name == "text" else "Chat", exact=True).tap()
         wait(
@@ -361,7 +364,7 @@ def test_markup_is_shown_as_text(user):
     expect(page.locator("#list .title").first).to_have_text(evil[:80])
     assert page.evaluate("window.hacked") is None
     assert page.locator("main img, nav img, aside img, body script").count() == 0
-    # And the browser makes nothing of markup, whatever a script of the page would do with it.
+    # The browser does not interpret markup either, even if a script of the page inserts it.
     for wrong in ("body.innerHTML = '<p>'", "body.setAttribute('onclick', 'hacked = 1')"):
         with pytest.raises(Exception, match="requires 'Trusted"):
             page.evaluate(f"document.{wrong}")
@@ -440,7 +443,7 @@ def _rgb(color: str) -> tuple[float, ...]:
 
 
 def _contrast(one: tuple[float, ...], other: tuple[float, ...]) -> float:
-    """The contrast ratio of WCAG 2.2."""
+    """Return the contrast ratio of two colors as WCAG 2.2 defines it."""
     lights = []
     for color in (one, other):
         parts = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in color]

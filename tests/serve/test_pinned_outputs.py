@@ -1,4 +1,4 @@
-"""Outputs of tools are pinned: they stay in the cache as long as the conversation lasts."""
+"""Tool outputs can be pinned: they stay in the cache as long as the conversation lasts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from test_drops import (
 
 PIN = "pinned(sink(2) | recent(48) | heavy(8), n={n}, header=4)"
 WORDS = {"role": "user", "content": "w" * 150}
-"""A message that is longer than the window and the chunk together."""
+"""A message that is longer than the window and a chunk together."""
 
 
 def start(n=600, template=TAKES_TOOLS, **given):
@@ -47,7 +47,7 @@ def pin(server, session: str, call="call_a/b", method="PUT") -> httpx.Response:
 
 
 def talk(server, history: list[dict], session: str, turns=2, **given) -> tuple[list[dict], dict]:
-    """Go on for some turns of many words; the history, and the usage of the last answer."""
+    """Add turns of many words, and return the history and the usage of the last answer."""
     for _ in range(turns):
         found = ask(server, history, session, **given).json()
         given.pop("weir", None)
@@ -116,7 +116,7 @@ def test_an_output_that_has_left_is_read_again_once(template):
         assert SECRET in held_text(server, "one")
         assert read_text(server, "one").count(SECRET) == 2
         assert pin(server, "one").json()["reread"] is False
-        # Dropping it drops the repetition, too.
+        # Dropping the output also drops its repetition.
         assert drop(server, "one").status_code == 200
         assert SECRET not in held_text(server, "one")
         talk(server, history, "one", turns=1)
@@ -152,7 +152,7 @@ def test_it_stays_pinned_when_the_history_is_read_again():
     with start(most=2) as server:
         history, _ = talk(server, HISTORY, "one", weir={"pin": ["call_a/b"]})
         for name in ("x", "y", "z"):
-            ask(server, [{"role": "user", "content": name}])  # no turn is left
+            ask(server, [{"role": "user", "content": name}])  # these turns replace the saved ones
         found = ask(server, history, "two").json()
         usage = found["usage"]
         assert usage["prompt_tokens_details"]["cached_tokens"] <= usage["weir"]["beginning"]
@@ -189,7 +189,7 @@ def test_while_an_answer_is_made(server):
         rest = "".join(lines)
     assert "[DONE]" in rest
     server.settled()
-    # It may have left the window before it was pinned; the answer says so.
+    # It can leave the window before it is pinned. Then the answer says that it is read again.
     assert (SECRET in held_text(server, "one")) is not found["reread"]
 
 
@@ -226,7 +226,7 @@ def test_pins_of_a_branch_that_do_not_fit_together_are_told():
         beginning = ask(server, HISTORY).json()["usage"]["weir"]["beginning"]
     with start(n=beginning + 45) as server:
         history, _ = talk(server, HISTORY, "one")
-        # Each of the branches pins one output, and one of them has both.
+        # Each branch pins one output. The second branch contains both.
         made = [answer(tool_calls=[{**CALL, "id": "c2"}]), result("x" * 40, "c2")]
         found = ask(server, [*history, *made], "two", weir={"pin": ["c2"]})
         assert found.json()["usage"]["weir"]["pinned_outputs"] == 40
@@ -313,7 +313,7 @@ def test_it_stays_pinned_where_the_tools_change(server):
 
 @pytest.mark.parametrize("field", ["pin", "drop"])
 def test_an_output_is_named_in_a_conversation_whose_system_message_changes(field):
-    """With --note-changes it goes on where it was, and its outputs have the hashes of before."""
+    """With --note-changes, the conversation goes on, and its outputs keep their earlier hashes."""
     with start(notes_changes=True) as server:
         system = {"role": "system", "content": "It is 10:40."}
         first = ask(server, [system, *HISTORY], "one")
@@ -335,7 +335,7 @@ AGENTS = Path(__file__).parents[2] / "docs" / "agents.md"
 
 
 def test_the_example_of_the_page_keeps_a_fact_of_nano():
-    """nano holds the output, by its places in the stream, after several times its window."""
+    """nano still holds the output's positions after several times its window."""
     with serving_nano(pinned=200) as server:
         space: dict = {}
         exec(EXAMPLE.replace("http://127.0.0.1:8000", server.url), space)
@@ -360,7 +360,7 @@ def test_the_example_of_the_page_keeps_a_fact_of_nano():
         assert by_pool.keys() == own
         read = "".join(by_pool[at]["text"] for at in sorted(own))
         assert read.strip() == "The regiment marches at dawn."
-        # What came right after it has left.
+        # The tokens after it have left.
         assert not {item["start"] + item["tokens"] + n for n in range(60, 100)} & {
             one["at"] for one in held["tokens"]
         }

@@ -1,4 +1,4 @@
-"""Room for a system message and tools: how many tokens stay, and what is said if they do not."""
+"""Room for a system message and tools: how many tokens stay, and the warning if it is too small."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def free(monkeypatch):
 
 @pytest.mark.parametrize("form", ["exact", "same"])
 def test_pins_are_chosen_from_memory(free, form):
-    """As many tokens as half of the memory has room for, and no step more."""
+    """The chosen number needs at most half of the memory, and the next step needs more."""
     room = 2_000_000_000
     free(room)
     chosen = choose_pin("nano", POLICY, format=form, **HOW)
@@ -43,7 +43,8 @@ def test_pins_are_chosen_from_memory(free, form):
     assert needed(chosen) <= room // 2 < needed(chosen + STEP)
     free(room * 100)
     assert choose_pin("nano", POLICY, format=form, **HOW) == MOST_PINNED
-    free(room // 100)  # too little for any: the default, which the estimate then refuses or not
+    # Too small for any number, so this is the default, which the memory estimate can still refuse.
+    free(room // 100)
     assert choose_pin("nano", POLICY, format=form, **HOW) == with_pin(POLICY).n
 
 
@@ -93,4 +94,5 @@ def test_a_beginning_without_room_is_told_once(caplog):
     with serving(make_client(policy="streaming_llm(24)")) as server:
         assert ask(server, SYSTEM, USER)["usage"]["weir"]["pinned"] == 0
         answer = server.post(path, {**body, "messages": [SYSTEM, USER]})
-        assert "x-weir-warning" not in answer.headers  # nobody wants it to be pinned
+        # This policy pins nothing, so no pins are missing.
+        assert "x-weir-warning" not in answer.headers

@@ -1,4 +1,4 @@
-"""Nothing of a prompt is read twice: after a hang-up, nor in a second conversation."""
+"""No part of a prompt is read twice, after a client hangs up or in a second conversation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weir import StreamingCache
 from weir.serve.engine.prefixes import PrefixKey, PrefixState, PrefixStates
 from weir.serve.messages import ResultPlace
 
-PIECE = 5  # tokens of a prompt in one call (`engine`)
+PIECE = 5  # tokens of a prompt that are read in one call (see `engine`)
 POLICY = "pinned(sink(2) | recent(6) | heavy(4), n=12, header=3)"
 
 
@@ -23,7 +23,7 @@ def read(served, sequence, steps: int) -> None:
 
 
 def cancelled(served, ids, steps: int, **given) -> None:
-    """A turn whose client hangs up while its prompt is read."""
+    """Run a turn whose client hangs up while its prompt is read."""
     one = turn("gone", ids, **given)
     read(served, one, steps)
     served.cancel(one)
@@ -49,7 +49,7 @@ def test_an_interrupted_prompt_goes_on_where_it_was_and_answers_the_same(policy)
     fresh = answered(engine(policy=policy), "fresh", ids, **given)
     assert fresh.reused == 0
     assert again.listener.tokens == fresh.listener.tokens
-    # Its first tokens may also be those of a longer prompt.
+    # The tokens that were read can also begin a longer prompt.
     longer = answered(served, "longer", [*ids[:-3], *words(2, 9)], **given)
     assert longer.reused == 4 * PIECE
 
@@ -87,7 +87,7 @@ def test_the_header_of_the_answer_is_always_read():
     served, ids = engine(), words(1, 22)
     cancelled(served, ids, 3, owner="me", header=3)
     known = answered(served, "short", ids[:17], owner="me", header=3)
-    assert known.reused == 0  # 15 are known, and the last 3 of 17 are a header
+    assert known.reused == 0  # 15 tokens are known, but the last 3 of the 17 are the header
     assert answered(served, "enough", ids[:18], owner="me", header=3).reused == 15
 
 
@@ -100,7 +100,7 @@ def test_a_long_beginning_is_shared_by_conversations():
     alone = answered(engine(policy=POLICY), "b", [*start, *words(3, 20)], **given)
     assert second.listener.tokens == alone.listener.tokens
     assert answered(served, "c", [*start, *words(3, 20)], **{**given, "owner": "you"}).reused == 0
-    # The longer state of a prompt that was interrupted does not replace it.
+    # A longer state, of a prompt that was interrupted, does not replace it.
     cancelled(served, [*start, *words(4, 40)], 6, **given)
     assert answered(served, "d", [*start, *words(5, 20)], **given).reused == 13
 
@@ -112,9 +112,9 @@ def test_a_prompt_with_a_result_to_keep_does_not_go_on_from_where_that_was_let_g
     served = engine(policy=POLICY)
     cancelled(served, ids, 8, **given)
     again = answered(served, "again", ids, **given, **kept)
-    assert again.reused == 0  # 40 tokens are known, and those to be kept have left the window
+    assert again.reused == 0  # 40 tokens are known, but the ones to keep have left the window
     assert again.listener.tokens == fresh.listener.tokens
-    # Of the same kind, it goes on; and so it does where nothing was to be kept yet.
+    # It goes on from a state with the same tokens kept, or from one that has not reached them yet.
     served = engine(policy=POLICY)
     cancelled(served, ids, 8, **given, **kept)
     assert answered(served, "again", ids, **given, **kept).reused == 8 * PIECE
@@ -136,13 +136,13 @@ def test_a_running_answer_keeps_what_is_in_its_window_or_not_read_yet(place, is_
     found = served.keep(one, ResultPlace(*place, "x"))
     assert not found.done()
     served.step()
-    assert found.result() is is_kept  # of the place that is too long, nothing
+    assert found.result() is is_kept  # nothing is kept of a place that is too long
     assert served.cache.marks[one.row].kept == ((place,) if is_kept else ())
     while not one.listener.over:
         served.step()
     gone = served.keep(one, ResultPlace(*place, "x"))
     served.step()
-    assert gone.result() is False  # its row is another's by now
+    assert gone.result() is False  # it no longer has a row
 
 
 def test_a_short_beginning_costs_no_call_of_its_own():

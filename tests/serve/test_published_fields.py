@@ -1,7 +1,7 @@
-"""The one rule of docs/requests.md for every field that openai, anthropic and ollama publish.
+"""Each field that openai, anthropic and ollama publish follows the rule of docs/requests.md.
 
-Each field, at any depth, is in one body by itself: it is honored, named in the warning, or refused
-by name.
+Each field, at any depth, is tested in a separate body. It is honored, named in the warning, or
+refused by name.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ OPTION = re.compile(r"options\.(\w+)")
 
 @cache
 def made(route: str) -> list[Variant]:
-    """The bodies for a route, without those that name other models."""
+    """Return the bodies for a route, without those for the fields `model` and `stream`."""
     kind, _, base = KINDS[route]
     found = bodies(kind, {"model": "small", **base})
     return [one for one in found if one.path not in (("model",), ("stream",))]
@@ -99,7 +99,7 @@ def is_named(variant: Variant, skipped: list[str]) -> bool:
 
 
 def is_honored(body: Any, variant: Variant) -> bool:
-    """Whether the server's own type has a field, so that code can act on it."""
+    """Whether the server's own type has a field, so that code can use it."""
     option = OPTION.fullmatch(variant.name)
     if option is not None:
         return OPTIONS.get(option[1], option[1]) in HONORED_OPTIONS
@@ -114,12 +114,13 @@ def is_honored(body: Any, variant: Variant) -> bool:
         elif isinstance(found, list):
             found = found[step]
         else:
-            return True  # an object of the client's own, such as a schema or metadata
+            # The client chooses the fields of such objects, for example of a schema or of metadata.
+            return True
     return True
 
 
 def asks_for_nothing(body: BaseModel, name: str, variant: Variant) -> bool:
-    """Whether a field of what is not served has a value that asks for nothing."""
+    """Whether weir accepts only some values of a field, and this is one of them."""
     field = type(body).model_fields.get(name)
     only = [] if field is None else [one for one in field.metadata if isinstance(one, Only)]
     return any(variant.value in one.allowed for one in only)
@@ -182,5 +183,5 @@ def test_the_server_answers_as_the_types_say(route: str) -> None:
             elif answer.status_code == 200:
                 warned = answer.headers.get("x-weir-warning", "")
                 assert all(one in warned for one in skipped[:16]), (str(variant), warned)
-            else:  # refused for what it says: an item that there is not, a schema that is none
+            else:  # refused for its value, such as an unknown item or an invalid schema
                 assert len(answer.text) > 20, (str(variant), answer.text)

@@ -1,12 +1,12 @@
-"""Clients of Python against a server with nano.
+"""Clients for Python, with a server that runs nano.
 
-They are skipped where they are not installed. `make clients` installs them, at the versions of
+They are skipped where they are not installed. `make clients` installs them, in the versions of
 clients/package.json. `WEIR_PYTHON_CLIENTS` names another folder with their environments.
 
-Each client holds a conversation of four turns, of which the second is longer than nano's window
-and the third comes after the client has saved its history and loaded it. Those that can force a
-call do it, and send its result. What is tested is that every request is answered in a form that
-the client accepts, that nothing has a warning, and that a turn reads only what is new.
+Each client holds a conversation of four turns. The second is longer than nano's window, and the
+third comes after the client has saved its history and loaded it again. Clients that can force a
+call do so, and send its result. The tests check that every request is answered in a form that the
+client accepts, that no response has a warning, and that each turn reads only what is new.
 """
 
 from __future__ import annotations
@@ -74,19 +74,19 @@ SDKS = {
 }
 """The clients of clients/sdks.py, and their environments."""
 WARNED = {"llamaindex-ollama": "no effect here: options.num_ctx"}
-"""A warning that every answer to a client has."""
+"""Clients whose answers all have this warning."""
 WINDOW = 512
 ANSWERED = ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat")
 
 
 def needs(environment: str) -> None:
-    """Skip a test whose client is not installed at its version."""
+    """Skip a test whose client is not installed in the required version."""
     if missing := missing_python(environment):
         pytest.skip(missing)
 
 
 class ReadTokens(logging.Handler):
-    """Collects from the log what each request has read: a stream may not say it."""
+    """Collects from the log how many tokens each request read, which a stream may not say."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class ReadTokens(logging.Handler):
             self.lines[fields["id"]] = fields
 
     def of(self, exchange: Exchange) -> tuple[int, int]:
-        """Tokens that were read, and tokens that did not have to be; the line comes late."""
+        """Return how many tokens were read, and how many were cached. Wait for the log line."""
         for _ in range(500):
             if exchange.id in self.lines:
                 break
@@ -131,7 +131,7 @@ def log() -> Iterator[ReadTokens]:
 
 
 def histories(exchanges: list[Exchange]) -> list[list[Exchange]]:
-    """The requests for answers, apart where a client has begun a new history."""
+    """Return the requests for answers, as a separate list for each history of the client."""
     found: list[list[Exchange]] = []
     for one in exchanges:
         if one.path.startswith("/mark/"):
@@ -142,8 +142,9 @@ def histories(exchanges: list[Exchange]) -> list[list[Exchange]]:
 
 
 def check_reading(history: list[Exchange], log: ReadTokens, new: int) -> None:
-    """Check that each turn continues the one before, and reads `new` tokens at most unless its
-    message has more.
+    """Check that each turn continues the one before, and reads fewer than `new` tokens.
+
+    A turn with a long message can read up to 1,000.
     """
     for before, now in pairwise(history):
         read, cached = log.of(now)
@@ -152,7 +153,7 @@ def check_reading(history: list[Exchange], log: ReadTokens, new: int) -> None:
 
 
 def last_message(exchange: Exchange) -> str:
-    """The newest message of a request."""
+    """Return the newest message of a request, as text."""
     body = exchange.body
     found = body.get("messages") or body.get("input")
     return json.dumps(found if isinstance(found, str) else found[-1])
@@ -188,7 +189,7 @@ def test_a_client_holds_a_conversation(name: str, relay: Relay, log: ReadTokens)
 
 
 def test_llm_continues_its_conversation(relay: Relay, log: ReadTokens, tmp_path: Path) -> None:
-    """Of the command line, with the lines of docs/clients.md."""
+    """The command line of llm, with the configuration in docs/clients.md."""
     needs("llm")
     text = PAGE.split("\n## llm\n")[1].split("```yaml\n")[1].split("```")[0]
     models = text.replace("http://127.0.0.1:8000", relay.url)

@@ -104,7 +104,7 @@ def test_logprobs_of_a_text_stand_beside_each_other(server):
     chunks = client.completions.create(stream=True, **given)
     logprobs = [chunk.choices[0].logprobs for chunk in chunks]
     assert [o for one in logprobs for o in one.text_offset] == told.text_offset
-    # A token that was drawn stands among the likeliest too, where it is none of them.
+    # The token that was drawn is always listed, even if it is none of the likeliest.
     told = client.completions.create(**{**given, "logprobs": 0}).choices[0].logprobs
     assert [list(top) for top in told.top_logprobs] == [[token] for token in told.tokens]
 
@@ -353,11 +353,11 @@ def test_every_route_but_health_needs_a_key(server):
     for path in set(described) - {"/health"}:
         for method in described[path]:
             url = f"{server.url}{path.replace('{name}', 'small')}"
-            refused = httpx.request(method, url)  # in the form of its API
+            refused = httpx.request(method, url)  # in the format of the route's API
             assert (refused.status_code, "error" in refused.json()) == (401, True)
     for path in (CHAT, TEXT):
         for key in ("x", "wrong", ALICE[:-1], ALICE + "x", hash_of(ALICE)):
-            # Also where the body is nonsense: nobody reads it.
+            # The key is checked first, so an invalid body is not read.
             answer = send(server, path, {"nonsense": 1}, key)
             assert error_of(answer)[0] == 401
             assert answer.headers["www-authenticate"] == "Bearer"
@@ -384,7 +384,7 @@ def test_what_one_key_said_is_unknown_to_another(server):
         return [answer.json() for answer in answers]
 
     assert bodies(BOB, "diary") == bodies(BOB, "unknown")
-    # Bob's diary is another one.
+    # Bob's session of the same name is a different one.
     send(server, CHAT, chat_of(), BOB, **name)
     url = f"{server.url}/v1/sessions/diary"
     told = [httpx.get(url, headers={"Authorization": f"Bearer {k}"}).json() for k in (ALICE, BOB)]

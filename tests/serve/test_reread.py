@@ -1,4 +1,4 @@
-"""Histories are recognized by what they mean; what is read again is told, with the reason."""
+"""Histories are compared by meaning. Usage says what was read again, and why."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def reread(answer) -> dict | None:
 
 
 def turned_around(value):
-    """The same JSON, with keys in another order and numbers written otherwise."""
+    """Return the same JSON, with keys in reverse order and whole numbers written with a point."""
     if isinstance(value, dict):
         return {name: turned_around(value[name]) for name in reversed(value)}
     if isinstance(value, list):
@@ -153,7 +153,7 @@ def test_an_edited_answer_is_named_and_what_comes_before_is_not_read_again(serve
     found = reread(third)
     assert (found["from_message"], found["messages"], found["why"]) == (2, 2, "changed")
     assert "messages[3] (assistant)" in found["detail"]
-    # An answer that is asked for again is nothing that is read again.
+    # A new message in place of the last one is not reported as read again.
     assert reread(ask(server, USER, said(first), {**MORE, "content": "Or?"})) is None
     assert reread(second) is None
 
@@ -165,7 +165,7 @@ def test_other_tools_and_a_history_of_nobody_are_told_apart():
         first = ask(server, SYSTEM, USER, tools=TOOLS)
         again = ask(server, SYSTEM, USER, said(first), MORE, tools=TOOLS[:1])
         assert reread(again)["why"] == "tools"
-        # The same messages, the last one answered before too.
+        # The messages are the same, and the last one was also answered before.
         more = ask(server, USER, tools=TOOLS)
         ask(server, USER, said(more), MORE, tools=TOOLS)
         assert reread(ask(server, USER, said(more), MORE))["why"] == "tools"
@@ -196,7 +196,7 @@ def response(items, **given):
 
 
 def test_what_is_not_stored_is_not_read_again(server):
-    """As Codex does: the whole input in each request, and store: false."""
+    """Codex does this: it sends the whole input in each request, with `store: false`."""
     client = server.client()
     items = [{"role": "user", "content": "Fix the fault in main.py"}]
     how = {"instructions": "You are Codex.", "store": False}
@@ -210,7 +210,7 @@ def test_what_is_not_stored_is_not_read_again(server):
         items.append({"role": "user", "content": "More"})
     new = totals[1] - totals[0] - 5 + 1
     assert reads[1:] == [new, new]
-    # A request that is to be stored goes on from there, in a session that is shown.
+    # A request with `store: true` goes on from there, in a session that is listed.
     stored = server.post("/v1/responses", response(items, **{**how, "store": True}))
     assert stored.json()["usage"]["input_tokens_details"]["cached_tokens"] == totals[2] - 1
     assert stored.headers["x-session-id"].startswith("sess_")

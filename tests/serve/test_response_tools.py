@@ -1,4 +1,4 @@
-"""Tools in responses and conversations, as OpenAI's client uses them."""
+"""Tools in responses and conversations, with OpenAI's own client."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def user(text) -> dict:
 
 
 def liking(text: str) -> dict:
-    """An answer that says this as soon as it can."""
+    """Return request fields that make the first token of a text likely."""
     return {"logit_bias": {str(make_tokenizer()(text)["input_ids"][0]): 5}}
 
 
@@ -102,7 +102,7 @@ def test_of_all_tools_those_that_are_allowed_are_called(client):
     told = say(client, tool_choice=some, parallel_tool_calls=False)
     assert [call.name for call in calls_of(told)] == ["clock"]
     assert told.tool_choice.type == "allowed_tools"
-    # The model is told of all of them, so that another choice goes on with what is known.
+    # The model is told of all tools, so a request with another choice uses the cached tokens.
     on = say(client, [result(told.output[0])], previous_response_id=told.id, tool_choice=WEATHER)
     assert cached(on) == told.usage.total_tokens - 1
     chat = client.chat.completions.create(
@@ -163,7 +163,7 @@ def test_a_stream_says_the_same_event_by_event(client):
 
 
 def test_what_is_said_before_a_call_is_a_message_of_its_own(server, monkeypatch):
-    # What the model says is put into its mouth: text, a call, text, a call that is cut short.
+    # Make the model say this: text, a call, text, and a call that is cut off.
     said = 'See. <tool_call>{"name": "clock", "arguments": {}}</tool_call> And <tool_call>{"name": '
     said += '"get_weather", "arguments": {"city": "Rome'
     told, events = spoken(server, monkeypatch, said)
@@ -186,11 +186,11 @@ def test_what_is_said_before_a_call_is_a_message_of_its_own(server, monkeypatch)
     opened = [event["item"]["id"] for event in events if event["type"].endswith("item.added")]
     closed = [event["item"]["id"] for event in events if event["type"].endswith("item.done")]
     assert opened == closed == [item["id"] for item in told["output"]]
-    # The log-probabilities of tokens stand with the text that they make, and not with calls.
+    # Log-probabilities are listed with the text of their tokens, and not with calls.
     known = [[p["token"] for p in item["content"][0]["logprobs"]] for item in (first, second)]
     assert "".join(known[0]).startswith("See.") and "{" not in "".join(known[0])
     assert "".join(known[1]).startswith(" And")
-    # Sent back, all of it is the one answer that it was.
+    # When the client sends everything back, it matches as one answer.
     monkeypatch.undo()
     sent = [
         {"type": "function_call_output", "call_id": item["call_id"], "output": "x"}
@@ -214,7 +214,7 @@ def test_what_is_cut_before_the_name_of_a_call_says_nothing(server, client, monk
         assert {item["status"] for item in told["output"]} == {"incomplete"}
         assert "arguments" not in told["output"][0] or told["output"][0]["arguments"] == ""
         assert "<" not in json.dumps(events[:-1] + told["output"])
-        # It is known again as what was told of it.
+        # When the client sends it back, it matches.
         monkeypatch.undo()
         back = [item for item in told["output"] if item["type"] == "function_call"]
         results = [
@@ -239,7 +239,7 @@ NOTHING = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
 
 
 def spoken(server, monkeypatch, said: str) -> tuple[dict, list[dict]]:
-    """A response whose answer is this text, and its events."""
+    """Make the model say this text, and return the response and its events."""
     ids = server.engine_client.tokenizer(said)["input_ids"]
 
     left = iter(ids)
@@ -300,10 +300,10 @@ def go_on(server, client) -> None:
     on = {"previous_response_id": first.id, **short}
     second = say(client, [result(call)], **on)
     assert cached(second) == first.usage.total_tokens - 1
-    assert second.usage.input_tokens - cached(second) < 150  # and not the tools again
+    assert second.usage.input_tokens - cached(second) < 150  # the tools are not read again
     parts = [{"type": "input_text", "text": "Sunny"}]
     assert say(client, [result(call, parts)], **on).output_text == second.output_text
-    # The same by all that was said, also with ids of the client's own.
+    # The whole history has the same result, also if the client chooses the ids of calls.
     history = [user("Weather?"), call.model_dump(exclude_none=True), result(call)]
     by_history = say(client, history, **short)
     assert (cached(by_history), by_history.output_text) == (cached(second), second.output_text)
@@ -311,7 +311,7 @@ def go_on(server, client) -> None:
     own["arguments"] = json.dumps(json.loads(call.arguments), indent=2)
     history = [user("Weather?"), own, {**result(call), "call_id": "mine"}]
     assert cached(say(client, history, **short)) == cached(second)
-    # And by a chat, which is gone on from by name.
+    # So does a chat with the same messages.
     chat_call = {
         "id": "mine",
         "type": "function",
@@ -331,7 +331,7 @@ def go_on(server, client) -> None:
     )
     assert chat.choices[0].message.content == second.output_text
     assert chat.usage.prompt_tokens_details.cached_tokens == cached(second)
-    # What has lost its state is read again from its items, calls and results among them.
+    # If saved states are gone, the turns are read again from their items, also calls and results.
     third = say(client, "And then?", previous_response_id=second.id, **short)
     for told in (first, second):
         server.engine.forget(told.id.removeprefix("resp_"))
@@ -346,7 +346,8 @@ def test_other_tools_make_the_whole_history_be_read_again(client):
     same = say(client, told, **on)
     assert cached(same) == first.usage.total_tokens - 1
     strict = [{**tool, "strict": True} for tool in TOOLS[:1]] + TOOLS[1:]
-    assert cached(say(client, told, **on | {"tools": strict})) == cached(same)  # they say the same
+    # The model is told the same.
+    assert cached(say(client, told, **on | {"tools": strict})) == cached(same)
     assert cached(say(client, told, **on | {"tools": TOOLS[::-1]})) == cached(same)
     for tools in (TOOLS[:1], [{**TOOLS[0], "description": "x"}, TOOLS[1]], []):
         other = say(client, told, **on | {"tools": tools})
@@ -372,7 +373,8 @@ def test_a_turn_of_a_chat_goes_on_with_the_tools_it_was_told_of(server, client):
     on = {"previous_response_id": f"resp_{head}", "max_output_tokens": 5}
     assert cached(say(client, sent, **on)) == chat.usage.total_tokens - 1
     other = say(client, sent, tools=TOOLS[:1], **on)
-    assert cached(other) in (0, other.usage.weir["beginning"])  # which conversations share
+    # The beginning, which conversations share.
+    assert cached(other) in (0, other.usage.weir["beginning"])
     assert cached(say(client, sent, tools=[], **on)) == chat.usage.total_tokens - 1
 
 
@@ -392,7 +394,7 @@ def test_a_conversation_has_calls_and_results_as_items(client):
     assert kinds == wanted
     found = client.conversations.items.list(made.id, order="asc", limit=2).data[1]
     assert (found.id, found.arguments) == (call.id, call.arguments)
-    # Items that a client puts in are read like those that came by themselves.
+    # Items that a client adds are read like those of responses.
     items = [
         user("Weather?"),
         {"type": "function_call", "call_id": "a", "name": "clock", "arguments": "{}"},
@@ -406,7 +408,7 @@ def test_a_conversation_has_calls_and_results_as_items(client):
 
 
 def refused(ask, *args, **given) -> tuple[str | None, str | None]:
-    """What a client is told of a request that is refused: where it is wrong, and the code."""
+    """Return what the error of a refused request says: the wrong parameter, and the code."""
     with pytest.raises(openai.BadRequestError) as error:
         ask(*args, **given)
     return error.value.param, error.value.code
@@ -428,7 +430,7 @@ def test_no_conversation_is_made_that_nothing_could_read_any_more(client):
             assert told == (None, "has_result")
     short = {"tool_choice": "none", "max_output_tokens": 5, "conversation": made}
     say(client, "hi", **short)
-    # A result that goes before its call leaves nothing behind.
+    # Deleting a result and then its call leaves nothing behind.
     for item in newest:
         items.delete(item.id, conversation_id=made)
     say(client, "hi", **short)
@@ -444,7 +446,7 @@ def test_a_result_may_come_later_and_only_once(client):
         wrong = [refused(say, client, bad, **after, **short) for bad in (twice, [result_of("b")])]
         assert wrong == [(f"input[{at}].call_id", "invalid_value") for at in (1, 0)]
     second = say(client, "hi", conversation=made, **short)
-    # The turn before has no calls; they are found in what came before that.
+    # The turn before has no calls. They are found in an earlier turn.
     late = {"previous_response_id": second.id}, {"conversation": made}
     told = [say(client, [result_of("a")], **after, **short) for after in late]
     assert [cached(each) for each in told] == [second.usage.total_tokens - 1] * 2

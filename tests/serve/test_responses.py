@@ -1,4 +1,4 @@
-"""Responses, as the real client of OpenAI sees them, over a real socket."""
+"""Responses, with OpenAI's own client over a real socket."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_response_has_all_that_the_client_reads(client):
     assert told.usage.output_tokens == 8
     assert told.usage.total_tokens == told.usage.input_tokens + 8 == told.usage.weir["seen"]
     assert client.responses.retrieve(told.id) == told
-    # Asked so, a chat has said the same.
+    # A chat with the same messages has the same answer.
     alone = say(client, "Hello", instructions="Be kind.")
     messages = [{"role": "system", "content": "Be kind."}, user("Hello")]
     assert chat(client, messages) == alone.output_text
@@ -101,7 +101,7 @@ def test_a_stream_has_typed_events_in_order_and_says_the_same(server, client):
     assert {event.item_id for event in deltas} == {last.output[0].id}
     assert events[0].response.id == last.id
     assert (events[0].response.status, events[0].response.output) == ("in_progress", [])
-    # It was kept before its end was told.
+    # It was saved before its end was sent.
     assert client.responses.retrieve(last.id) == last
     body = {"model": "small", "input": "x", "max_output_tokens": 2, "stream": True}
     text = server.post("/v1/responses", body, Authorization=f"Bearer {ALICE}").text
@@ -204,7 +204,7 @@ def test_a_turn_of_a_chat_is_gone_on_from_by_its_name(server, client):
     assert (cached(same), same.output_text) == (cached(on), on.output_text)
     other = say(client, "On", previous_response_id=session["head"], instructions="Be rude.")
     assert cached(other) == 0
-    assert other.usage.input_tokens == on.usage.input_tokens  # the one stands for the other
+    assert other.usage.input_tokens == on.usage.input_tokens  # one instruction replaces the other
 
 
 def test_input_may_be_items_and_answers_may_be_sent_back(client):
@@ -234,7 +234,8 @@ def test_what_is_not_to_be_stored_is_not_found_by_its_id(server, client):
     told = say(client, "Secret", store=False, previous_response_id=first.id)
     assert not told.store and cached(told) == first.usage.total_tokens - 1
     assert httpx.get(f"{server.url}/v1/sessions", headers=headers).json() == before
-    assert len(server.store._memory.list_all()) == kept + 1  # for the same history
+    # Saved only so that later histories match.
+    assert len(server.store._memory.list_all()) == kept + 1
     hidden = server.store._memory.list_all()[-1].session
     for path in ("", "/memory", "/turns"):
         found = httpx.get(f"{server.url}/v1/sessions/{hidden}{path}", headers=headers)
@@ -378,7 +379,7 @@ def test_what_is_ignored_is_taken_and_what_is_refused_may_ask_for_nothing(server
     assert len(unserved) == 3 and {"service_tier", "client_metadata", "user"} <= {*ignored}
     plain = say(client, "Hello")
     given = {"truncation": "auto", **dict.fromkeys(ignored, "x"), **unserved}
-    given["stream_options"] = None  # which go with a stream
+    given["stream_options"] = None  # it is only allowed in streams
     told = say(client, "Hello", extra_body=given)
     assert (told.output_text, told.truncation) == (plain.output_text, "auto")
     for name in unserved:
@@ -421,7 +422,7 @@ def test_a_chain_goes_on_after_a_restart(tmp_path):
         assert texts[::-1] == ["Hi", "Two", inside.output_text, "Three", on.output_text]
         with pytest.raises(openai.NotFoundError):
             server.client(BOB).responses.retrieve(first.id)
-    with serving(make_client(), KEYS) as server:  # and in memory, from the same words
+    with serving(make_client(), KEYS) as server:  # a server in memory, which reads the same words
         client = server.client(ALICE)
         alone = say(client, "One", instructions="Be kind.")
         given["previous_response_id"] = alone.id
@@ -483,11 +484,11 @@ def test_a_body_whose_fields_may_all_be_left_out_may_be_left_out(server):
     assert made.status_code == 200 and made.json()["metadata"] == {}
     named = httpx.post(url, headers=key | {"Content-Type": "application/json"})
     assert named.status_code == 200
-    # A page in a browser says where it is from, and must name the type, for which it has to ask.
+    # A page in a browser sends its origin. It must send the type, and needs permission for that.
     assert httpx.post(url, headers=key | {"Origin": "http://elsewhere"}).status_code == 415
     page = key | {"Origin": "http://elsewhere"}
     assert httpx.post(url, headers=page, content=b"{}").status_code == 415
-    # Here there is something to say.
+    # Here a body is required.
     assert httpx.post(f"{url}/{made.json()['id']}", headers=key).status_code == 400
     described = httpx.get(f"{server.url}/openapi.json", headers=key).json()["paths"]
     needed = [
@@ -534,7 +535,7 @@ def test_a_deleted_item_was_never_read(client):
         client.conversations.items.delete(item.id, conversation_id=made.id)
     assert texts(client, made.id) == ["One", first.output_text]
     again = say(client, "Two", conversation=made.id)
-    assert cached(again) == first.usage.total_tokens - 1  # from the turn before it
+    assert cached(again) == first.usage.total_tokens - 1  # from the turn before
     plain = say(client, "Two", previous_response_id=first.id)
     assert plain.output_text == again.output_text
     (oldest, *_) = client.conversations.items.list(made.id, order="asc").data
@@ -586,7 +587,8 @@ def test_one_request_at_a_time_is_at_a_conversation(server, client):
     thread.start()
     try:
         assert started.wait(60)
-        server.engine_client.locked.add(("", made.id))  # a name belongs to its key
+        # Locks a conversation of this name for another owner only.
+        server.engine_client.locked.add(("", made.id))
         for ask in (
             lambda: say(client, "Short", conversation=made.id),
             lambda: client.conversations.items.create(made.id, items=[message("x")]),
@@ -647,9 +649,9 @@ def test_bad_items_are_refused(server, client, path, body, param):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("llm-comply") is None, reason="llm-comply is installed by itself")
+@pytest.mark.skipif(shutil.which("llm-comply") is None, reason="llm-comply is not installed")
 def test_llm_comply_is_answered_as_it_wants_but_for_images():
-    model, tokenizer = weir.load("nano")  # a model whose answers end
+    model, tokenizer = weir.load("nano")  # a model that ends its answers
     engine = Engine(model, "weir(256)", 2, SessionStore(keep=32), queue=8)
     with serving(EngineClient(engine, tokenizer, "nano", Limits())) as server:
         command = ["llm-comply", "-u", f"{server.url}/v1", "-k", "none", "-m", "nano", "--json"]

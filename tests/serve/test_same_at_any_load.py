@@ -1,9 +1,8 @@
-"""A session's turns do not depend on how many others are answered, nor on who they are.
+"""A session's turns do not depend on how many other sessions are answered, or on which.
 
-The gate that servers with a fixed slab per row have failed: the same prompts at 1, 2, 4, 8 and 16
-sessions. What is read is the same to the last bit; what is answered lies within what rounding
-allows, since a matrix product of another batch may round otherwise; and with `deterministic=True`
-it is the same to the last bit as well.
+Servers with a fixed slab per row have failed this test: the same prompts at 1, 2, 4, 8 and 16
+sessions. What is read is bit-identical. What is answered is within rounding, since a matrix product
+of another batch can round differently. With `deterministic=True`, it is bit-identical as well.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ ANSWER = 5
 
 
 class Recording(Sampler):
-    """Chooses what it is told to, if anything, and keeps the logits."""
+    """Chooses the tokens that it is given, if any, and records the logits."""
 
     def __init__(self, choosing: SamplingParams, told: list[int] = ()) -> None:
         super().__init__(choosing)
@@ -52,7 +51,7 @@ class Recording(Sampler):
 
 @dataclass
 class Heard:
-    """A listener that keeps the row as it is when its turn begins to answer."""
+    """A listener that saves its turn's row when the turn begins to answer."""
 
     engine: Engine
     tokens: list[int] = field(default_factory=list)
@@ -74,7 +73,7 @@ class Heard:
 
 @dataclass
 class Said:
-    """What became of a session: of each turn its tokens, its logits and the row at its start."""
+    """The results of a session: for each turn, its tokens, its logits, and the row at its start."""
 
     tokens: list[list[int]] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
@@ -82,7 +81,7 @@ class Said:
 
 
 def words(session: int, number: int) -> list[int]:
-    """What a session reads in a turn; no two read as much."""
+    """Return what a session reads in a turn. Each session reads a different number of tokens."""
     generator = torch.Generator().manual_seed(100 * session + number)
     length = 40 + 3 * session if number == 0 else 5 + session
     return torch.randint(VOCABULARY, (length,), generator=generator).tolist()
@@ -91,7 +90,7 @@ def words(session: int, number: int) -> list[int]:
 def talk(
     engine: Engine, sessions: list[int], told: dict[int, Said] | None = None, turns: int = 2
 ) -> dict[int, Said]:
-    """All sessions at once, each for some turns; they answer what they are told to, if anything."""
+    """Run some turns of all sessions together. They answer with given tokens, if there are any."""
     found = {session: Said() for session in sessions}
     for number in range(turns):
         under_way = {}
@@ -113,7 +112,7 @@ def talk(
             )
             under_way[session] = listener
             engine.submit(listener.turn)
-            engine.step()  # so that they are not in step
+            engine.step()  # so that the sessions are at different points
         while not all(listener.over for listener in under_way.values()):
             engine.step()
         for session, listener in under_way.items():
@@ -128,7 +127,7 @@ def engine_of(model, rows: int, **given) -> Engine:
 
 
 def facts_of(state: RowState) -> dict[str, Any]:
-    """Of a row, but for the columns, which are those of the longest row beside it."""
+    """Return a row's facts without its columns, which are those of the longest row."""
     return {**state.facts, "columns": None}
 
 
@@ -147,7 +146,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def alone(model) -> dict[int, Said]:
-    """Sessions that are answered by an engine of one row, one after the other."""
+    """Sessions that an engine of one row answers one after the other."""
     engine = engine_of(model, 1)
     return {session: talk(engine, [session])[session] for session in range(max(SESSIONS))}
 
@@ -160,7 +159,7 @@ def test_rows_are_the_same_at_a_turns_start_and_logits_to_rounding(model, alone,
         wanted = alone[session]
         first, second = said.starts
         assert equal(first, wanted.starts[0])
-        # What was answered in between has been rounded in another batch; all else is the same.
+        # The answer in between was rounded in another batch. Everything else is identical.
         assert facts_of(second) == facts_of(wanted.starts[1])
         for name, t in second.tensors.items():
             if t.is_floating_point():
@@ -173,7 +172,7 @@ def test_rows_are_the_same_at_a_turns_start_and_logits_to_rounding(model, alone,
 
 def test_deterministic_answers_are_the_same_to_the_last_bit(model, alone):
     engine = engine_of(model, max(SESSIONS), deterministic=True)
-    # In other rows than alone, and behind others.
+    # In other rows than alone, and after other sessions.
     found = talk(engine, list(reversed(range(max(SESSIONS)))))
     for session, said in found.items():
         wanted = alone[session]

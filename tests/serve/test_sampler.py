@@ -1,4 +1,4 @@
-"""Tokens of several answers are chosen together, and each is what it would be alone."""
+"""Tokens of several answers are chosen together, and each is the one it would be alone."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_penalties_and_bias_are_of_their_own_answer():
 
 
 class Once:
-    """A constraint under which an answer has one token, 3, and then none that may come."""
+    """A constraint that allows token 3 once, and afterwards no token."""
 
     done = False
 

@@ -1,4 +1,4 @@
-"""Who is next, for a row and to be read."""
+"""Which sequence gets a row next, and which prompts are read next."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_no_call_takes_longer_than_a_piece():
 def test_rows_far_from_each_other_are_not_worth_a_call():
     near, far = turn(9, 1), turn(9, 6)
     assert group_prefills([turn(9, 0), far, near], 1000)[1:] == [near]
-    # Rows between two that are read are computed for nothing, unless they are read as well.
+    # Rows between two that are read cost computation, unless they are read, too.
     between = [turn(9, row) for row in (5, 2, 1)]
     assert group_prefills([turn(9, 0), *between], 1000)[1:] == between[::-1]
     assert fits_one_call({0: 9, 3: 9}, 1000)

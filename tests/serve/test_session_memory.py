@@ -1,4 +1,4 @@
-"""What a session's cache remembers is what its row holds, and the text is that of the stream."""
+"""The memory of a session is what its row holds, with the text of the stream."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def server() -> Iterator[Server]:
 
 
 def talk(server: Server, session: str, turns: int, **given: Any) -> list[dict[str, str]]:
-    """So many turns; returns the whole history."""
+    """Run this many turns, and return the whole history."""
     messages: list[dict[str, str]] = []
     for number in range(turns):
         messages.append({"role": "user", "content": f"{number} {TEXT}"})
@@ -48,7 +48,7 @@ def memory(server: Server, session: str, **asked: int) -> dict[str, Any]:
 
 
 def head_holding(server: Server, session: str) -> Holding:
-    """What the row at a session's end holds, as a cache says that it was put into."""
+    """Return what the row at a session's end holds, according to a cache that it is put into."""
     engine_client = server.engine_client
     found = engine_client.store.get_session("", session)
     assert found is not None
@@ -71,7 +71,7 @@ def test_tokens_are_told_with_their_text_and_with_who_holds_them(server):
         held = {name: n for name, n in zip(names, token["pools"], strict=True) if n}
         assert held == by_place.get(token["at"], {})
     text = "".join(token["text"] for token in tokens)
-    # No answer has an end token, so that the template's stands in front of the next turn.
+    # No answer has an end token, so the template's end token is at the start of the next turn.
     turns = [f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages]
     assert text == "".join(turns).removesuffix("<|im_end|>\n")
     special = [token["text"] for token in tokens if token.get("special")]
@@ -95,13 +95,13 @@ def test_of_a_long_stream_only_what_is_held_and_its_end_are_told(server):
     few = memory(server, "long", latest=9, most=3)
     late = set(range(few["seen"] - 9, few["seen"]))
     places = [token["at"] for token in few["tokens"]]
-    # Of those held most, which are those of every head, the newest; the sinks are older.
+    # The newest of the tokens that most heads hold, which are held by every head. Sinks are older.
     full = [token.token for token in holding.tokens() if token.pairs == holding.pairs]
     assert places == sorted({*full[-3:], *late})
     usual = memory(server, "long", latest=0)
     assert {token["at"] for token in usual["tokens"]} == held
     assert min(held) == 0 and len(held) < len(whole) / 4
-    # Alone, a token says what it says among all.
+    # A token has the same description in a short list as in the whole list.
     assert all(token == whole[token["at"]] for one in (few, usual) for token in one["tokens"])
 
 
@@ -125,13 +125,13 @@ def test_a_turn_under_way_is_looked_at_while_it_answers(server):
         assert first["tokens"][0]["text"] == "<|im_start|>"
         assert said
     server.settled()
-    # It never happened.
+    # The turn was not saved.
     assert httpx.get(f"{server.url}/v1/sessions/live2/memory").status_code == 404
 
 
 @pytest.mark.slow
 def test_what_was_dropped_is_held_without_its_text(server):
-    talk(server, "old", 12)  # eight ends of turns are kept
+    talk(server, "old", 12)  # the server keeps eight saved turns
     found = server.store.get_session("", "old")
     begins = server.store.ancestry("", found.head)[0].start
     tokens = memory(server, "old")["tokens"]
@@ -171,7 +171,7 @@ def test_who_looks_at_a_turn_without_a_row_waits_for_nothing():
     glance = looks[0].result(0)
     assert glance is not None
     assert glance.holding.seen == 3 + len(glance.output_ids) - 1
-    assert not looks[2].done()  # one look a step
+    assert not looks[2].done()  # one inspection in each step
     made.step()
     assert looks[2].result(0) is None
     made.cancel(first)
@@ -179,13 +179,14 @@ def test_who_looks_at_a_turn_without_a_row_waits_for_nothing():
     made.step()
     after = made.inspect(first)
     made.stop()
-    made.run()  # with nobody to answer, it still shows what was asked for, and ends
+    # Without sequences, it still completes the inspections that were requested, and ends.
+    made.run()
     assert after.result(0) is None
 
 
 def test_while_a_step_takes_long_the_last_inspection_is_told() -> None:
-    """A client that looks again during a step is answered at once, and not after it."""
-    sequence: Any = Server  # anything that a row could be looked up by
+    """A client that looks again during a step gets the last inspection at once."""
+    sequence: Any = Server  # any object that can identify a row
     found: Any = object()
     looks: list[Future[Any]] = [Future(), Future()]
     looks[0].set_result(found)
@@ -196,5 +197,5 @@ def test_while_a_step_takes_long_the_last_inspection_is_told() -> None:
         return await asyncio.wait_for(route.inspect(client, sequence, known), route.PATIENCE / 2)
 
     assert asyncio.run(look()) is found
-    assert asyncio.run(look()) is found  # the second look never ends
+    assert asyncio.run(look()) is found  # the second inspection never completes
     assert looks == []

@@ -1,4 +1,4 @@
-"""Sessions over HTTP: their turns, forks, rewinding, and files that take them elsewhere."""
+"""Sessions over HTTP: turns, forks, rewinding, and files that move sessions to other servers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FILE = "application/octet-stream"
 
 
 class Api:
-    """What one key asks of a server."""
+    """The requests of one key."""
 
     def __init__(self, server, key=ALICE):
         self.url = f"{server.url}/v1"
@@ -32,7 +32,7 @@ class Api:
         )
 
     def say(self, history, text, session):
-        """One turn; the history with it."""
+        """Run one turn, and return the history with it."""
         messages = [*history, {"role": "user", "content": text}]
         body = {"model": "small", "messages": messages, "max_tokens": 6, "temperature": 0}
         answer = self.ask("POST", "/chat/completions", body, **{"x-session-id": session}).json()
@@ -43,7 +43,7 @@ class Api:
         return self.ask("GET", f"/sessions/{session}/turns").json()["data"]
 
     def talk(self, session):
-        """Three turns; the history after each."""
+        """Run three turns, and return the history after each."""
         histories = [[]]
         for text in ("One", "Two", "Three"):
             histories.append(self.say(histories[-1], text, session))
@@ -122,7 +122,7 @@ def test_a_fork_goes_on_by_itself_from_any_turn(alice):
     assert alice.ask("POST", "/sessions/trunk/fork", {"id": "branch"}).status_code == 409
     newest = alice.ask("POST", "/sessions/trunk/fork").json()
     assert newest["id"].startswith("sess_") and newest["turns"] == 3
-    # What the trunk has alone goes with it, and the branch stands.
+    # Turns that only the trunk has are deleted with it, and the branch stays.
     alice.ask("DELETE", "/sessions/trunk")
     alice.ask("DELETE", f"/sessions/{newest['id']}")
     assert alice.turns("branch")[:2] == turns[:2]

@@ -1,4 +1,4 @@
-"""HEAD requests, token ids that do not exist, sessions of responses that are not stored, topics."""
+"""HEAD requests, invalid token ids, sessions of responses that are not stored, topics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def server():
 
 
 def routes(app) -> list[str]:
-    """The paths of all GET routes, for the session `one`."""
+    """Return the paths of all GET routes, with `one` as the session."""
     while not hasattr(app, "state"):
         app = app._app
     given = {"name": "one", "name:path": "small", "number": "1", "call:path": "x"}
@@ -41,7 +41,7 @@ def test_head_is_answered_as_get_without_a_body(server):
                 set(whole.headers) - VARY - ({"content-length"} if path == "/metrics" else set())
             ):
                 assert head.headers.get(name) == whole.headers[name], (path, name)
-            # The connection goes on with the next request.
+            # The connection can be used for the next request.
             assert client.get("/v1/models").json()["data"]
 
 
@@ -75,7 +75,7 @@ def test_a_response_that_is_not_stored_is_in_the_session_that_is_named(server):
     assert httpx.get(f"{server.url}/v1/sessions/mine").json()["turns"] == 1
     named = found.json()["id"]
     assert httpx.get(f"{server.url}/v1/responses/{named}").status_code == 404
-    # Without a name it is in none.
+    # Without a name, the response is in no session.
     other = server.post("/v1/responses", body)
     server.settled()
     assert "x-session-id" not in other.headers or not other.headers["x-session-id"]

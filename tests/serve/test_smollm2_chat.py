@@ -1,4 +1,4 @@
-"""A long conversation with a real model through the server: its template stays whole."""
+"""A long conversation with a real model through the server keeps its template intact."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weir.stream import BOOK, read_text, render_chat
 pytestmark = pytest.mark.models
 TURNS = 30
 WORDS = 1_400
-"""Characters of a turn, so that all of them are more than the window of 8,192 tokens."""
+"""Characters of a turn. Together, the turns are longer than the window of 8,192 tokens."""
 
 
 def test_thirty_turns_past_the_window_are_fed_as_the_template_has_them(smollm2):
@@ -39,6 +39,6 @@ def test_thirty_turns_past_the_window_are_fed_as_the_template_has_them(smollm2):
         noting.remove()
     assert len(fed) > model.config.max_position_embeddings
     wanted = render_chat(tokenizer, history, add_generation_prompt=False)
-    # Nothing is read twice, and nothing stands between turns but what the template has there.
+    # Nothing is read twice, and only the template's own text is between turns.
     assert str(tokenizer.decode(fed)).startswith(wanted[: wanted.rindex(history[-1]["content"])])
     assert str(tokenizer.decode(fed)).count("<|im_start|>") == 2 * TURNS + 1

@@ -1,4 +1,4 @@
-"""Events as they are sent: no client may leave one unread for ever."""
+"""Server-sent events: no client can leave an event unread forever."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weir.serve.api.sse import EventStream
 
 
 def sent(pauses: list[float], stall: float) -> tuple[int, float]:
-    """How many events a client has taken that takes so long for each, and the whole time."""
+    """Send events to a client with these pauses. Return how many it took, and the time."""
     taken = 0
 
     async def frames():

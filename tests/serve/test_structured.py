@@ -1,4 +1,4 @@
-"""Answers that must look like something: masks over tokens, and schemas that nobody can afford."""
+"""Answers with a required structure: masks over tokens, and schemas that cost too much."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GRAMMARS = GrammarCompiler(TOKENIZER, ENDS, len(TOKENIZER))
 
 
 def said(mask, seed=0, most=2000) -> str:
-    """What a model says that finds all tokens equally likely."""
+    """Generate text from a model for which all tokens are equally likely."""
     sampler = Sampler(
         SamplingParams(sampling=Sampling(temperature=1.0), seed=seed), constraint=mask
     )
@@ -105,7 +105,7 @@ def test_answers_of_one_shape_do_not_know_of_each_other():
 
 
 def test_a_grammar_that_becomes_too_complex_is_given_up():
-    # Each property may be left out, so that after `{` any of thousands may follow.
+    # Each property is optional, so any of hundreds can follow after `{`.
     wide = {"type": "object", "properties": {f"p{n}": {} for n in range(700)}}
     mask = GRAMMARS.compile_schema(wide, strict=True)()
     with pytest.raises(BadSchema, match="does not follow its grammar"):

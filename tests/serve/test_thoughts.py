@@ -1,4 +1,4 @@
-"""Thoughts are told from the answer, in the words of each API."""
+"""Thoughts are separated from the answer, in the format of each API."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def server():
 
 
 def test_thoughts_that_the_prompt_opens_have_a_field_of_their_own(server):
-    """The model says letters only, so it never comes to an end of its thoughts."""
+    """The model generates only letters, so its thoughts never end."""
     how = {"model": "small", "max_tokens": 6, "temperature": 0}
     body = {**how, "messages": [USER]}
     answer = server.post("/v1/chat/completions", body).json()
@@ -66,7 +66,7 @@ def test_thoughts_that_the_prompt_opens_have_a_field_of_their_own(server):
     deltas = [json.loads(one)["choices"][0]["delta"] for one in data]
     said = "".join(delta.get("reasoning_content", "") for delta in deltas)
     assert said == message["reasoning_content"]
-    # A client that leaves thoughts out is known.
+    # A history without the thoughts is recognized.
     history = [USER, {"role": "assistant", "content": ""}, USER]
     second = server.post("/v1/chat/completions", {**body, "messages": history}).json()
     cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -88,7 +88,7 @@ def test_thoughts_that_the_prompt_opens_have_a_field_of_their_own(server):
     assert "".join(deltas) == said
     (whole,) = streamed[-1]["response"]["output"]
     assert whole["content"] == item["content"]
-    # Thoughts that a client sends back, or that were stored, are no part of the history.
+    # Thoughts that a client sends back, or that were stored, are not part of the history.
     sent = [{"role": "user", "content": "Hi"}, item, {"role": "user", "content": "Go on"}]
     after = {**asked, "input": "Go on", "previous_response_id": made["id"]}
     assert server.post("/v1/responses", {**asked, "input": sent}).status_code == 200

@@ -1,4 +1,4 @@
-"""Calls of functions: the forms that models write them in, held to and read again."""
+"""The formats in which models write calls of functions: enforcing and parsing them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ WRITTEN = {
 
 
 def read_calls(form, tools, text, make_id, *, cut=False, calls_only=False) -> Message:
-    """The message of a whole answer."""
+    """Parse a whole answer into a message."""
     parser = CallParser(form, {tool.name for tool in tools}, calls_only)
     return join_parts([*parser.feed(text), *parser.finish(cut=cut)], make_id)
 
@@ -176,7 +176,7 @@ def test_a_stop_within_a_call_leaves_no_markup_either():
     assert read_calls(HERMES, TOOLS, no_call, name, cut=True).content == no_call
 
 
-# --- what may be said
+# --- what an answer may contain
 
 
 TOKENIZER = make_tokenizer()
@@ -209,7 +209,7 @@ def shape_of(
 
 
 def accepts(shape, text: str) -> bool:
-    """Whether all of a text may be said, and then the answer may end."""
+    """Whether a whole text is allowed, and the answer can end after it."""
     mask = shape()
     for token in [*TOKENIZER(text)["input_ids"], END]:
         if mask.done:
@@ -270,7 +270,7 @@ def test_whatever_a_model_says_can_be_read_as_calls_of_these_tools(form, seed):
     )
     tokens = []
     logits = torch.zeros(len(TOKENIZER))
-    logits[TOKENIZER('"}')["input_ids"]] = 3.0  # so that it comes to an end
+    logits[TOKENIZER('"}')["input_ids"]] = 3.0  # makes the call end soon
     while not sampler.done and len(tokens) < 1500:
         (token,) = sample([sampler], logits[None])
         tokens.append(token.id)
@@ -287,7 +287,7 @@ def test_a_trigger_that_is_a_special_token_is_one():
     auto = shape_of(MISTRAL, "auto", special=special)
     assert accepts(auto, f"Hm. <s> [{ROME}]")
     assert not accepts(auto, f"Hm. <s> [{ROME}")
-    assert accepts(auto, f"[TOOL_CALLS] [{ROME}")  # which is text
+    assert accepts(auto, f"[TOOL_CALLS] [{ROME}")  # without the special token, it is plain text
     assert not accepts(shape_of(MISTRAL, "none", special=special), f"<s> [{ROME}]")
 
 
@@ -405,7 +405,7 @@ def test_templates_get_arguments_as_values_and_ids_as_they_want_them():
     assert HERMES.for_template([cut], ())[0][0]["tool_calls"][0]["function"]["arguments"] == '{"a'
 
 
-# --- a history is known again
+# --- histories with calls are recognized
 
 
 def end_of(messages: list[Message]) -> str:

@@ -1,4 +1,4 @@
-"""Tools, as OpenAI's client uses them, with a model of random weights."""
+"""Tools, with OpenAI's own client and a model of random weights."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_result_goes_on_from_the_call_and_reads_only_what_is_new(template):
 
 
 def beginning_of(answer) -> int:
-    """Tokens of the system message and the tools, which conversations share."""
+    """Return how many tokens the system message and the tools have, which conversations share."""
     return answer.usage.weir["beginning"]
 
 
@@ -118,8 +118,8 @@ def go_on(client) -> None:
     told = second.usage.prompt_tokens_details.cached_tokens
     assert told == first.usage.total_tokens - 1
     read = second.usage.prompt_tokens - told
-    assert read < 150  # the result, and not the tools again where a system turn has them
-    # A client that writes the arguments anew, with other ids, is known too.
+    assert read < 150  # the result, without reading the tools again if they are in a system turn
+    # A history in which the client wrote the arguments differently, with other ids, also matches.
     written = message.model_dump(exclude_none=True)
     again = {"id": "mine", "type": "function"}
     arguments = json.dumps(json.loads(call.function.arguments), indent=2)
@@ -127,7 +127,7 @@ def go_on(client) -> None:
     written["tool_calls"] = [again]
     other = ask(client, [USER, written, {**result, "tool_call_id": "mine"}], max_tokens=5)
     assert other.usage.prompt_tokens_details.cached_tokens == told
-    # Other tools make another conversation, and so do other arguments.
+    # Other tools start another conversation, and so do other arguments.
     third = ask(client, [USER, message, result], tools=TOOLS[:1], max_tokens=5)
     assert third.usage.prompt_tokens_details.cached_tokens in (0, beginning_of(third))
     again["function"] = {"name": "get_weather", "arguments": "{}"}
@@ -151,7 +151,7 @@ def test_where_text_and_calls_may_come_what_is_cut_is_told_so_too(client, monkey
 def test_a_call_that_has_no_room_ends_by_its_length(client):
     whole = ask(client, tool_choice=WEATHER).choices[0].message.tool_calls[0].function
     named = len('<tool_call>{"name": "get_weather"')
-    for limit in (2, 5, named - 1, named + 1, 60):  # a line may end behind the trigger
+    for limit in (2, 5, named - 1, named + 1, 60):  # after the trigger, a line can end
         answer = ask(client, tool_choice=WEATHER, max_tokens=limit).choices[0]
         assert answer.finish_reason == "length"
         assert not answer.message.content

@@ -1,4 +1,4 @@
-"""The process that works on what clients send: its answers, its errors, and its end."""
+"""The process that works on what clients send: its results, its errors, and its end."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def size_and_list(opened: Any, size: int) -> tuple[int, list[int]]:
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[WorkerProcess]:
-    """The process of all tests here: it imports for as long as all of them take."""
-    made = WorkerProcess()  # not a copy of this process, which has threads
+    """One process for all these tests, because its imports take as long as all of them."""
+    made = WorkerProcess()  # started afresh, since a fork would copy this process with its threads
     yield made
     made.close()
 
@@ -85,7 +85,7 @@ def test_a_process_works_with_what_it_was_opened_with(process):
 
 
 def test_a_body_is_emptied_once_it_is_sent(process):
-    """Otherwise a large body is in both processes while one of them works on it."""
+    """Otherwise a large body would be in both processes while one of them works on it."""
     body = bytearray(worker.PIECE + 1)
     assert process.call(length_of, body) == worker.PIECE + 1
     assert body == b""
@@ -155,7 +155,7 @@ def running(shared: WorkerProcess) -> Iterator[tuple[Server, Server, PromptRende
 def servers(
     shared: WorkerProcess, running: tuple[Server, Server, PromptRenderer]
 ) -> tuple[Server, Server]:
-    """A server that works in threads, and one with a process."""
+    """A server that parses bodies in threads, and one that uses a separate process."""
     shared.open(running[2])
     return running[:2]
 
@@ -173,12 +173,12 @@ def test_large_bodies_get_the_answers_that_they_get_in_threads(servers, kind, mo
     plain, apart = servers
     path, body = make_bodies("small", SIZE)[kind]
     wanted = ask(plain, path, body)
-    monkeypatch.setattr(requests, "parse_body", None)  # nothing is parsed here
+    monkeypatch.setattr(requests, "parse_body", None)  # this process does not parse it
     assert ask(apart, path, body) == wanted
 
 
 def without_ids(usage: dict[str, Any]) -> dict[str, Any]:
-    """A usage, but for the ids of turns, which differ from server to server."""
+    """Return usage without the ids of turns, which differ from server to server."""
     turns = [{**turn, "id": None} for turn in usage["weir"]["forgotten_turns"]]
     return {**usage, "weir": {**usage["weir"], "forgotten_turns": turns}}
 
@@ -219,7 +219,7 @@ def test_files_that_are_no_sessions_get_the_same_error(servers):
 
 
 class Calls:
-    """Calls that wait for a process, which do nothing but note who has one."""
+    """Calls that wait for a process, and only record who got one."""
 
     def __init__(self, processes: int) -> None:
         self.queue = CallQueue([object()] * processes)
@@ -230,7 +230,7 @@ class Calls:
         self._go_on = threading.Event()
 
     def run(self, calls: list[tuple[str, int]]) -> None:
-        """Let calls begin to wait in this order, and end."""
+        """Let calls begin to wait in this order, then run them all."""
         threads = [threading.Thread(target=self._call, args=one) for one in calls]
         for number, thread in enumerate(threads, 1):
             thread.start()
@@ -270,7 +270,7 @@ def test_a_large_call_does_not_wait_for_ever_behind_small_ones():
 def test_a_client_has_one_process_and_leaves_the_other_to_everybody_else():
     calls = Calls(2)
     calls.run([("a", 1), ("a", 2), ("a", 3), ("b", 4)])
-    assert calls.order[:2] == ["a1", "b4"]  # while two of the first client's calls wait
+    assert calls.order[:2] == ["a1", "b4"]  # before the first client's other two calls
     assert sorted(calls.order[2:]) == ["a2", "a3"]
     alone = Calls(2)
     alone.run([("a", number) for number in range(4)])

@@ -1,4 +1,4 @@
-"""What is said of bodies that are wrong."""
+"""Error messages for invalid bodies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weir.serve.api.sessions import ForkBody
 
 
 def said(body: Any, kind: type[BaseModel] = ResponseBody) -> str:
-    """What is said of a body, which is JSON or made into it."""
+    """Return the error message for a body, which is JSON text or is converted to it."""
     with pytest.raises(APIError) as found:
         parse_body((body if isinstance(body, str) else json.dumps(body)).encode(), kind)
     error = found.value.body["error"]
@@ -45,7 +45,7 @@ def test_half_a_surrogate_pair_is_said_to_be_no_character(text):
     ],
 )
 def test_a_key_that_is_given_twice_is_refused_by_name(body, key):
-    """Most parsers take one of the two values, and not all of them the same one."""
+    """Parsers take one of the two values, and not all take the same one."""
     for kind in (ResponseBody, ChatBody):
         assert f'has the key "{key}" twice, at line 1 column ' in said(body, kind)
 
@@ -139,7 +139,7 @@ def test_a_byte_order_mark_in_front_of_a_body_is_passed_over():
 
 
 def test_a_name_in_a_warning_is_escaped_as_in_json():
-    """A header is ASCII, and a client has to recognize its own field."""
+    """A header is ASCII, and clients must recognize their field in it."""
     messages = [{"role": "user", "content": "Hi", "größe": 1, 'a"\n\x7f': 1, "x" * 99: 1}]
     body = parse_body(json.dumps(response(messages=messages)).encode(), ChatBody)
     found = list(unknown_fields(body.messages, "messages"))

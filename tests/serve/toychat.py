@@ -1,9 +1,9 @@
-"""A chat so small that a model of it is trained in seconds: letters that count up.
+"""A chat format so small that a model learns it in seconds: letters that count up.
 
-A system turn names the letter to stop at. A user says some letters that follow each other, and the
-assistant goes on with those that come next, up to the letter that the system turn named, and ends
-its turn. So an answer may be longer than a small cache, and when it is to end says only what stood
-at the very beginning; and only an assistant ends there, a user passes the letter by.
+A system turn names the letter to stop at. A user says some letters that follow each other. The
+assistant continues with the next ones, up to the letter that the system turn named, and ends its
+turn. So an answer can be longer than a small cache, and only the very beginning says where it must
+end. Only the assistant ends there: a user's letters can go past that letter.
 """
 
 from __future__ import annotations
@@ -17,35 +17,36 @@ from transformers import LlamaConfig, LlamaForCausalLM
 LETTERS = 24
 START, OPEN, END, SYSTEM, USER, ASSISTANT = range(6)
 FIRST = 6
-"""The first letter; behind the letters stand as many words that name one, for the system turn."""
+"""The id of the first letter. After the letters come as many words, with which system turns name
+them."""
 WORDS = FIRST + LETTERS
 HEADER = [END, OPEN, ASSISTANT]
 LENGTH = 64
 
 
 def beginning(stop: int) -> list[int]:
-    """The start of a conversation whose answers end at the letter `stop`, up to a user's words."""
+    """Return the start of a conversation whose answers end at `stop`, before the user speaks."""
     return [START, OPEN, SYSTEM, *letters(0, 5), WORDS + stop, END, OPEN, USER]
 
 
 def asked(dice: random.Random) -> list[int]:
-    """What a user says."""
+    """Return what a user says."""
     return letters(dice.randrange(LETTERS), dice.randint(1, 12))
 
 
 def letters(first: int, count: int) -> list[int]:
-    """So many letters that follow each other, round and round."""
+    """Return this many letters in order. The first letter follows the last one."""
     return [FIRST + (first + n) % LETTERS for n in range(count)]
 
 
 def answer(said: list[int], stop: int) -> list[int]:
-    """How the assistant goes on."""
+    """Return how the assistant continues."""
     first = said[-1] - FIRST + 1
     return [*letters(first, 1 + (stop - first) % LETTERS), END]
 
 
 def conversation(dice: random.Random) -> list[int]:
-    """The first tokens of a conversation."""
+    """Return the first tokens of a conversation."""
     stop = dice.randrange(LETTERS)
     ids = beginning(stop)
     while len(ids) < LENGTH:
@@ -55,7 +56,7 @@ def conversation(dice: random.Random) -> list[int]:
 
 
 def train(steps: int = 200, batch: int = 32, seed: int = 0) -> LlamaForCausalLM:
-    """A model of such conversations."""
+    """Return a model that was trained on such conversations."""
     torch.manual_seed(seed)
     dice = random.Random(seed)
     model = LlamaForCausalLM(

@@ -1,4 +1,4 @@
-"""Slots lie in large pages of memory where there are any, and are what they are elsewhere."""
+"""Slots are allocated in large pages of memory where the system has them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weir.slab.slab import LARGE_PAGE, allocate
 
 
 def asked(t: Tensor) -> bool:
-    """Whether large pages were asked for, for the middle of a tensor's memory."""
+    """Whether large pages were requested for the middle of a tensor's memory."""
     place, inside = t.data_ptr() + t.nbytes // 2, False
     for line in Path("/proc/self/smaps").read_text("ascii").splitlines():
         if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
@@ -31,7 +31,7 @@ def asked(t: Tensor) -> bool:
 @pytest.mark.skipif(not MODE.exists(), reason="only Linux has large pages for those who ask")
 def test_large_pages_are_asked_for_where_one_fits() -> None:
     assert asked(allocate((40 * LARGE_PAGE,), torch.int8))
-    # A new mapping, for the C library can hand out memory again that large pages were asked for.
+    # This must be a new mapping: the C library can reuse memory that was requested in large pages.
     assert not asked(torch.frombuffer(mmap.mmap(-1, 40 * LARGE_PAGE), dtype=torch.int8))
 
 
@@ -60,5 +60,5 @@ def test_a_system_without_them_has_memory_too(monkeypatch) -> None:
 def test_elsewhere_nothing_is_asked(monkeypatch) -> None:
     monkeypatch.setattr("weir.slab.slab._advise_large_pages", lambda t: pytest.fail("asked"))
     assert allocate((2 * LARGE_PAGE,), torch.int8, torch.device("meta")).is_meta
-    with FakeTensorMode():  # whose tensors say that they lie on the CPU
+    with FakeTensorMode():  # fake tensors report the CPU as their device
         assert allocate((2 * LARGE_PAGE,), torch.int8).shape == (2 * LARGE_PAGE,)

@@ -1,4 +1,4 @@
-"""Attention with two log-weights against a loop in float64, each way it can be taken."""
+"""Attention with two log-weights, in each implementation, against a loop in float64."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ pytestmark = pytest.mark.thinned(3, least=2)
 LOG_MILLION = 20 * math.log(2)
 WEIGHTS = [0.0, 0.0, -math.inf, LOG_MILLION, -3.0]
 FUSED = 20 * torch.finfo(torch.float32).eps
-"""PyTorch's fused kernels take exponentials to twenty units in the last place (`exp_u20`)."""
+"""PyTorch's fused kernels compute exponentials to 20 units in the last place (`exp_u20`)."""
 TINY = 1e-30
-"""Far above the smallest float32, where numbers lose their last places."""
+"""Far above the smallest float32 numbers, which have less precision."""
 
 
 @dataclass
@@ -47,7 +47,10 @@ class Case:
 
 @st.composite
 def cases(draw, capped: bool = True, apart: bool = True) -> Case:
-    """Calls of all small shapes; `capped` ones may have soft-capping, `apart` ones a != b."""
+    """Calls of all small shapes.
+
+    Those with `capped` can have soft-capping, and those with `apart` can have a != b.
+    """
     batch, kv_heads, group, length = (draw(st.integers(1, 3)) for _ in range(4))
     slots, key_dim, value_dim = (draw(st.integers(1, 7)) for _ in range(3))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
@@ -61,7 +64,7 @@ def cases(draw, capped: bool = True, apart: bool = True) -> Case:
 
     a = weights()
     b = weights() if apart else a.clone()
-    if draw(st.booleans()):  # only one slot holds anything
+    if draw(st.booleans()):  # all slots but one are empty
         others = torch.arange(slots) != draw(st.integers(0, slots - 1))
         a, b = a.masked_fill(others, -math.inf), b.masked_fill(others, -math.inf)
     softcap = draw(st.sampled_from([None, 2.0, 30.0])) if capped else None
@@ -84,12 +87,13 @@ def cases(draw, capped: bool = True, apart: bool = True) -> Case:
 
 
 def looped(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The formula, one query and one slot at a time, in float64.
+    """Compute the formula in float64, one query and one slot at a time.
 
     Returns:
-        The answers [batch, kv_heads, group, length, value_dim]; what they would be with values of
-        one sign, which is what rounding errors are relative to; the attention each slot receives
-        [batch, kv_heads, slots]; the sinks' share of each query [batch, kv_heads, group, length].
+        Four tensors. The answers [batch, kv_heads, group, length, value_dim]. Their size, which is
+        the answers with the values' magnitudes, because rounding errors are relative to it. The
+        attention that each slot receives [batch, kv_heads, slots]. The share of each query's
+        attention that the sinks take [batch, kv_heads, group, length].
     """
     batch, kv_heads, group, length, _ = case.queries.shape
     slots, value_dim = case.values.shape[2:]
@@ -126,25 +130,25 @@ def looped(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def reference(case: Case) -> Tensor:
-    """`two_weight_attention` of a case."""
+    """Call `two_weight_attention` with a case."""
     return two_weight_attention(
         case.queries, case.keys, case.values, case.a, case.b, case.form, case.bias
     )
 
 
 def rounding(case: Case) -> float:
-    """By how much of itself a term of a sum is off, and so by how much of its size the sum is."""
+    """Return the relative error of a sum's terms. The sum is off by at most this times its size."""
     _, _, group, length, key_dim = case.queries.shape
     products = case.queries.abs().double() @ case.keys.abs().double()[:, :, None].mT
     exponent = float(products.max()) * case.form.scale + LOG_MILLION
     for other in (case.bias, case.form.sinks):
         exponent += 0.0 if other is None else largest(other)
-    # A logit: its products, then scale, cap, bias, weight and the largest logit taken off.
+    # A logit is rounded in its products, scale, cap, bias, weight, and in subtracting the largest.
     return softmax_off(key_dim + 5, exponent) + off(case.keys.shape[2] + group * length + 4)
 
 
 def assert_within(got: Tensor, wanted: Tensor, bound: Tensor) -> None:
-    """Whether every entry is within its own bound."""
+    """Assert that every entry is within its own bound."""
     assert got.shape == wanted.shape
     excess = (got.double() - wanted).abs() - bound
     assert bool((excess <= 0).all()), f"beyond the bound by {float(excess.max())}"
@@ -184,7 +188,7 @@ def test_the_fused_call_equals_the_reference_for_one_weight(case):
     got = fused_attention(case.queries, case.keys, case.values, case.form, bias)
     _, size, _, _ = looped(case)
     sees = torch.isfinite(bias.expand(*case.queries.shape[:4], -1)).any(dim=-1)
-    # What a query that sees nothing gets is up to the kernel; weir reads no such answer.
+    # Kernels may return anything for a query that sees nothing, and weir does not use it.
     got = torch.where(sees[..., None], got, 0.0)
     assert_within(got, reference(case).double(), (rounding(case) + FUSED) * size + TINY)
 
@@ -239,7 +243,7 @@ def test_a_bias_over_the_last_slots_is_one_that_is_zero_for_the_others():
 
 
 def split(case: Case) -> Tensor:
-    """`split_attention` of a case."""
+    """Call `split_attention` with a case."""
     weights = split_weights(case.a, case.b)
     return split_attention(case.queries, case.keys, case.values, *weights, case.form, case.bias)
 
@@ -248,7 +252,7 @@ WAYS = {"readable": reference, "split": split}
 
 
 def bound(case: Case, wanted: Tensor, size: Tensor) -> Tensor:
-    """How far a float32 answer may be off once it is rounded to the dtype of the values."""
+    """How far a float32 result can be off after rounding it to the dtype of the values."""
     kind = torch.finfo(case.values.dtype)
     last = kind.eps / 2 * (wanted.abs() + kind.smallest_normal)
     return rounding(case) * size + last + torch.finfo(torch.float32).smallest_normal
@@ -262,10 +266,10 @@ def test_split_sums_are_the_formula(case):
 
 @st.composite
 def far_apart(draw) -> Case:
-    """Calls whose slots stand in either sum, in both or in none, up to 60 from the next in logit.
+    """Calls with slots in either sum, in both or in none, whose logits are up to 60 apart.
 
-    Queries are -1 to 1 times the largest, so that some have the numerator's slots on top, others
-    the denominator's.
+    Queries are -1 to 1 times the largest one. So the largest logits of some queries are in the
+    numerator, and those of others in the denominator.
     """
     batch, kv_heads, group, length = (draw(st.integers(1, 3)) for _ in range(4))
     slots, key_dim, value_dim = draw(st.integers(2, 9)), draw(st.integers(1, 3)), 2
@@ -277,7 +281,7 @@ def far_apart(draw) -> Case:
     def picked(*options: float) -> Tensor:
         return torch.tensor(options)[torch.randint(len(options), shape, generator=generator)]
 
-    # Exact in any dtype, and their first numbers multiply to logits from -gap / 2 to gap / 2.
+    # These are exact in any dtype, and their first numbers give logits from -gap / 2 to gap / 2.
     factors = torch.tensor([-1.0, -0.5, 0.25, 1.0])
     which = torch.randint(4, (batch, kv_heads, group, length, 1), generator=generator)
     queries = torch.zeros(batch, kv_heads, group, length, key_dim)
@@ -295,7 +299,7 @@ def far_apart(draw) -> Case:
 
 
 def one_of_the_numerator(gap: float, dtype: torch.dtype = torch.float32) -> Case:
-    """A slot of the numerator alone, one of the denominator alone `gap` below, and one of both."""
+    """A slot of the numerator, a slot of the denominator `gap` below it, and a slot of both."""
     keys = torch.tensor([gap / 2, -gap / 2, -gap / 2])[None, None, :, None].to(dtype)
     values = torch.tensor([3.0, 7.0, 2.0])[None, None, :, None].to(dtype)
     a, b = torch.tensor([[[0.0, -math.inf, 0.0]]]), torch.tensor([[[-math.inf, 0.0, 0.0]]])
@@ -312,10 +316,10 @@ def one_of_the_numerator(gap: float, dtype: torch.dtype = torch.float32) -> Case
 @example(one_of_the_numerator(60.0, torch.bfloat16))
 @pytest.mark.thinned(2)
 def test_no_gap_between_logits_costs_more_than_rounding(way, case):
-    # A slot that had a share of e^-30 in a sum that is not its own would be seen from a gap of 14
-    # on, one that had e^-60 of at least 44.
+    # If a slot contributed e^-30 to a sum that it does not belong to, gaps of at least 14 would
+    # show it. If it contributed e^-60, gaps of at least 44 would.
     wanted, size, _, _ = looped(case)
-    beyond = wanted.abs() > torch.finfo(case.values.dtype).max / 2  # what float16 cannot hold
+    beyond = wanted.abs() > torch.finfo(case.values.dtype).max / 2  # more than float16 can hold
     got, fits = WAYS[way](case).double().masked_fill(beyond, 0.0), wanted.masked_fill(beyond, 0.0)
     assert_within(got, fits, bound(case, wanted, size))
 
@@ -323,9 +327,9 @@ def test_no_gap_between_logits_costs_more_than_rounding(way, case):
 @pytest.mark.parametrize("gap", range(-60, 61, 10))
 @pytest.mark.parametrize("way", WAYS)
 def test_a_slot_of_the_numerator_alone_adds_nothing_to_the_denominator(way, gap):
-    # 3 e^gap + 2 over 1 + 1, once both are divided by the denominator's e^(-gap/2).
+    # This is (3 e^gap + 2) / (1 + 1), after both sums are divided by the denominator's e^(-gap/2).
     got = WAYS[way](one_of_the_numerator(float(gap))).item()
-    # Logits of gap / 2 and their difference are exact, so an exponential and a few sums round.
+    # Logits of gap / 2 and their difference are exact, so only an exponential and a few sums round.
     assert got == pytest.approx((3 * math.exp(gap) + 2) / 2, rel=off(8))
 
 
@@ -352,9 +356,9 @@ def test_slots_of_one_sum_alone_give_the_quotient_of_two_sums():
 
 @pytest.mark.parametrize("length", [1, 5])
 def test_weights_keep_their_precision_beside_half_precision_queries(length):
-    # A million slots' worth of weight in bfloat16 would be off by 3 %: log-weights near 14 lie
-    # 2^-4 apart there. Queries, keys and values are exact in bfloat16, so only the kernel rounds:
-    # its products to 2^-8 of the largest value.
+    # In bfloat16, weights of a million slots would be off by 3%, because log-weights near 14 are
+    # 2^-4 apart. Queries, keys and values are exact in bfloat16, so only the kernel rounds: its
+    # products, to 2^-8 of the largest value.
     torch.manual_seed(0)
     queries, keys = torch.zeros(1, 1, 2, length, 4), torch.zeros(1, 1, 6, 4)
     values = torch.eye(6)[None, None]
@@ -367,7 +371,7 @@ def test_weights_keep_their_precision_beside_half_precision_queries(length):
 
 
 def test_logits_beyond_what_exp_can_hold_do_no_harm():
-    # The largest logit is the denominator's alone, then the numerator's alone.
+    # The largest logit is first only in the denominator, then only in the numerator.
     queries, values = torch.ones(1, 1, 1, 1, 1), torch.tensor([[[[2.0], [4.0]]]])
     keys = torch.tensor([[[[500.0], [499.0]]]])
     first, second = torch.tensor([[[0.0, -math.inf]]]), torch.tensor([[[-math.inf, 0.0]]])
@@ -431,7 +435,7 @@ def test_a_query_that_sees_nothing_gets_zero():
         assert (
             way(Case(queries, keys, values, zeros, zeros, AttentionParams(0.5), blind)).eq(0).all()
         )
-        # Nothing to divide by: values with no denominator.
+        # Values without a denominator.
         assert (
             way(Case(queries, keys, values, zeros, empty, AttentionParams(0.5), None)).eq(0).all()
         )

@@ -1,4 +1,4 @@
-"""Rows by their numbers, from tensors that lie in memory in every way."""
+"""Rows are picked by their numbers, from tensors with any memory layout."""
 
 from __future__ import annotations
 

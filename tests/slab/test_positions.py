@@ -1,4 +1,4 @@
-"""Rotary embeddings at any place of an endless stream, and the rolling frame."""
+"""Rotary embeddings at any position of an endless stream, and the rolling frame."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ ROTATION = 5
 
 
 def rotary(dim: int = DIM, base: float = 10_000.0, scaling: float = 1.0) -> Rotary:
-    """The usual frequencies."""
+    """Return a rotary embedding with the usual frequencies."""
     return Rotary(base ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim), scaling)
 
 
 def by_numpy(x: Tensor, places: Tensor, scaling: float = 1.0, base: float = 10_000.0) -> np.ndarray:
-    """The textbook rotation of all of x's dimensions, in float64."""
+    """Rotate all dimensions of x as in textbooks, in float64."""
     half = x.shape[-1] // 2
     angles = places.numpy().astype(np.float64)[..., None] * base ** -(np.arange(half) / half)
     cos, sin = np.cos(angles), np.sin(angles)
@@ -40,14 +40,14 @@ def by_numpy(x: Tensor, places: Tensor, scaling: float = 1.0, base: float = 10_0
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
-    """Random numbers."""
+    """Return random numbers of this shape."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @given(st.integers(0, 2**40), st.integers(0, 99), st.sampled_from([1.0, 0.7, 1.3]))
 def test_a_rotation_is_exact_however_far_out(start, seed, scaling):
     x = normal(1, 2, 5, DIM, seed=seed)
-    # float64 itself knows an angle of 2^40 to 2^-12 only, and rounds the frequency and the product.
+    # In float64, an angle of 2^40 is exact to 2^-12, and the frequency and product are rounded.
     places = torch.arange(start, start + 5)[None, None]
     angle = 2 * 2.0**-52 * (start + 5)
     wanted = by_numpy(x, places.expand(1, 2, 5), scaling)
@@ -106,7 +106,7 @@ def test_moving_a_rotated_key_is_rotating_it_there(start, to, seed):
     there = torch.full((1, 2, 3), to)
     turned = rotary(scaling=1.2)
     moved = turned.move(turned.rotate(keys, here), there - here)
-    # The factor of YaRN is applied once, when a key comes, and not again when it moves.
+    # The factor of YaRN is applied once, when a key arrives, and not again when it moves.
     close(moved, turned.rotate(keys, there), 3 * ROTATION, size=2 * 1.2 * largest(keys))
 
 
@@ -124,7 +124,7 @@ def test_moves_add_up(steps):
 
 
 def by_counting(places: list[int], first_of_run: int) -> list[int | None]:
-    """A token's frame: the first of the run, less the distinct front tokens from it on."""
+    """Return each token's frame: the run's start minus the distinct front tokens from it on."""
     frames: list[int | None] = []
     for place in places:
         later = {p for p in places if p >= place >= 0}
@@ -164,11 +164,12 @@ def test_an_unbroken_stream_stays_where_it_is():
 
 @given(st.data())
 def test_on_three_axes_the_front_is_as_far_as_what_is_left_reaches(data):
-    # Words and images one after the other; some tokens of them are left, in any order, some twice.
+    # Words and images one after the other. Some of their tokens are left, in any order, some twice.
     reaches = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=6))
     begins = [sum(reaches[:n]) for n in range(len(reaches))]
     slots = data.draw(st.integers(1, 8))
-    last = data.draw(st.integers(0, len(reaches) - 1))  # the run begins with a token of this one
+    # The index of the word or image with which the run begins.
+    last = data.draw(st.integers(0, len(reaches) - 1))
     of = data.draw(st.lists(st.integers(-1, last), min_size=slots, max_size=slots))
     position = torch.tensor([[[10 * n if n >= 0 else -1 for n in of]]])
     spans = torch.tensor([[[(100 + begins[n], reaches[n]) for n in of]]])
@@ -201,8 +202,8 @@ def test_tables_of_three_axes_take_each_pair_by_its_axis():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_thousand_folds_cost_a_survivor_no_more_precision_than_one(dtype):
-    # What attention reads is made anew from the master at each fold, so after any number of folds a
-    # sink is its master rotated once: to the bit what one move of that length gives.
+    # At each fold, the keys that attention reads are computed again from the masters. So after any
+    # number of folds, a sink's key is its master rotated once, bit-identical to a single move.
     spec = LayerSpec(policy("sink(2) | recent(3)"), LayerPositions(rotary()), 4)
     slab = Slab(spec.slab(Heads(1, 1, DIM, DIM, dtype)), 1)
     sinks = normal(1, 1, 2, DIM).to(dtype)
@@ -221,7 +222,8 @@ def test_a_thousand_folds_cost_a_survivor_no_more_precision_than_one(dtype):
 
 
 def test_turning_a_key_a_thousand_times_in_place_would_lose_it():
-    # Why there are masters: the same thousand moves, each from the last, in bfloat16.
+    # This is why there are masters: the same thousand moves, each from the last result, in
+    # bfloat16.
     key = normal(1, 1, 1, DIM).bfloat16()
     moved = key
     for _ in range(1000):

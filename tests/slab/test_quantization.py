@@ -1,4 +1,4 @@
-"""Quantizing: within its bound, the same again when it is done again, whatever the numbers are."""
+"""Quantization is within its bound, and quantizing again gives the same bits, for any numbers."""
 
 from __future__ import annotations
 
@@ -28,20 +28,21 @@ CODES = list(dict.fromkeys(c for form in FORMATS.values() for c in (form.keys, f
 
 
 def some(dtype: torch.dtype, seed: int, size: float, dim: int = 64) -> Tensor:
-    """Vectors of all kinds about that size: plain, steep, with outliers, and of zeros."""
+    """Return vectors of about this size: plain, steep, with outliers, rounded, signs, and zeros."""
     draw = torch.Generator().manual_seed(seed)
     x = torch.randn(60, dim, generator=draw)
     x[10:20] = x[10:20] ** 5
     x[20:30, 3] *= 1000
     x[30:40] = x[30:40].round()
-    x[40:50] = torch.rand(10, dim, generator=draw).sign()  # all of one size
+    # All numbers of a vector have the same magnitude.
+    x[40:50] = torch.rand(10, dim, generator=draw).sign()
     x[50:] = 0
     top = torch.finfo(dtype).max
     return (x * size).to(dtype).clamp(-top, top)
 
 
 def error_in_steps(x: Tensor, code: Code) -> Tensor:
-    """By how many steps what is read is off, at most, before the dtype of the model rounds it."""
+    """Return the largest error after reading, in steps, before rounding to the model's dtype."""
     numbers, peaks = quantize(x, code)
     off = dequantize(numbers, peaks, code, torch.float64) - x.double()
     each = steps(peaks, code).double().repeat_interleave(x.shape[-1] // peaks.shape[-1], -1)
@@ -53,11 +54,11 @@ def error_in_steps(x: Tensor, code: Code) -> Tensor:
 @given(seed=st.integers(0, 2**32), power=st.integers(-40, 40))
 def test_numbers_are_within_the_bound(code, dtype, seed, power):
     x = some(dtype, seed, 2.0**power)
-    # A quotient is rounded once, in float32: of `levels` at most 2^-24 of itself. A rotated number
-    # is a sum of 64, in six roundings.
+    # A quotient is rounded once in float32, by at most 2^-24 of itself, and is at most `levels`. A
+    # rotated number is a sum of 64 numbers, in six roundings.
     roundings = 2 + 64 * 6 * code.rotated
     if code.rotated and dtype == torch.float16:
-        x = x.clamp(-900, 900)  # longer vectors are cut off
+        x = x.clamp(-900, 900)  # longer vectors are clipped
     assert error_in_steps(x, code) <= code.bound + code.levels * roundings * 2.0**-24
 
 
@@ -104,7 +105,7 @@ def test_k8v4_has_two_numbers_to_a_byte_and_a_peak_for_each_32():
     assert numbers.shape == (1, 32)
     assert torch.equal(peaks, torch.tensor([[7.0, 1.4]]).bfloat16())
     assert numbers[0, :4].tolist() == [15 | 8 << 4, 5 | 1 << 4, 10 | 11 << 4, 8 | 8 << 4]
-    assert not are_levels(torch.zeros(1, 32, dtype=torch.uint8), code)  # -8 is no level
+    assert not are_levels(torch.zeros(1, 32, dtype=torch.uint8), code)  # -8 is not a level
     assert "heads of 48" in FORMATS["k8v4"].wrong(64, 48)
     assert FORMATS["k8v4"].wrong(48, 64) is None
 
@@ -115,14 +116,14 @@ def test_fp8_is_what_pytorch_rounds_to():
     numbers, peaks = quantize(x, code)
     assert torch.equal(numbers.view(torch.float8_e4m3fn), (x * 448).to(torch.float8_e4m3fn))
     assert peaks.tolist() == [[1.0]]
-    assert not are_levels(torch.tensor([[0x7F]], dtype=torch.uint8), code)  # not a number
+    assert not are_levels(torch.tensor([[0x7F]], dtype=torch.uint8), code)  # NaN
 
 
 def test_int8_is_rounding_to_a_127th_of_the_largest():
     x = torch.tensor([[1.0, -0.5, 0.2501, 0.0]])
     numbers, peaks = quantize(x, FORMATS["int8"].keys)
     assert peaks.tolist() == [[1.0]]
-    assert numbers.tolist() == [[127, -64, 32, 0]]  # 63.5 goes to the even neighbor
+    assert numbers.tolist() == [[127, -64, 32, 0]]  # 63.5 is rounded to the even neighbor
     assert not are_levels(torch.tensor([[-128]], dtype=torch.int8), FORMATS["int8"].keys)
     assert math.isclose(float(steps(peaks, FORMATS["int8"].keys)), 1 / 127, rel_tol=1e-6)
 
@@ -141,7 +142,7 @@ def test_rotating_is_orthogonal_and_its_own_inverse(dim):
 
 
 def test_int4_spreads_an_outlier_over_all_numbers():
-    """Steps are a seventh of the largest rotated number, not of the outlier."""
+    """A step is a seventh of the largest rotated number, and not of the outlier."""
     x = torch.randn(100, 64, generator=torch.Generator().manual_seed(0))
     x[:, 5] += 20.0
     rotated, plain = FORMATS["int4"].keys, FORMATS["k8v4"].values
@@ -153,7 +154,7 @@ def test_int4_spreads_an_outlier_over_all_numbers():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_worst_block_of_256_keeps_its_peak(dtype):
-    """All numbers at the last level and of one sign: the longest vector that a peak can have."""
+    """All numbers are at the last level and have one sign: no vector with this peak is longer."""
     code = FORMATS["int4"].keys
     for seed in range(50):
         draw = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Quantized slots are moved as they are stored, and are to pools what those that were read are."""
+"""Quantized slots are moved as they are stored, and pools treat them like exact ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAMES = ("keys", "values", "a", "b", "position")
 
 
 def filled(name: str, dtype: torch.dtype = torch.float32) -> Slab:
-    """A slab of two rows whose first 16 slots are quantized, six of them of the front."""
+    """Return a slab of two rows whose first 16 slots are quantized, six of them at the front."""
     heads = Heads(3, 1, DIM, DIM, dtype)
     spec = SlabSpec(
         heads, SLOTS, masters=4, format=FORMATS[name], quantized=CODED, quantized_masters=FRONT
@@ -27,7 +27,7 @@ def filled(name: str, dtype: torch.dtype = torch.float32) -> Slab:
 
 
 def some(count: int, dtype: torch.dtype, first: int = 0) -> Slots:
-    """Tokens from a place on, with random keys and values."""
+    """Return tokens from a position on, with random keys and values."""
     drawn = torch.Generator().manual_seed(first)
     keys, values = (torch.randn(2, 3, count, DIM, generator=drawn).to(dtype) for _ in range(2))
     weights = torch.rand(2, 3, count, generator=drawn)
@@ -36,7 +36,7 @@ def some(count: int, dtype: torch.dtype, first: int = 0) -> Slots:
 
 
 def as_read(slots: Slots) -> Slots:
-    """The same slots, as tensors of numbers."""
+    """Return the same slots with exact tensors."""
     return Slots(**{name: t.clone() for name, t in slots.tensors().items()})
 
 

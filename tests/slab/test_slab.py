@@ -1,7 +1,7 @@
-"""The slab under pools it has never heard of: they need no change to slab, cache or attention.
+"""The slab works with pools that weir does not have, without changes to cache or attention.
 
-Each toy pool here has a twin of a few lines that works on Python lists; a Llama read token by token
-with the twins (`Naive` in reference/naive.py) must give the logits that weir gives.
+Each toy pool here has a twin, a few lines of Python that work on lists. A Llama that is read token
+by token with the twins (`Naive` in reference/naive.py) must give the same logits as weir.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ SEED = 11
 
 
 def parted(slots: Slots, keep: Tensor) -> tuple[Slots, Slots]:
-    """(the slots that a mask keeps, the others), in order; heads with fewer have empty slots."""
+    """Return the slots that a mask keeps, and the others. Heads with fewer have empty slots."""
 
     return slots.only(keep), slots.only(~keep)
 
 
 def newest(slots: Slots, keep: Tensor, n: int) -> Tensor:
-    """Of the slots that a mask keeps, the newest n."""
+    """Narrow a mask to the newest n of the slots that it keeps."""
     rank = slots.position.masked_fill(~keep, -1).argsort(dim=2, descending=True).argsort(dim=2)
     return keep & (rank < n)
 
 
 def most(slots: Slots, score: Tensor, n: int) -> Tensor:
-    """The n slots with the highest score."""
+    """Return a mask of the n slots with the highest score."""
     score = score.masked_fill(~slots.held, -torch.inf)
     return slots.held & (score.argsort(dim=2, descending=True).argsort(dim=2) < n)
 
 
 class Toy(Pool):
-    """What the toys share: n slots, and the twin's list version of the same rule."""
+    """What all toy pools have: n slots, and a twin that applies the same rule to lists."""
 
     n: int
 
@@ -62,7 +62,7 @@ class Toy(Pool):
 
 @dataclass(frozen=True)
 class Ragged(Toy):
-    """Head h keeps every (h + 2)th token, so heads hold different tokens and different numbers."""
+    """Head h keeps every (h + 2)th token, so heads hold different tokens, and not equally many."""
 
     n: int
 
@@ -81,7 +81,7 @@ class Ragged(Toy):
 
 @dataclass(frozen=True)
 class Heaviest(Toy):
-    """The tokens that were attended to most."""
+    """Keeps the tokens that received the most attention."""
 
     needs_mass = True
 
@@ -99,12 +99,12 @@ class Heaviest(Toy):
 
 
 HEARD: dict[int, list[Tensor]] = {}
-"""What `Asked` was told, by layer."""
+"""The queries that `Asked` received, by layer."""
 
 
 @dataclass(frozen=True)
 class Asked(Toy):
-    """The tokens that the last three queries look for."""
+    """Keeps the tokens that match the last three queries best."""
 
     n: int
 
@@ -130,7 +130,7 @@ class Asked(Toy):
 
 @dataclass(frozen=True)
 class Weighted(Toy):
-    """Every third token, standing for three."""
+    """Keeps every third token, which stands for three."""
 
     n: int
 
@@ -150,7 +150,7 @@ class Weighted(Toy):
 
 @dataclass(frozen=True)
 class Apart(Toy):
-    """Tokens of the numerator alone, of the denominator alone, and with two weights that differ."""
+    """Keeps tokens of the numerator only, of the denominator only, and with two weights."""
 
     two_weights = True
 
@@ -175,7 +175,7 @@ class Apart(Toy):
 
 @dataclass(frozen=True)
 class Lucky(Toy):
-    """A sample: the tokens with the smallest draws."""
+    """Keeps a sample: the tokens with the smallest random numbers."""
 
     n: int
 
@@ -195,7 +195,7 @@ class Lucky(Toy):
 
 @dataclass(frozen=True)
 class Counting(Toy):
-    """Every third token that arrives, by a count that is remembered from fold to fold."""
+    """Keeps every third token that arrives, by a count that is saved from fold to fold."""
 
     n: int
 
@@ -211,7 +211,7 @@ class Counting(Toy):
         return kept, dropped.join(rest)
 
     def twin(self, mine, new, at):
-        # After an unbroken window the count of arrivals is the place in the stream.
+        # In an unbroken window, the count of arrivals is the position in the stream.
         chosen = [t for t in new if t.position % 3 == 0]
         both = mine + chosen
         return both[-self.n :], both[: -self.n] + [t for t in new if t not in chosen]
@@ -219,7 +219,7 @@ class Counting(Toy):
 
 @dataclass(frozen=True)
 class Tapered(Policy):
-    """A budget of its own for every layer."""
+    """A policy with a different budget for each layer."""
 
     text: str = "tapered"
 
@@ -233,7 +233,7 @@ TOYS = {kind.__name__.lower(): kind for kind in _KINDS}
 
 @pytest.fixture(autouse=True)
 def toys() -> Iterator[None]:
-    """The toy pools, known while a test runs and no longer."""
+    """Register the toy pools while a test runs."""
     for name, kind in TOYS.items():
         pool(name)(kind)
     yield
@@ -242,7 +242,7 @@ def toys() -> Iterator[None]:
 
 
 def batch(ids: Callable[..., Tensor], rows: int = 3) -> tuple[Tensor, Tensor, list[list[int]]]:
-    """Left-padded prompts, their mask, and each row's tokens with what is decoded later."""
+    """Return left-padded prompts, their mask, and each row's tokens, with those decoded later."""
     tokens = ids(rows, PROMPT + MORE)
     mask = torch.ones_like(tokens)
     for row, pads in enumerate(PADDING[:rows]):
@@ -251,7 +251,7 @@ def batch(ids: Callable[..., Tensor], rows: int = 3) -> tuple[Tensor, Tensor, li
 
 
 def read(model, cache, tokens: Tensor, mask: Tensor) -> Tensor:
-    """Logits of a prompt and of single tokens after it [batch, length, vocabulary]."""
+    """Return the logits of a prompt and of single tokens after it [batch, length, vocabulary]."""
     parts, cuts = [], [0, PROMPT, *range(PROMPT + 1, PROMPT + MORE + 1)]
     with torch.no_grad():
         for start, stop in pairwise(cuts):
@@ -355,8 +355,8 @@ def test_a_pool_hears_the_last_queries_as_attention_saw_them(llama, naive, twins
 
 
 def test_half_precision_does_not_end_before_two_weights_do(fresh_llama, ids):
-    # float16 ends at 65504, which exponentials pass. Logits of a few units in float16 carry about a
-    # hundred roundings of 2^-11.
+    # float16 ends at 65504, and exponentials can be larger. Logits of a few units in float16 carry
+    # about a hundred roundings of 2^-11.
     tokens = ids(1, 40)
     exact, half = fresh_llama(), fresh_llama().half()
     got = []
@@ -436,11 +436,11 @@ def test_a_pool_that_keeps_more_than_it_may_is_named(llama, ids):
         del POOLS["greedy"]
 
 
-# --- slots and slabs by themselves
+# --- slots and slabs alone
 
 
 def some_slots(places: list[list[int]], seed: int = 0) -> Slots:
-    """Random slots of one row at the given places by head; -1 for an empty slot."""
+    """Return random slots of one row at the given positions of each head; -1 is an empty slot."""
     position = torch.tensor([places])
     generator = torch.Generator().manual_seed(seed)
     weights = torch.zeros(position.shape).masked_fill(position < 0, -torch.inf)
@@ -450,7 +450,7 @@ def some_slots(places: list[list[int]], seed: int = 0) -> Slots:
 
 
 def a_slab() -> Slab:
-    """An empty slab of eight slots, one row and two heads, with every buffer."""
+    """Return an empty slab of eight slots, one row and two heads, with every buffer."""
     heads = Heads(2, 1, 4, 4, torch.float32)
     return Slab(SlabSpec(heads, 8, masters=3, mass=True, two_weights=True, frames=True), 1)
 

@@ -1,4 +1,4 @@
-"""What is said to a model: what comes after an answer ends what the template makes of all."""
+"""Chat templates: what is fed after an answer equals the end of the whole rendered conversation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations: only what is new is fed, and all that is fed is what the template would say."""
+"""Conversations feed only what is new, and all that they feed is what the template renders."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NO_END = """<s>{% for m in messages %}{{ m.role }}: {{ m.content }}
 
 
 def make_tokenizer(template: str | None) -> PreTrainedTokenizerFast:
-    """Every byte is a token, and there are some special ones."""
+    """Return a tokenizer in which every byte is a token, with some special tokens."""
     bytes_of = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE({c: n for n, c in enumerate(bytes_of)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -50,7 +50,7 @@ def make_tokenizer(template: str | None) -> PreTrainedTokenizerFast:
 
 
 class Scripted(weir.Stream):
-    """A stream that says what it is told to say, and keeps all that it is fed."""
+    """A stream that generates a given script, and records everything that it is fed."""
 
     script: Sequence[int] = ()
 
@@ -73,7 +73,7 @@ class Scripted(weir.Stream):
 
 @pytest.fixture(scope="module")
 def model(llama):
-    """The small Llama's shape with a vocabulary of bytes."""
+    """Return a model like the small Llama, with a vocabulary of bytes."""
     config = type(llama.config).from_dict({**llama.config.to_dict(), "vocab_size": 261})
     torch.manual_seed(0)
     return type(llama)(config).eval()
@@ -90,7 +90,7 @@ def talk_of(model, template: str | None, ends: Any = None) -> Conversation:
 
 
 def tell(talk: Conversation, text: str) -> None:
-    """What the model will say next; special tokens may be among it."""
+    """Set what the model generates next, which can include special tokens."""
     talk.stream.script = talk.tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
@@ -116,13 +116,13 @@ CONVERSATION = [
 )
 @pytest.mark.parametrize("cut", [(), (0,), (1, 2), (0, 1, 2, 3)])
 def test_all_that_is_fed_is_the_templates_rendering_of_the_whole(model, template, end, cut):
-    """Whether the model ended an answer itself or was cut short, as the answers in `cut` are."""
+    """The model ends an answer itself, or the answer is cut short, as those in `cut` are."""
     talk = talk_of(model, template, end)
     said = end if isinstance(end, str) else end[-1]
     messages = []
     for number, (user, answer) in enumerate(CONVERSATION):
         if template is INST:
-            # This one has a space before an answer, and one before its end.
+            # This template has a space before an answer, and one before its end.
             answer = f" {answer.strip()}" + ("" if number in cut else " ")
         tell(talk, answer + ("" if number in cut else said))
         assert "".join(talk.say(user)) == answer
@@ -139,7 +139,7 @@ def test_all_that_is_fed_is_the_templates_rendering_of_the_whole(model, template
 
 @pytest.mark.parametrize("template", [CHATML, INST, None])
 def test_a_learned_sink_stands_in_front_of_the_first_turn_once(model, template, monkeypatch):
-    # INST has the first of the two tokens itself, CHATML none.
+    # INST already has the first of the two tokens, and CHATML has none of them.
     monkeypatch.setattr(model.config, "weir_sink", {}, raising=False)
     talk = talk_of(model, template, "</s>")
     before = talk.turn("Hello")
@@ -211,7 +211,7 @@ def test_without_a_template_the_model_continues_the_text_to_the_end_of_a_paragra
     assert "".join(talk.say("Pierre said", max_new_tokens=20)) == " nothing at all, and"
     tell(talk, "\n")
     assert "".join(talk.say("Natasha")) == ""
-    # The first answer ended with its line, the second had to be given an end.
+    # The first answer ended with its line. The end of the second one had to be added.
     assert talk.tokenizer.decode(talk.stream.fed) == (
         "<s>Prince Andrew, the count said.\nPierre said nothing at all, and\nNatasha\n"
     )
@@ -246,7 +246,8 @@ def test_the_speed_of_the_last_answer_is_known(model):
 
 def test_a_first_step_in_which_it_is_compiled_is_not_counted_as_speed(model, monkeypatch):
     talk = talk_of(model, None)
-    clock = iter([0.0, 0.1, 60.1, 60.3, 60.5, 60.7])  # when the answer begins, and at each token
+    # The time when the answer begins, and at each token.
+    clock = iter([0.0, 0.1, 60.1, 60.3, 60.5, 60.7])
     fake = SimpleNamespace(perf_counter=lambda: next(clock))
     monkeypatch.setattr("weir.stream.conversation.time", fake)
     tell(talk, "abcde")
@@ -317,7 +318,7 @@ def test_a_policy_for_each_layer_is_told_of_turns_as_any_other(model):
         model.generation_config.eos_token_id = None
         talk = Conversation(weir.Stream(model, policy, chunk=8), tokenizer)
         made.append("".join(talk.say("Hello", max_new_tokens=20)))
-        assert 0 in talk.stream.slots(1).position  # the beginning has been pinned
+        assert 0 in talk.stream.slots(1).position  # the beginning was pinned
     assert made[0] == made[1]
 
 
@@ -336,7 +337,7 @@ class Recalling(Conversation):
         super().__init__(stream, make_tokenizer(CHATML), **more)
 
     def hear(self, text: str) -> str:
-        """Say something, and return what was fed for it."""
+        """Say something, and return the text that was fed for it."""
         before = len(self.stream.fed)
         list(self.say(text))
         return str(self.tokenizer.decode(self.stream.fed[before:]))
@@ -367,7 +368,7 @@ def test_the_place_of_a_message_is_without_what_the_template_puts_around_it(mode
     ids = talk.stream.fed
     for text, start, stop in talk.archive._query("SELECT text, start, stop FROM archived_passages"):
         assert text.strip() in talk.tokenizer.decode(ids[start:stop])
-        assert stop - start <= len(text) + 2  # the places of passages are estimated
+        assert stop - start <= len(text) + 2  # the positions of passages are estimated
     (one,) = talk.archive.search(CODE[:-1] + "?", is_held=lambda start, stop: False)[:1]
     assert talk.tokenizer.decode(ids[one.start : one.stop]) == CODE
 
@@ -443,7 +444,7 @@ def test_another_stream_may_go_on_with_an_archive(model):
     archive = weir.Archive()
     Recalling(model, archive=archive).hear(CODE)
     fed = Recalling(model, archive=archive).hear(ASK)
-    assert f"> {CODE}" in fed  # this stream has never held it
+    assert f"> {CODE}" in fed  # this stream never held it
 
 
 def test_the_answer_is_archived_with_its_place(model):

@@ -1,4 +1,4 @@
-"""Text of a growing answer: what all tokens say at once, in whole characters, at a flat cost."""
+"""The text of a growing answer comes in whole characters, and each token costs the same."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WORDS = ["the", "▁the", "▁", "▁▁", "quick", "▁dog", "s", "é", "▁é"
 
 
 def by_bytes() -> PreTrainedTokenizerFast:
-    """Every byte is a token, as in GPT-2's alphabet, and some pairs are."""
+    """Return a tokenizer with a token for each byte, as in GPT-2, and for one pair of bytes."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     pair = "".join(pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str("—")[0][0])[:2]
     vocabulary = {c: n for n, c in enumerate([*letters, pair])}
@@ -27,7 +27,10 @@ def by_bytes() -> PreTrainedTokenizerFast:
 
 
 def like_llama() -> PreTrainedTokenizerFast:
-    """Words begin with ▁, other characters fall back to bytes, the first space is stripped."""
+    """Return a tokenizer like Llama's.
+
+    Words begin with ▁, other characters fall back to bytes, and the first space is stripped.
+    """
     letters = ["<unk>", *(f"<0x{n:02X}>" for n in range(256)), *WORDS, *"abcdefghij"]
     backend = Tokenizer(
         models.BPE(
@@ -54,7 +57,10 @@ def like_llama() -> PreTrainedTokenizerFast:
 
 
 def of_word_pieces() -> PreTrainedTokenizerFast:
-    """Words are parted by spaces that no token has, unless a piece continues one."""
+    """Return a tokenizer of word pieces.
+
+    Words are separated by spaces that no token has, unless a piece continues a word.
+    """
     pieces = ["[UNK]", "the", "quick", "##ly", "dog", "##s", "!", "日", "##本"]
     backend = Tokenizer(models.WordPiece({c: n for n, c in enumerate(pieces)}, unk_token="[UNK]"))
     backend.decoder = decoders.WordPiece(cleanup=False)
@@ -90,7 +96,7 @@ def test_the_pieces_of_a_text_are_the_text(name, text):
 @given(st.data())
 @pytest.mark.parametrize("name", ["llama", "pieces"])
 def test_spaces_that_a_tokenizer_strips_or_adds_are_where_it_puts_them(name, data):
-    """Any tokens in any order, special ones among them; bytes only as whole characters."""
+    """Any tokens can come in any order, also special ones, but bytes only as whole characters."""
     tokenizer = TOKENIZERS[name]
     known = [n for word, n in tokenizer.get_vocab().items() if not word.startswith("<0x")]
     tokens = data.draw(st.lists(st.sampled_from(sorted(known)), max_size=40))
@@ -100,7 +106,7 @@ def test_spaces_that_a_tokenizer_strips_or_adds_are_where_it_puts_them(name, dat
 
 @given(st.lists(st.integers(0, 257), max_size=60))
 def test_bytes_in_any_order_make_what_the_tokenizer_makes_of_all_of_them(tokens):
-    """But what never became a character at the end is not given out."""
+    """Bytes at the end that never became a character are not returned."""
     whole = TOKENIZERS["bytes"].decode(tokens, skip_special_tokens=True)
     found = "".join(pieces("bytes", tokens))
     assert whole.startswith(found)
@@ -110,7 +116,7 @@ def test_bytes_in_any_order_make_what_the_tokenizer_makes_of_all_of_them(tokens)
 def test_a_character_of_several_tokens_comes_when_it_is_whole_and_what_stands_before_at_once():
     tokens = TOKENIZERS["bytes"]("né 🦉!", add_special_tokens=False)["input_ids"]
     assert pieces("bytes", tokens) == ["n", "", "é", " ", "", "", "", "🦉", "!", ""]
-    # A token that ends one character and begins the next: the first is shown without delay.
+    # If a token ends one character and begins the next, the first is shown without delay.
     tokenizer = TOKENIZERS["llama"]
     half = [tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in "🦉".encode()]
     text = Detokenizer(tokenizer)
@@ -155,8 +161,8 @@ def test_a_token_costs_the_same_however_long_the_answer_is(name, kind, monkeypat
 def test_an_answer_ends_in_front_of_the_first_stop_and_holds_nothing_else_back(text, stops):
     tokens = TOKENIZERS["bytes"](text, add_special_tokens=False)["input_ids"]
     decode = TOKENIZERS["bytes"].decode
-    # The answer ends with the token that completes a stop. A longer stop that begins before this
-    # one, and would be complete only later, does not count.
+    # The answer ends with the token that completes a stop. A longer stop does not count if it
+    # begins before this one and would only be complete later.
     found = (n for n in range(1, len(tokens) + 1) if any(s in decode(tokens[:n]) for s in stops))
     last = next(found, None)
     read = text if last is None else decode(tokens[:last])
@@ -186,7 +192,8 @@ def test_what_may_begin_a_stop_is_held_back_until_it_does_not():
         ("a.b,c", (",", "."), "a"),
         ("abc", ("", "x"), "abc"),
         ("\nab", ("\n",), ""),
-        ("abcd", ("c", "bcd"), "a"),  # the one that begins first, though the other ends in it
+        # The stop that begins first, although the other one ends within it.
+        ("abcd", ("c", "bcd"), "a"),
     ],
 )
 def test_a_text_ends_in_front_of_the_first_of_its_stops(text, stops, left):

@@ -1,4 +1,4 @@
-"""Which places of a stream count as held, compared with a count of all slots one by one."""
+"""Which positions of a stream count as held, compared with a count over all slots."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HELD = 0.5
 
 
 def holding_of(rng: np.random.Generator, seen: int, layers: int, heads: int, slots: int) -> Any:
-    """A snapshot in which pairs hold some tokens, and some of them twice."""
+    """Return a snapshot in which pairs hold some tokens, and some of them twice."""
     kept = [rng.integers(max(0, seen - 2 * slots), seen, slots) for _ in range(layers * heads)]
     pair = np.repeat(np.arange(layers * heads), slots)
     token, layer, head = (
@@ -26,7 +26,7 @@ def holding_of(rng: np.random.Generator, seen: int, layers: int, heads: int, slo
 
 
 def count_shares(holding: Any) -> list[float]:
-    """The share of pairs that hold each token, counted slot by slot."""
+    """Return the share of pairs that hold each token, counted slot by slot."""
     where: list[set[tuple[int, int]]] = [set() for _ in range(holding.seen)]
     slots = zip(holding.token.tolist(), holding.layer.tolist(), holding.head.tolist(), strict=True)
     for token, layer, head in slots:

@@ -1,4 +1,4 @@
-"""Images and embeddings fed to a stream: cut anywhere, saved in the middle, refused by name."""
+"""Images and embeddings in a stream: cut anywhere, saved in the middle, refused by name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def asked(name: str, seed: int = 0) -> Prompt:
 
 
 def given_of(name: str, given: Prompt, start: int, stop: int | None) -> dict[str, Any]:
-    """The tokens from `start` to `stop` as embeddings, and as their model wants them."""
+    """Return the tokens from `start` to `stop` as embeddings, with what their model needs."""
     model = seeing(name)
     these = {"embeddings": embed(model, given.given)[:, start:stop]}
     within = offsets(model, given.given)
@@ -113,7 +113,7 @@ def test_scores_of_words_between_images_and_none_of_images() -> None:
         plain = model(**given.given).logits[0].log_softmax(-1)
     at = 5 + 4 + 1  # the second word after the first image
     close_runs(found[at], -plain[at - 1, given.ids[0, at]], model)
-    # What comes next is scored after the words as in a stream without images.
+    # Later tokens are scored after the words, as in a stream without images.
     assert bool(stream.score([3, 4]).isfinite().all())
 
 

@@ -14,10 +14,10 @@ POLICY = "streaming_llm(24)"
 
 
 def goes_on(model, plain, like, ids, tmp_path) -> None:
-    """A stream of the model goes on after a save as it does without, and as one of a plain model.
+    """Check that a saved and a copied stream continue like the original, and like a plain model's.
 
-    To the rounding of `like`, which has the same weights and can be looked into: weights that come
-    and go lie elsewhere in memory each time.
+    They are equal up to the rounding of `like`, which has the same weights and can be inspected.
+    They are not bit-identical, because offloaded weights are at another place in memory each time.
     """
     stream, reference = (weir.Stream(it, POLICY, chunk=8) for it in (model, plain))
     for it in (stream, reference):

@@ -1,4 +1,4 @@
-"""Sliding window with re-computation against a plain loop: one forward of one window per token."""
+"""A sliding window with recomputation, against a plain loop with one forward for each token."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LENGTH = 50
 
 @torch.no_grad()
 def looped(model, text: Tensor, budget: int, sinks: int = 0) -> Tensor:
-    """The logits after each token of `text`, each from a forward of its own window."""
+    """Return the logits after each token of `text`, each from a forward of its own window."""
     logits = []
     for end in range(1, text.shape[1] + 1):
         window = text[:, :end]

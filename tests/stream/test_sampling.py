@@ -1,4 +1,4 @@
-"""From logits to a token: against plain sums of chances, at temperatures from tiny to vast."""
+"""From logits to a token, compared with plain sums of probabilities, at extreme temperatures."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_rows_with_generators_of_their_own_draw_what_they_would_alone(sampling):
 
 
 def limited(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """A row's logits [vocabulary] with -inf for what is not drawn, token by token."""
+    """Return a row's logits [vocabulary] with -inf for tokens that are never drawn."""
     logits = (logits / sampling.temperature).tolist()
     order = sorted(range(len(logits)), key=lambda token: -logits[token])
     kept = order[: sampling.top_k]
@@ -128,7 +128,7 @@ def limited(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 @pytest.mark.parametrize("spread", [4.0, 0.1])
 @pytest.mark.parametrize("sampling", SAMPLINGS[2:], ids=str)
 def test_draws_are_those_of_torch_from_what_a_plain_loop_leaves(sampling, spread):
-    # At a spread of 0.1 hardly a token is likelier than others, and hundreds are needed.
+    # At a spread of 0.1, tokens are almost equally likely, and top_p keeps hundreds.
     logits = torch.randn(3, 1500, generator=torch.Generator().manual_seed(1)) * spread
     for row, its in enumerate(logits):
         chances = limited(its, sampling).softmax(dim=-1)

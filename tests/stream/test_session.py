@@ -1,4 +1,4 @@
-"""Saved streams: they go on bit for bit, and a damaged file is never taken for a whole one."""
+"""Saved streams continue bit-identically, and a damaged file is never restored."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ pytestmark = pytest.mark.thinned(3, least=2)
 
 POLICY = "streaming_llm(24)"
 PARTLY_FULL = 203
-"""Tokens after which a tail of 8 holds 3."""
+"""The number of tokens after which a tail of 8 slots holds 3."""
 
 
 @pytest.fixture
 def saved(llama, ids, tmp_path) -> Path:
-    """A session in a folder of its own."""
+    """Save a session in a separate folder."""
     stream = weir.Stream(llama, POLICY, chunk=8)
     stream.feed(ids(1, PARTLY_FULL))
     folder = tmp_path / "sessions"
@@ -45,7 +45,7 @@ def saved(llama, ids, tmp_path) -> Path:
 
 
 def same(one: weir.Stream, other: weir.Stream, more: Tensor) -> bool:
-    """Whether two streams go on alike to the last bit, from the very next token on."""
+    """Whether two streams continue bit-identically, beginning with the next token."""
     last = one.last == other.last
     drawn = True
     if more.shape[0] == 1:
@@ -60,7 +60,7 @@ def same(one: weir.Stream, other: weir.Stream, more: Tensor) -> bool:
     return last and drawn and torch.equal(*scores) and torch.equal(*logits) and slots
 
 
-# --- going on
+# --- continuing
 
 
 @pytest.mark.parametrize("length", [1, 8, 31, PARTLY_FULL, 208])
@@ -68,7 +68,7 @@ def same(one: weir.Stream, other: weir.Stream, more: Tensor) -> bool:
 def test_a_restored_stream_goes_on_bit_for_bit(llama, ids, tmp_path, policy, length):
     stream = weir.Stream(llama, policy, chunk=8, seed=3)
     stream.feed(ids(1, length))
-    list(stream.generate(5, temperature=2.0))  # so that the generator has moved
+    list(stream.generate(5, temperature=2.0))  # so that the state of the generator has changed
     stream.save(tmp_path / "session")
     restored = weir.Stream.restore(llama, tmp_path / "session")
     assert (restored.seen, restored.seed, str(restored.policy)) == (length + 5, 3, policy)
@@ -76,7 +76,7 @@ def test_a_restored_stream_goes_on_bit_for_bit(llama, ids, tmp_path, policy, len
 
 
 ALIKE = {"attention_matching", "dense", "h2o", "kcenter", "keydiff", "pyramidkv", "snapkv", "tova"}
-"""Policies whose pools remember nothing beside their slots, or as those of another one do."""
+"""Policies whose pools have no state beyond their slots, or the same kind of state as others."""
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_a_stream_that_was_killed_goes_on_bit_for_bit_in_a_new_process(fresh_lla
         text=True,
     )
     assert child.stdout is not None
-    # It saves without a pause, so wherever it is killed there is one whole file.
+    # It saves without pause, so there is one whole file whenever it is killed.
     said = [int(child.stdout.readline()) for _ in range(30)]
     child.send_signal(signal.SIGKILL)
     assert child.wait() == -signal.SIGKILL
@@ -294,7 +294,7 @@ def test_what_is_no_file_is_refused(llama, tmp_path):
     refused(llama, tmp_path / "nowhere", "the session file")
     (tmp_path / "folder").mkdir()
     refused(llama, tmp_path / "folder", "is a folder, not a session")
-    os.mkfifo(tmp_path / "pipe")  # to open it would wait for somebody who writes
+    os.mkfifo(tmp_path / "pipe")  # opening it would wait for a writer
     refused(llama, tmp_path / "pipe", "is a pipe, not a session")
 
 
@@ -306,7 +306,7 @@ def test_facts_that_are_no_facts_are_refused(llama, tmp_path, facts):
 
 
 def rewrite(path: Path, **changed: Any) -> None:
-    """The same session, whose facts say otherwise."""
+    """Write the same session again with changed facts."""
     with safe_open(path, framework="pt") as file:
         facts = json.loads(file.metadata()[session.KEY])
         tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
@@ -324,7 +324,8 @@ def test_a_session_of_another_model_is_refused_and_says_what_differs(fresh_llama
     assert "vocabulary 61, here 62" in refused(fresh_llama(vocab_size=62), saved)
     assert "dtype float32, here bfloat16" in refused(fresh_llama().to(torch.bfloat16), saved)
     assert refused(fresh_llama(seed=1), saved).count("here") == 1  # the weights, nothing else
-    assert weir.Stream.restore(fresh_llama(), saved).seen == PARTLY_FULL  # as the one that saved
+    # The same model as the saved one.
+    assert weir.Stream.restore(fresh_llama(), saved).seen == PARTLY_FULL
 
 
 def test_models_are_told_apart_by_any_of_their_weights(fresh_llama, llama, saved):
@@ -356,7 +357,7 @@ def test_a_name_that_stands_for_others_by_now_goes_on_under_those_it_stood_for(
     stream = weir.Stream(llama, meant, chunk=8)
     stream.feed(ids(1, PARTLY_FULL))
     stream.save(path)
-    rewrite(path, policy="weir(budget=24)")  # as if the name had meant five sinks then
+    rewrite(path, policy="weir(budget=24)")  # as if the name had meant five sinks when it was saved
     restored = weir.Stream.restore(llama, path)
     refused(llama, path, "which weir.budget=24. stood for.*, not weir", policy="weir(budget=24)")
     assert restored.policy == weir.policy(meant.stands_for)
@@ -400,7 +401,7 @@ def test_a_folder_without_permission_is_named(llama, ids, tmp_path):
     tmp_path.chmod(0o500)
     user = os.geteuid()
     if user == 0:
-        os.seteuid(65534)  # to root everything is permitted
+        os.seteuid(65534)  # root would have every permission
     try:
         with pytest.raises(WeirError, match="Permission denied"):
             stream.save(tmp_path / "session")
@@ -445,7 +446,7 @@ def test_an_interrupted_save_leaves_the_old_file_whole_and_nothing_beside_it(
 
 
 class Writer:
-    """Another process that saves to a path, and has written the half of it until it may go on."""
+    """Another process that is saving to a path, and waits after half of the file."""
 
     def __init__(self, path: Path) -> None:
         writing, told = os.pipe()
@@ -472,7 +473,7 @@ class Writer:
         os.close(writing)
 
     def end(self, killed: bool = False) -> int:
-        """Kill it, or let it go on; what it ended with, or minus the signal that ended it."""
+        """Kill the process, or let it continue. Return its exit code, or minus the signal."""
         if killed:
             os.kill(self.pid, signal.SIGKILL)
         else:
@@ -481,7 +482,7 @@ class Writer:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
-# It does nothing with threads, which is what newer Pythons warn of.
+# The child does nothing with threads, which newer versions of Python warn about.
 forks = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 
 

@@ -1,6 +1,6 @@
-"""Session files that somebody wrote: a stream goes on from them, or a sentence says why not.
+"""Forged session files: a stream continues from them, or an error says why not.
 
-The checksum of each is right, so that nothing but what is checked stands between file and stream.
+The checksum of each file is correct, so only the checks of its contents can refuse it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ POLICIES = [
 
 
 def read(path: Path) -> tuple[Facts, Tensors]:
-    """What a file holds: under "rows" what each row states, and its tensors as "ROW.LAYER.NAME"."""
+    """Return the facts and tensors of a file.
+
+    The facts of each row are in the list "rows", and its tensors are named "ROW.LAYER.NAME".
+    """
     with safe_open(path, framework="pt") as file:
         facts = json.loads(file.metadata()[session.KEY])
         held = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
@@ -63,7 +66,7 @@ def read(path: Path) -> tuple[Facts, Tensors]:
 
 
 def write(path: Path, facts: Any, tensors: Tensors) -> None:
-    """A file whose checksum is that of what it holds."""
+    """Write a file with a correct checksum."""
     rows, tensors = facts["rows"], dict(tensors)
     for index, said in enumerate(rows):
         own = [name for name in tensors if name.startswith(f"{index}.")]
@@ -80,7 +83,7 @@ def write(path: Path, facts: Any, tensors: Tensors) -> None:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> Callable[..., tuple[Facts, Tensors]]:
-    """What a session of a stream under a policy holds, and of a batch of two."""
+    """Return a function that makes what a session file holds, for a policy and a batch size."""
     folder, known = tmp_path_factory.mktemp("files"), {}
 
     def make(model: Any, policy: str, batch: int = 1, **made: Any) -> tuple[Facts, Tensors]:
@@ -122,10 +125,10 @@ def test_what_is_held_is_written_and_not_what_could_be(llama, tmp_path, large, s
         again = weir.Stream.restore(llama, tmp_path / "file")
         for ids in (torch.arange(3)[None], torch.arange(40)[None]):
             assert torch.equal(again.feed(ids), stream.feed(ids))
-    assert sizes[0] - sizes[1] < 500  # the policies' names
+    assert sizes[0] - sizes[1] < 500  # the texts of the policies
 
 
-# --- what somebody might write into a file, one thing at a time
+# --- what somebody could write into a file, one change at a time
 
 
 def fact(*path: Any, to: Any) -> Callable[[Facts, Tensors], None]:
@@ -149,7 +152,7 @@ def number(name: str, *place: Any, to: Any) -> Callable[[Facts, Tensors], None]:
 
 
 def tensor(name: str, to: Callable[[Tensor], Tensor]) -> Callable[[Facts, Tensors], None]:
-    """Put another tensor in the place of one."""
+    """Replace a tensor."""
 
     def change(facts: Facts, tensors: Tensors) -> None:
         tensors[name] = to(tensors[name])
@@ -158,7 +161,7 @@ def tensor(name: str, to: Callable[[Tensor], Tensor]) -> Callable[[Facts, Tensor
 
 
 def without(of: int, *path: Any) -> Callable[[Facts, Tensors], None]:
-    """Leave out a fact (0) or a tensor (1)."""
+    """Remove a fact (0) or a tensor (1)."""
 
     def change(*both: Any) -> None:
         it = both[of]
@@ -362,7 +365,7 @@ def test_a_stream_without_a_token_makes_no_slots_of_any_size(llama, tmp_path, ma
 
 
 def test_no_tensor_is_copied_out_of_a_file_that_is_refused(llama, files, tmp_path):
-    """Slots of 80 MB, in a file for a cache of a few kilobytes."""
+    """The file has slots of 80 MB, and is for a cache of a few kilobytes."""
     facts, tensors = files(llama, POLICIES[0])
     for name in ("keys", "values"):
         tensors[f"0.1.{name}"] = torch.zeros(1, 2, 32 * 10_000, 16)
@@ -383,7 +386,7 @@ def test_no_tensor_is_copied_out_of_a_file_that_is_refused(llama, files, tmp_pat
     assert resident() - before < 20e6
 
 
-# --- anything anywhere
+# --- random changes anywhere
 
 
 JUNK = st.one_of(
@@ -395,7 +398,7 @@ JUNK = st.one_of(
 
 
 def places(value: Any) -> list[tuple[Any, Any]]:
-    """Every container in the facts with each of its keys."""
+    """Return each container in the facts with each of its keys."""
     if isinstance(value, dict):
         keys: Any = list(value)
     elif isinstance(value, list):
@@ -424,7 +427,7 @@ def change_a_tensor(draw: Any, tensors: Tensors) -> None:
     t = tensors[name]
     what = draw(st.sampled_from([*["number"] * 8, "swap", "remove", "rename", "shape", "dtype"]))
     if what == "number" and t.numel():
-        # What stands somewhere else is often what is hardest to tell from what is right.
+        # A value from another place of the file is often the hardest to recognize as wrong.
         values = [-1, 0, 1, 2, 7, 24, 202, 203, 2**30, 2**62, -(2**62), math.nan, math.inf, -0.5]
         to = draw(st.sampled_from([*values, -math.inf, 1e30, 1e-30, float(t.flatten()[-1])]))
         if not t.is_floating_point():
@@ -478,7 +481,7 @@ def test_whatever_a_file_says_a_stream_goes_on_or_a_sentence_says_why_not(
         stream.feed(more)
         stream.score(more)
     except NotFiniteError:
-        return  # finite numbers so large that the model makes no finite ones of them
+        return  # the numbers are finite, but so large that the model's are not
     if more.shape[0] == 1:
         list(stream.generate(5))
     for layer in (0, 1):

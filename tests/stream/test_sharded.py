@@ -1,4 +1,4 @@
-"""Two processes that share out a model's heads hold and say what one process does alone."""
+"""Two processes that share a model's heads do the same as one process alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ POLICIES = [
     "balance(40)",
     "subgen(48)",
 ]
-"""Policies that draw not at all, for each head, and (`reservoir`) for all heads of a layer."""
+"""Policies with no random draws, with draws for each head, and (`reservoir`) for a whole layer."""
 
 SHARDED = """
 import json, sys, torch, torch.distributed as dist, weir
@@ -62,7 +62,7 @@ dist.destroy_process_group()
 
 @pytest.mark.slow
 def test_two_processes_hold_say_and_save_their_heads_of_what_one_does(fresh_llama, tmp_path):
-    pytest.importorskip("accelerate")  # transformers asks for it
+    pytest.importorskip("accelerate")  # transformers requires it here
     model = fresh_llama(intermediate_size=64, vocab_size=62)
     model.save_pretrained(tmp_path)
     (tmp_path / "sharded.py").write_text(SHARDED)

@@ -1,4 +1,4 @@
-"""`Stream` against plain loops with plain transformers; what it refuses; what it never loses."""
+"""`Stream` against plain loops with transformers, what it refuses, and what it never loses."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ SMALL = "streaming_llm(24)"
 
 @torch.no_grad()
 def plainly(model, ids: Tensor) -> Tensor:
-    """The logits of one plain forward [batch, length, vocabulary]."""
+    """Return the logits of one plain forward [batch, length, vocabulary]."""
     return model(ids, use_cache=False).logits
 
 
 def surprise(logits: Tensor, ids: Tensor) -> Tensor:
-    """The negative log-likelihood of each token but the first, from the logits before it."""
+    """Return the negative log-likelihood of each token but the first, from the logits before it."""
     return -logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
 
 
 def state(stream: weir.Stream) -> list[Any]:
-    """All that a refused call might have changed."""
+    """Return everything that a refused call could have changed."""
     held = stream.slots(0)
     kept = [held.position, held.keys, held.values, held.a, held.b]
     return [stream.seen, stream.last, stream.nbytes, *[t.tolist() for t in kept]]
@@ -45,7 +45,7 @@ def state(stream: weir.Stream) -> list[Any]:
 
 @pytest.fixture
 def fed(llama, ids) -> weir.Stream:
-    """A stream that has folded and whose tail is partly full."""
+    """Return a stream that has folded, and whose tail is partly full."""
     stream = weir.Stream(llama, SMALL, chunk=8, seed=5)
     stream.feed(ids(1, 61))
     return stream
@@ -129,7 +129,7 @@ def test_a_row_of_ids_is_a_batch_of_one(llama, ids):
 
 
 def test_with_full_prefill_the_first_call_is_exact_and_the_next_is_bounded(llama, ids, monkeypatch):
-    monkeypatch.setattr(module, "PIECE", 16)  # a prompt that is attended to in full is never cut
+    monkeypatch.setattr(module, "PIECE", 16)  # a prompt with full attention is never cut in pieces
     text = ids(2, 100)
     stream = weir.Stream(llama, SMALL, chunk=8, prefill="full")
     plain = plainly(llama, text[:, :90])
@@ -169,7 +169,7 @@ def test_only_the_very_first_token_of_a_stream_has_no_score(llama, ids, policy, 
 def test_the_first_token_of_a_piece_is_scored_by_the_last_of_the_piece_before(
     llama, ids, monkeypatch
 ):
-    """A text of three pieces: what `score` hands on where they meet is not what `feed` returns."""
+    """Where pieces meet, `score` uses logits that `feed` does not return. Here are three pieces."""
     monkeypatch.setattr(module, "PIECE", 32)
     text = ids(2, 2 * module.PIECE + 30)
     found = weir.Stream(llama, SMALL, chunk=8).score(text)
@@ -204,7 +204,7 @@ def continued(
     top_p: float | None = None,
     min_p: float = 0.0,
 ) -> list[int]:
-    """Plain sampling with the whole text read anew for every token."""
+    """Sample plainly, reading the whole text again for every token."""
     generator = torch.Generator().manual_seed(seed)
     text = prompt
     for _ in range(count):
@@ -574,7 +574,7 @@ def test_a_stream_that_makes_no_sense_is_not_made(llama, changes, sentence):
         weir.Stream(**{"model": llama, "policy": SMALL, **changes})
 
 
-# --- what a stream tells
+# --- what a stream reports
 
 
 def test_bytes_are_fixed_from_the_first_token_on(llama, ids):
@@ -634,7 +634,7 @@ def test_a_forward_that_breaks_off_leaves_the_stream_as_it_was(fed, llama, ids, 
     hook = llama.model.layers[1].register_forward_pre_hook(fail)
     try:
         with pytest.raises(kind):
-            fed.feed(ids(1, width))  # the tail has room for three more
+            fed.feed(ids(1, width))  # the tail has room for three more tokens
     finally:
         hook.remove()
     assert state(fed) == before

@@ -1,4 +1,4 @@
-"""A stream with an archive finds what it has read and does not hold any more."""
+"""A stream with an archive finds what it has read and no longer holds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def nano():
 
 
 def read(nano, policy: str = "sink(4) | recent(60)", **how: object) -> weir.Stream:
-    """A stream with an archive, that has read a line and then many others."""
+    """Return a stream with an archive that has read one line."""
     model, tokenizer = nano
     archive = how.pop("archive", None) or weir.Archive()
     stream = weir.Stream(model, policy, chunk=8, archive=archive, tokenizer=tokenizer, **how)
@@ -82,7 +82,7 @@ def test_positions_are_those_of_the_tokens(nano):
     tokenizer = nano[1]
     start = stream.seen
     ids = tokenizer(f"{LINE}, and another\n", add_special_tokens=False).input_ids
-    for token in ids:  # in pieces of one token
+    for token in ids:  # one token for each call
         stream.feed([token])
     rows = stream._text.archive._query(
         "SELECT start, stop FROM archived_passages WHERE text LIKE '%another%'"

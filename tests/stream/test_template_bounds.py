@@ -1,4 +1,4 @@
-"""What a chat template may make: a text of a few characters never becomes one of gigabytes."""
+"""What a chat template can make is bounded: a few characters never make gigabytes of text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weir.stream import BrokenTemplate, render_chat, template_bounds
 from weir.stream.template_bounds import BoundedEnvironment, OutOfBounds, bounded, size_of
 
 LONG = 3_000_000
-"""Characters that the hostile templates make: no harm where they are not stopped."""
+"""Characters that the hostile templates make, few enough to do no harm if they are not stopped."""
 MOST = 100_000
 ASK = [{"role": "user", "content": "Hello"}]
 TWICE = "{% set ns = namespace(x='aaaaaaaa') %}{% for i in range(19) %}"
@@ -79,7 +79,7 @@ HONEST = {
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Templates may make little."""
+    """Let templates make only little text."""
     monkeypatch.setattr(template_bounds, "MAX_MADE", MOST)
 
 

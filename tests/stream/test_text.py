@@ -1,4 +1,4 @@
-"""Text files: plain or xz, one book or many; what cannot be read is one sentence."""
+"""Text files: plain or xz, one book or many, and a one-sentence error for what cannot be read."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def turn(by_user: bool, start: int, ids: range, text: str = "x") -> Turn:
 
 
 class Letters:
-    """A tokenizer in which token n is the n-th letter."""
+    """A tokenizer in which token n is the nth letter."""
 
     added_tokens_decoder: ClassVar[dict[int, object]] = {}
 
@@ -52,7 +52,7 @@ def test_a_full_disk_is_an_error_and_the_lines_are_written_when_there_is_room_ag
         for start in (2, 4):
             with pytest.raises(WeirError, match=r"conversation .*talk\.jsonl: File too large"):
                 talk.add(turn(False, start, range(2), "two"))
-            assert path.read_bytes() == written  # no half line
+            assert path.read_bytes() == written  # no half line was written
         assert [said.text for said in talk.whole_turns()] == ["one", "two", "two"]
     talk.add(turn(True, 6, range(2), "three"))
     talk.close()
@@ -86,12 +86,12 @@ def test_a_file_has_what_was_said_and_an_interrupted_turn_ends_where_the_next_be
     told = Transcript(path, {"model": "nano"})
     told.add(turn(True, 0, range(5), "a" * 200))
     told.add(turn(False, 5, range(9)))
-    told.add(turn(True, 7, range(3)))  # after two of the nine
+    told.add(turn(True, 7, range(3)))  # begins after two of the nine tokens
     with pytest.raises(WeirError, match="open in another weir chat"):
         Transcript.read(path)
     told.close()
     with path.open("ab") as file:
-        file.write(b'{"user": true, "at"')  # the process was killed while it wrote
+        file.write(b'{"user": true, "at"')  # as if the process was killed while it wrote
     again = Transcript.read(path)
     assert (again.facts, again.end) == ({"model": "nano"}, 10)
     assert [(one.start, list(one.ids)) for one in again.turns] == [

@@ -1,4 +1,4 @@
-"""`kvzip`: a text is read whole, repeated, and held by its best tokens, as in a naive loop."""
+"""`kvzip` reads a text whole, repeats it, and holds its best tokens, as in a naive loop."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ POLICY = f"kvzip({KEPT + NEWEST}, newest={NEWEST}, asks=false)"
 
 
 class Words:
-    """A tokenizer that knows the two requests."""
+    """A tokenizer that knows only the two requests."""
 
     FIRST, LATER = [7, 8, 9], [11, 12]
 
@@ -33,7 +33,7 @@ class Words:
 
 
 def request_of(text, asks: bool):
-    """What the model is asked in front of the part that begins at a token."""
+    """Return a function for what the model is asked before the part that begins at a token."""
 
     def request(start: int):
         if not asks:
@@ -124,7 +124,7 @@ def test_words_on_three_axes_are_read_on_as_by_plain_attention():
     for part in text.split([KEPT - 2, NEWEST + 2], dim=1):
         got, wanted = (stream.feed(part, all_logits=True) for stream in (kept, plain))
         close_runs(got, wanted, model)
-    kept.feed(text)  # the window moves, and the kept tokens with it
+    kept.feed(text)  # the window moves, and the positions of the kept tokens move with it
 
 
 def test_its_memory_is_fixed_once_the_text_has_been_read(llama, ids):
@@ -157,7 +157,7 @@ def test_a_restored_stream_needs_no_tokenizer(llama, ids, tmp_path):
 
 def test_a_text_that_breaks_off_goes_on_where_it_stands(fresh_llama, ids):
     model, text = fresh_llama(), ids(1, TEXT)[0]
-    run_off(model)  # measured before it goes wrong
+    run_off(model)  # measured while the weights are still correct
     text[text == 60] = 59
     with torch.no_grad():
         model.get_input_embeddings().weight[60] = torch.nan

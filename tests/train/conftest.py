@@ -18,7 +18,7 @@ VOCABULARY = 640
 
 @pytest.fixture(scope="session")
 def books() -> list[str]:
-    """Two books: the beginning of *War and Peace*, and gossip about who has what."""
+    """Return two books: the beginning of *War and Peace*, and statements about who has what."""
     draw = random.Random(0)
     gossip = [
         f"Then {name} has {draw.randrange(1000)}." for name in draw.choices(NAMES[:24], k=1500)
@@ -38,5 +38,5 @@ def words(tokenizer: PreTrainedTokenizerBase) -> Words:
 
 @pytest.fixture(scope="session")
 def tokens(books: list[str], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """The books' token ids."""
+    """Return the books' token ids."""
     return corpus.encode(books, tokenizer)

@@ -1,4 +1,4 @@
-"""The tokenizer that `weir train` makes, and books as ids."""
+"""The tokenizer that `weir train` makes, and books as token ids."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from weir.stream.text import encode
 from weir.train import corpus
 
 LINES = st.text(st.sampled_from("ab1 \n\n\t\r'.é\x0c\u2028"), max_size=40)
-"""Text in which lines end, are empty or indented, or begin with digits."""
+"""Text with ends of lines, empty and indented lines, and digits at the start of lines."""
 
 
 @pytest.fixture(scope="session")
 def reloaded(tokenizer, tmp_path_factory):
-    """The tokenizer as it is found in a model's folder."""
+    """Return the tokenizer as it is loaded from a model's folder."""
     folder = tmp_path_factory.mktemp("tokenizer")
     tokenizer.save_pretrained(folder)
     return AutoTokenizer.from_pretrained(folder)

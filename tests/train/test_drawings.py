@@ -1,4 +1,4 @@
-"""Drawings and the captioner: what is drawn is what is said, and a model learns from it."""
+"""The captioner example: drawings match their captions, and a model learns from them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TINY = drawings.ImageRecipe(steps=6, rows=8, held_out=3, width=16, layers=1)
 
 
 def center(picture: Any, color: str) -> tuple[float, float]:
-    """The mean place of a color's pixels, and that there are some."""
+    """Return the mean position of a color's pixels, and check that there are enough."""
     found = [
         (x, y)
         for x in range(drawings.SIDE)

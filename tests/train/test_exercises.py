@@ -1,6 +1,6 @@
-"""Exercises: what has weight can be known from the row, and questions are as far as they say.
+"""Exercises: tokens with weight can be known from the row, and questions have the right distance.
 
-The checkers here find out from the ids alone what a row says; they share nothing with the module.
+The checks here find from the ids alone what a row says. They share no code with the module.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ LENGTH = 320
 
 @pytest.fixture
 def blank(tokenizer) -> np.ndarray:
-    """A book without words: whatever else a row says, the exercise has put there."""
+    """A book of padding only, so everything else in a row comes from the exercise."""
     return np.full(5000, tokenizer.pad_token_id, dtype=np.uint16)
 
 
 @pytest.fixture(scope="module")
 def novel(books, tokenizer) -> np.ndarray:
-    """A book in which nobody is said to have a number."""
+    """A book in which nobody has a number."""
     return corpus.encode(books[:1], tokenizer)
 
 
 def runs(weight: np.ndarray) -> list[tuple[int, int]]:
-    """Where tokens that have weight stand together: (first, one past the last)."""
+    """Return the runs of tokens that have weight: (first, one past the last)."""
     edges = np.flatnonzero(np.diff(weight > 0, prepend=False, append=False))
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
 
 def places(row: np.ndarray, piece: np.ndarray) -> list[int]:
-    """Where a piece stands in a row."""
+    """Return the positions of a piece in a row."""
     windows = np.lib.stride_tricks.sliding_window_view(row, len(piece))
     return np.flatnonzero((windows == piece).all(axis=1)).tolist()
 
 
 def stated(words: Words, row: np.ndarray) -> list[tuple[int, int, tuple[int, ...]]]:
-    """Every whole "Anna has 482." of a row: (place, name, number), in order."""
+    """Return every complete "Anna has 482." of a row in order: (place, name, number)."""
     found = []
     for i in range(len(row) - 6):
         name, verb, space, *number, stop = row[i : i + 7].tolist()
@@ -62,7 +62,7 @@ def test_the_words_are_single_tokens_that_say_what_they_should(tokenizer, words)
     asked = words.question(words.names[0])
     assert tokenizer.decode(asked) == f"{tokenizer.decode([words.names[0]])} has "
     text = tokenizer(tokenizer.decode(said), add_special_tokens=False)["input_ids"]
-    assert text == said.tolist(), "exercises must be made of the tokens that their text makes"
+    assert text == said.tolist(), "exercises must consist of the tokens of their text"
     assert not {tokenizer.bos_token_id, tokenizer.pad_token_id} & set(words.plain.tolist())
     assert len(words.plain) == len(tokenizer) - 2
 
@@ -106,7 +106,7 @@ def test_what_has_weight_in_segments_has_followed_the_same_before(words, seed):
     assert set(row[1:].tolist()) <= set(words.plain.tolist())
     assert 0.2 < weight.mean() < 0.6
     for first, end in runs(weight):
-        # From the token before, which shows what comes again, to the end.
+        # From the token before, which shows that a segment is repeated, to the end.
         repeated = row[first - 1 : end]
         assert places(row[: first - 1], repeated)
 
@@ -145,7 +145,7 @@ def test_every_answer_with_weight_was_stated_in_full_before(words, novel, blank)
             assert places(row[: first - 3], whole), f"seed {seed}, place {first}"
             checked += 1
     assert checked > 1000
-    # Plain ones are worded as the exercises are; the others have numbers of all lengths.
+    # Plain answers have the wording of the exercises. The others have numbers of any length.
     assert {shape for shape in shapes if shape[0]} == {(1.0, 3, True)}
     assert {shape[1:] for shape in shapes if not shape[0]} == {(n, False) for n in range(1, 6)}
 
@@ -155,7 +155,7 @@ def test_every_answer_that_was_stated_before_has_weight(words, blank):
         rng = np.random.default_rng(seed)
         row, weight = exercises.recall_sample(words, blank, LENGTH, 1.0, rng)
         wanted, known = np.zeros(LENGTH), {}
-        # What is cut off at the end has weight as well; blanks make it whole for this search.
+        # An answer that the end cuts off has weight as well. The padding lets this search find it.
         longer = np.append(row, np.full(7, -1))
         for i in range(LENGTH):
             if row[i] in words.names:
@@ -168,7 +168,8 @@ def test_every_answer_that_was_stated_before_has_weight(words, blank):
 
 
 def test_book_text_that_has_a_name_and_the_verb_states_nothing(words):
-    # "Anna has Anna has Boris has ..." without one number: only the exercise states any.
+    # The book is "Anna has Anna has Boris has ..." without numbers, so only the exercise states
+    # any.
     said = np.stack([np.tile(words.names, 40), np.full(40 * len(words.names), words.verb)], axis=1)
     book = np.random.default_rng(0).permutation(said).ravel()
     for seed in range(50):
@@ -179,7 +180,8 @@ def test_book_text_that_has_a_name_and_the_verb_states_nothing(words):
         for place, name, _ in statements:
             whole[place + 3 : place + 6] = float(name in known)
             known.add(name)
-        end = max(place for place, _, _ in statements) + 7  # what is cut off after it is not judged
+        # An exercise that is cut off after this is not checked.
+        end = max(place for place, _, _ in statements) + 7
         assert weight[:end].tolist() == whole[:end].tolist(), f"seed {seed}"
 
 

@@ -1,4 +1,4 @@
-"""From books to a folder with a model: what is checked first, and what is left where it fails."""
+"""From books to a folder with a model: what is checked first, and what remains after a failure."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ CHINESE = "話說天下大勢，分久必合，合久必分。周末七國分爭
 
 @pytest.fixture(scope="module")
 def text(books, tmp_path_factory):
-    """The two books as a file."""
+    """Return a file with the two books."""
     path = tmp_path_factory.mktemp("books") / "books.txt.xz"
     path.write_bytes(lzma.compress("\n\0\n".join(books).encode()))
     return path
@@ -75,7 +75,7 @@ def test_from_books_to_a_folder_with_a_model_and_its_figures(text, tokens, tmp_p
     told = []
     again = run(TINY, text, out, on_step=lambda *step: told.append(step))
     assert again == figures
-    assert told == [], "a run that is done must not be done again"
+    assert told == [], "a complete run must not be repeated"
     longer = replace(TINY, tokens=12 * 768)
     run(longer, text, out, on_step=lambda *step: told.append(step[:2]))
     assert told == [(11, 12), (12, 12)]
@@ -139,7 +139,7 @@ def test_a_model_of_every_shape_is_one_that_transformers_and_weir_load(
         wanted = plain(input_ids=ids).logits
     close_runs(stream.feed(ids, all_logits=True), wanted, plain)
     assert [layer.heads.kv_heads for layer in describe(model).layers] == [kv_heads] * 2
-    # Far beyond the model's window.
+    # This is far beyond the model's window.
     assert stream.feed(torch.randint(5, 600, (1, 300))).isfinite().all()
 
 
@@ -154,7 +154,7 @@ def test_a_text_without_the_names_is_trained_on_without_exercises_and_says_so(tm
     assert "without exercises: the exercises need" in notes[0]
     assert "the text is enough for a vocabulary of" in notes[1] and len(notes) == 2
     assert not practiced(AutoConfig.from_pretrained(tmp_path / "model"))
-    # What was found out the first time is found out again.
+    # The second time, the result is the same.
     assert run(TINY, book, tmp_path / "model") == figures
     with pytest.raises(WeirError, match="the exercises need"):
         run(TINY, book, tmp_path / "other", exercises="on")
@@ -200,7 +200,7 @@ def test_a_run_by_another_recipe_is_refused_before_any_work(
 ):
     run(PLAIN, text, tmp_path)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
-    monkeypatch.setattr(folder.corpus, "load_or_train", None)  # the first piece of work
+    monkeypatch.setattr(folder.corpus, "load_or_train", None)  # the first step of the work
     with pytest.raises(WeirError, match=sentence):
         run(replace(PLAIN, **changes), text, tmp_path)
     with pytest.raises(WeirError, match="begun with vocabulary=640, got 700"):
@@ -242,7 +242,7 @@ def test_a_text_that_is_too_short_leaves_nothing(tmp_path, monkeypatch):
             WeirError, match=("has 220 bytes, but samples of 192 need at least 3,840 tokens")
         ):
             run(TINY, book, tmp_path / "deep" / "model", **options)
-    # Bytes enough, and tokens too few: known only when the tokenizer is there.
+    # There are enough bytes but too few tokens, which is only known when the tokenizer is trained.
     book.write_text("Too short. " * 60, "utf-8")
     with pytest.raises(WeirError, match="samples of 32 need at least 640"):
         run(PLAIN, book, tmp_path / "deep" / "model")
@@ -288,7 +288,7 @@ run(recipe, Path({text!r}), Path({out!r}), vocabulary=640, compiled={compiled}, 
 
 
 def script(recipe, text, out, *, killed_after=None, compiled=False):
-    """The source of a process that trains, and is killed after so many steps."""
+    """Return the source of a process that trains, and is killed after this many steps."""
     values = {name: getattr(recipe, name) for name in TrainingRecipe.__dataclass_fields__}
     return SCRIPT.format(
         recipe=values, text=str(text), out=str(out), killed_after=killed_after, compiled=compiled
@@ -300,7 +300,7 @@ def script(recipe, text, out, *, killed_after=None, compiled=False):
 def test_a_run_that_is_killed_goes_on_with_the_same_losses_to_the_last_bit(
     text, tmp_path, monkeypatch
 ):
-    # Compiled as it would be, but for the last part, in which a graph becomes machine code.
+    # Compile as usual, except for the last part, in which a graph becomes machine code.
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     recipe = replace(PLAIN, tokens=14 * 128, sink="zero")
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -336,7 +336,7 @@ def test_two_processes_train_what_one_trains(text, tmp_path):
     one, two = (read_log(tmp_path / name / "training" / "loss.csv") for name in ("one", "two"))
     assert len(two) == len(one) == 6
     for left, right in zip(one, two, strict=True):
-        # bfloat16 rounds each row alone; only the sums over rows are taken in another order, and
-        # what that does to the first step grows from step to step.
+        # bfloat16 rounds each row alone. Only sums over rows are computed in another order, and the
+        # effect of this on the first step grows from step to step.
         assert right["loss"] == pytest.approx(left["loss"], rel=2**-8)
     assert json.loads((tmp_path / "two" / "config.json").read_text())["model_type"] == "llama"

@@ -1,4 +1,4 @@
-"""Training: batches, schedule, losses, and runs that are broken off and taken up again."""
+"""Training: batches, schedule, losses, and runs that are interrupted and resumed."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def lesson(tokenizer, tokens):
 
 
 def of_sink(sink, tokenizer, tokens, **changes):
-    """A recipe of text alone with a sink, its tokenizer, its lesson and its model."""
+    """Return a recipe with a sink and text only, its tokenizer, its lesson and its model."""
     recipe = replace(TINY, sink=sink, exercise_rows=0, **changes)
     reader = corpus.with_sinks(tokenizer.backend_tokenizer, recipe.kind.count)
     return recipe, reader, Lesson.of(recipe, reader, tokens), new_model(recipe, reader)
 
 
 def attention_on_start(model, ids):
-    """The mean share of attention on the first token, over layers, heads and late queries."""
+    """Return the mean attention on the first token, over layers, heads and late queries."""
     model.set_attn_implementation("eager")
     with torch.no_grad():
         attentions = model(input_ids=ids, output_attentions=True).attentions
@@ -122,7 +122,7 @@ def test_a_batch_depends_on_nothing_but_its_arguments(lesson):
         loop.batch(TINY, lesson, 31),
         loop.batch(replace(TINY, seed=1), lesson, 30),
     ):
-        assert (first.ids != other.ids).any(dim=1).all(), "every row must be another"
+        assert (first.ids != other.ids).any(dim=1).all(), "all rows must differ"
 
 
 def test_losses_are_averaged_apart_and_then_added(words, lesson):
@@ -151,7 +151,7 @@ def test_every_sink_sees_the_same_passages_and_is_scored_on_the_same_tokens(
     assert torch.equal(got.ids[:, front:], wanted.ids)
     assert torch.equal(got.text[:, front:], wanted.text)
     assert not wanted.text[:, 0].any() and (wanted.text[:, 1:] > 0).all()
-    # The sink has to say something of the first word; nobody has to foretell the sink.
+    # The sink must predict the first word, but nothing must predict the sink.
     assert not got.weight[:, :front].any() and (got.weight[:, max(1, front) :] > 0).all()
 
 
@@ -189,7 +189,7 @@ def test_the_losses_are_weighted_cross_entropies_of_the_next_token(model, lesson
     got = loop.losses(model, given.ids, given.weight, given.text)
     for loss, weight in zip(got, (given.weight, given.text), strict=True):
         wanted = (nll * weight[:, 1:].flatten()).sum().item()
-        # The model runs in bfloat16, whose 8 bits leave logits near 1 an error of 2^-8.
+        # The model runs in bfloat16, whose 8 bits give logits near 1 an error of 2^-8.
         assert loss.item() == pytest.approx(wanted, rel=2**-8)
     assert got[0].requires_grad and not got[1].requires_grad
 
@@ -197,14 +197,14 @@ def test_the_losses_are_weighted_cross_entropies_of_the_next_token(model, lesson
 def test_book_loss_of_a_model_that_knows_nothing_is_that_of_guessing(model, lesson):
     with torch.no_grad():
         model.model.embed_tokens.weight.zero_()
-    # A sum in float32 over 32 rows.
+    # A float32 sum over 32 rows.
     wanted = pytest.approx(np.log(len(model.lm_head.weight)), rel=off(32 * 191))
     assert loop.book_loss(model, lesson) == wanted
 
 
 def test_recall_counts_questions_of_which_every_digit_is_right(words, tokens):
     class Answers(torch.nn.Module):
-        """Repeats the digits it is fed, and in every second row gets the last one wrong."""
+        """Repeats the digits it is fed, but gets the last one wrong in every second row."""
 
         device = torch.device("cpu")
         config = LlamaConfig(max_position_embeddings=192, vocab_size=4096)
@@ -221,7 +221,7 @@ def test_sink_loss_is_how_many_nats_attention_stays_below_the_share(model, lesso
     ids = loop.batch(TINY, lesson, 0).ids
     with torch.no_grad():
         for layer in model.model.layers:
-            layer.self_attn.q_proj.weight.zero_()  # attention is even: 1 / (i + 1) at query i
+            layer.self_attn.q_proj.weight.zero_()  # attention is uniform: 1 / (i + 1) at query i
     even = 1 / torch.arange(65, 194, dtype=torch.float64)
     wanted = (np.log(0.8) - (even + 0.01).log()).mean().item()
     assert loop.sink_loss(model, ids, 0.8).item() == pytest.approx(wanted, rel=2**-8)
@@ -291,8 +291,9 @@ def test_every_shape_learns_and_is_looked_at_over_its_window(tokenizer, tokens, 
 def test_a_sink_can_be_taught_to_heads_with_qk_norm(tokenizer, lesson):
     recipe = replace(TINY, shape="qwen3")
     model = new_model(recipe, tokenizer)
-    # Keys and queries have one length, so logits are at most sqrt(head_dim) = 4 of either sign
-    # until the norms' weights grow: e^8 is what the sink may have over another token at first.
+    # Keys and queries have a fixed length. So until the norms' weights grow, logits are between -4
+    # and 4 (the square root of head_dim), and the sink's weight is at most e^8 times another
+    # token's.
     ids = loop.batch(recipe, lesson, 0).ids
     stepper = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(40):
@@ -325,7 +326,7 @@ def test_the_sink_loss_comes_in_when_the_recipe_says(tokenizer, tokens, tmp_path
     assert not any(free_pull)
     assert not any(pull[:4])
     assert all(pull[4:])
-    # The first four steps are the same, and so is the loss from which the fifth begins.
+    # The first four steps are the same, and so is the loss at the start of the fifth.
     assert [left == right for left, right in zip(loss, free_loss, strict=True)] == [
         *[True] * 5,
         *[False] * 3,
@@ -358,7 +359,7 @@ def test_a_run_that_was_broken_off_ends_as_one_that_was_not(
         train(recipe, tokenizer, tokens, tmp_path / "two", look_every=5, on_step=break_off)
     assert len(read_log(tmp_path / "two" / "loss.csv")) == 8
     with (tmp_path / "two" / "loss.csv").open("a") as log:
-        log.write("9,6912,5.1")  # a line that was torn when the power went
+        log.write("9,6912,5.1")  # a line that was cut off by a power failure
     told = []
     second = train(
         recipe,
@@ -368,7 +369,7 @@ def test_a_run_that_was_broken_off_ends_as_one_that_was_not(
         look_every=5,
         on_step=lambda step, steps, facts: told.append(step),
     )
-    assert told == list(range(6, 13)), "it must go on after the last checkpoint"
+    assert told == list(range(6, 13)), "it must continue after the last checkpoint"
     assert_same_weights(weights_of(second), weights_of(whole))
     logs = [read_log(tmp_path / name / "loss.csv") for name in ("whole", "two")]
     for left, right in zip(*logs, strict=True):
@@ -381,7 +382,8 @@ def test_a_run_that_was_broken_off_ends_as_one_that_was_not(
 def test_a_step_in_parts_is_the_step(tokenizer, tokens, tmp_path, monkeypatch):
     recipe = replace(TINY, tokens=768)
     train(recipe, tokenizer, tokens, tmp_path / "whole")
-    monkeypatch.setattr(loop, "MOST_LOGITS", 3 * 193 * len(tokenizer))  # three rows, then one
+    # Parts of three rows and of one row.
+    monkeypatch.setattr(loop, "MOST_LOGITS", 3 * 193 * len(tokenizer))
     parts, losses_of = [], loop.losses
     monkeypatch.setattr(
         loop,
@@ -391,7 +393,7 @@ def test_a_step_in_parts_is_the_step(tokenizer, tokens, tmp_path, monkeypatch):
     train(recipe, tokenizer, tokens, tmp_path / "parts")
     assert parts[:2] == [3, 1] and max(parts) == 3
     whole, in_parts = (read_log(tmp_path / name / "loss.csv")[0] for name in ("whole", "parts"))
-    for name in ("loss", "objective"):  # sums of 4 x 192 losses in float32, in another order
+    for name in ("loss", "objective"):  # sums of 4 x 192 float32 losses, in another order
         assert in_parts[name] == pytest.approx(whole[name], rel=off(4 * 192))
 
 

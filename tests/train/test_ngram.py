@@ -1,4 +1,4 @@
-"""The n-gram baseline against the paper written out with dictionaries."""
+"""The n-gram baseline against its paper, written out with dictionaries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ngram = import_example("ngram/ngram.py")
 
 
 def draw(length: int, vocabulary: int, seed: int) -> np.ndarray:
-    """Tokens of very different frequencies, each a little like the one before it."""
+    """Return tokens of very different frequencies, each often one more than the one before it."""
     rng = np.random.default_rng(seed)
     frequencies = 1 / np.arange(1, vocabulary + 1) ** 1.5
     fresh = rng.choice(vocabulary, size=length, p=frequencies / frequencies.sum())
@@ -26,7 +26,7 @@ def draw(length: int, vocabulary: int, seed: int) -> np.ndarray:
 
 
 EXACT = off(100, torch.float64)
-"""Counts, discounts and five orders of mixing make some hundred roundings; then a logarithm."""
+"""About a hundred roundings: counts, discounts, interpolating five orders, and a logarithm."""
 
 
 def naive_nll(model: KneserNey, tokens: np.ndarray) -> np.ndarray:
@@ -47,7 +47,7 @@ def test_every_token_is_as_likely_as_the_paper_says(order, length, vocabulary):
 def test_on_real_text_all_discounts_are_the_papers_estimate(tokens, tokenizer):
     text, other = tokens[:12_000], tokens[12_000:12_600]
     naive = KneserNey(text.tolist(), 4, len(tokenizer))
-    assert all(naive.estimated), "this text must be long enough not to need the usual discounts"
+    assert all(naive.estimated), "this text must be long enough to estimate the discounts"
     model = ngram.train(text, 4, len(tokenizer))
     for level, discounts in zip(model.levels, naive.discounts, strict=True):
         np.testing.assert_allclose(
@@ -76,7 +76,7 @@ def test_the_probabilities_of_all_tokens_sum_to_one_after_any_context(order):
 
 
 def test_a_token_that_follows_one_token_only_is_unlikely_elsewhere():
-    # 1 and 2 are equally frequent, but 2 only ever stands after 3; 9 was never seen.
+    # 1 and 2 are equally frequent, but 2 only follows 3. 9 never occurs.
     text = [0, 1, 4, 1, 5, 1, 6, 1, 7, 1, 8, 1, *[3, 2] * 6, 0]
     model = ngram.train(text, 2, 10)
     assert model.nll([9, 2])[-1] > model.nll([9, 1])[-1] + 1

@@ -1,4 +1,4 @@
-"""A shelf on disk keeps what it said it keeps, whatever happens to the process or the disk."""
+"""Turns that the store on disk reported as saved survive killed processes and disk errors."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_turn_is_there_only_when_its_file_is_safe(tmp_path, monkeypatch):
     calls = []
 
     class Noting:
-        """`os`, which notes changes of the disk and whether the turn is there already."""
+        """An `os` that records changes to the disk, and whether the turn is visible yet."""
 
         def __getattr__(self, name):
             real = getattr(os, name)
@@ -139,7 +139,7 @@ def test_what_was_used_longest_ago_goes_at_the_limit(tmp_path):
         assert [has(one, f"n{n}", NODES[n]) for n in range(4)] == [True, False, True, True]
         one.load("n2")
     assert len(files(tmp_path / "some")) == 3
-    with store(tmp_path / "some", limit=2 * size) as one:  # when they were used is known still
+    with store(tmp_path / "some", limit=2 * size) as one:  # the times of the last use were saved
         kept(one, "n4", NODES[4])
         assert [has(one, f"n{n}", NODES[n]) for n in range(5)] == [False, False, True, False, True]
         assert one.place.nbytes <= 2 * size
@@ -184,7 +184,7 @@ def test_tables_that_cannot_be_written_refuse_a_node_and_lose_none(tmp_path):
 
 @contextlib.contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[None]:
-    """A folder on a disk of its own."""
+    """Yield a folder on a small separate disk."""
     if os.geteuid() != 0 or not shutil.which("mount"):
         pytest.skip("needs a small disk")
     made = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)]
@@ -221,14 +221,14 @@ def test_old_turns_make_room_on_a_disk_without_a_byte(tmp_path):
         with contextlib.suppress(OSError), (tmp_path / "filler").open("wb", 0) as file:
             while True:
                 file.write(bytes(2**12))
-        assert has(one, "n0", NODES[0])  # there is no room to write that it was used
+        assert has(one, "n0", NODES[0])  # no disk space is left to record that it was used
         assert one.place.make_room(one.place.turn_bytes(), keep=9)
         assert kept(one, "new", NODES[0]) is None
         left = [n for n in range(99) if has(one, f"n{n}", NODES[n % 6])]
         assert left[0] == 0 and left[-8:] == [*range(91, 99)] and 1 not in left
 
 
-# --- what somebody did to the folder
+# --- damage to the folder
 
 
 def spoil_half(path: Path) -> None:
@@ -354,7 +354,8 @@ def test_a_store_of_another_model_or_policy_is_refused(tmp_path, model, policy, 
         with pytest.raises(WeirError, match=sentence):
             store(tmp_path, StoreFormat.of(model, policy, chunk))
     with store(tmp_path, StoreFormat.of(MODEL, "streaming_llm(8, sinks=2)", CHUNK)) as one:
-        assert one.load("n0").state.facts == NODES[0].state.facts  # the same, written otherwise
+        # The same policy in another spelling.
+        assert one.load("n0").state.facts == NODES[0].state.facts
 
 
 def test_without_a_chunk_engine_and_store_take_that_of_the_policy_file(tmp_path):
@@ -382,7 +383,7 @@ def test_a_store_whose_policy_stood_for_other_pools_is_refused(tmp_path):
     renamed = {"model": was.model, "kind": {**was.rows.kind, "policy": "centers(24)"}}
     with pytest.raises(WeirError, match=r"quiet=3.* this cache has .*quiet=2"):
         now.check(renamed)
-    was.check(renamed)  # the same pools by another name
+    was.check(renamed)  # the same pools under another name
     with pytest.raises(WeirError, match="rows are of a cache with policy"):
         now.check({"model": now.model, "kind": {**now.rows.kind, "pools": None}})
 
@@ -426,7 +427,8 @@ def test_a_database_of_another_version_is_refused_by_name(tmp_path):
 def test_only_its_owner_reads_a_store(tmp_path):
     with store(tmp_path / "a") as one:
         kept(one, "n0", NODES[0])
-        tables = sorted((tmp_path / "a").glob("weir.db*"))  # and their logs, while it is open
+        # Including SQLite's logs, which exist while it is open.
+        tables = sorted((tmp_path / "a").glob("weir.db*"))
         assert len(tables) == 3
         its = [tmp_path / "a", *files(tmp_path / "a"), *tables]
         assert [path.stat().st_mode & 0o077 for path in its] == [0] * 5
@@ -497,7 +499,7 @@ def test_a_row_that_stands_where_a_turn_starts_is_not_read_from_disk(tmp_path, m
 
 
 ROUNDS = int(os.environ.get("WEIR_KILLS", "3"))
-"""How often a process is killed while it writes; 50 where somebody has the time."""
+"""How often a process is killed while it writes. Use 50 for a long run."""
 
 
 @pytest.mark.slow
@@ -514,7 +516,7 @@ def test_a_killed_process_loses_nothing_it_said_is_safe(tmp_path):
             said, pid = process.stdout.readline().split()
             assert said == "pid"
             lines = [process.stdout.readline() for _ in range(3 + 7 * number % 11)]
-            # Somewhere in the course of what comes next.
+            # Kill it at some moment during the next writes.
             threading.Event().wait(torch.rand(()).item() * 0.03)
             os.kill(int(pid), signal.SIGKILL)
             while not (line := process.stdout.readline()).startswith("dead"):
@@ -526,12 +528,12 @@ def test_a_killed_process_loses_nothing_it_said_is_safe(tmp_path):
 
 
 def check_all_is_there(folder: Path, safe: dict[str, int]) -> None:
-    """What was said to be safe is, and nothing else is in the way."""
+    """Check that all nodes reported as safe can be loaded, and that no stray file is left."""
     with store(folder) as one:
         assert all(has(one, name, NODES[n]) for name, n in safe.items())
         known = [row["name"] for row in one.place.db.query("SELECT name FROM nodes")]
         for name in known:
-            assert one.load(name).state  # none is unreadable
+            assert one.load(name).state  # every node can be read
         assert len(known) == len(files(folder))
         assert {path.suffix for path in files(folder)} == {".safetensors"}
 

@@ -1,4 +1,4 @@
-"""Beginnings that conversations share are found again after a restart, or read again."""
+"""Beginnings that conversations share are loaded from disk after a restart, or read again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GIVEN = {"owner": "me", "beginning": 13, "header": 2}
 
 
 def opened(folder: Path, **given) -> tuple[Engine, PrefixFolder]:
-    """An engine with a folder, as after a start."""
+    """Return an engine and its folder of prefixes, as after the start of a server."""
     place = PrefixFolder(folder, StoreFormat.of(MODEL, POLICY, CHUNK))
     return engine(policy=POLICY, prefix_place=place, **given), place
 
@@ -58,7 +58,8 @@ def test_only_so_many_are_kept_and_the_least_recently_used_goes(tmp_path):
         place.wait()
     for n, file in enumerate(files(tmp_path / "prefixes")):
         os.utime(file, (n + 1, n + 1))
-    answer(served, "again", [*beginnings[0], *words(8, 20)])  # is used, so the other one goes
+    # Uses the first one, so the second is deleted next.
+    answer(served, "again", [*beginnings[0], *words(8, 20)])
     answer(served, "third", [*beginnings[2], *words(9, 20)])
     place.close()
     assert len(files(tmp_path / "prefixes")) == 2
@@ -66,7 +67,7 @@ def test_only_so_many_are_kept_and_the_least_recently_used_goes(tmp_path):
     reused = [answer(served, f"b{n}", [*beginnings[n], *words(7, 20)]).reused for n in (0, 2)]
     assert reused == [13, 13]
     place.close()
-    served, place = opened(tmp_path / "prefixes", prefixes=1)  # after a restart with fewer
+    served, place = opened(tmp_path / "prefixes", prefixes=1)  # restart with a smaller limit
     assert len(served.prefixes) == 1
     place.close()
     assert len(files(tmp_path / "prefixes")) == 1

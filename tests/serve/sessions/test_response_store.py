@@ -1,4 +1,4 @@
-"""Responses and conversations are kept within a bound, and each is its owner's alone."""
+"""Responses and conversations are stored up to a limit, and each is visible to its owner only."""
 
 from __future__ import annotations
 

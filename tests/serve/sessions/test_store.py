@@ -1,4 +1,4 @@
-"""Whose turns are whose; and a store in any course of events is as one in memory."""
+"""Turns are visible to their owner only, and a store on disk behaves like one in memory."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ from weir.serve.sessions.records import SessionSummary, TurnRecord, pack_ids, un
 from weir.serve.sessions.store import SessionStore
 from weir.serve.sessions.store_format import StoreFormat
 
-# Threads of processes that were killed end as they may.
+# Threads of processes that the tests kill can end with an exception.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
 
 def saved(its: SessionStore, name: str, n: int = 0, **given: Any) -> TurnRecord:
-    """A turn as the engine and the engine_client save it."""
+    """Save a turn as the engine and its client do, and return its record."""
     made = record(name, n, **given)
     assert save(its, made, NODES[n]) is None
     return made
@@ -59,7 +59,8 @@ def saved(its: SessionStore, name: str, n: int = 0, **given: Any) -> TurnRecord:
 def test_records_are_found_again_as_they_were(tmp_path):
     with store(tmp_path) as its:
         first = saved(its, "a")
-        second = saved(its, "b", 1, parent="a", created=2.0)  # the clock went back
+        # Created earlier than its parent, as if the clock had been set back.
+        second = saved(its, "b", 1, parent="a", created=2.0)
         other = saved(its, "c", 2, session="t", chain=second.chain)
     with store(tmp_path) as its:
         assert its.find_turn("me", "a") == first
@@ -98,7 +99,8 @@ def test_what_is_anothers_is_as_what_never_was(tmp_path):
         assert its.find_turn("me", "a") == mine
         assert its.remove_turns("me", "s", ["b", "\ud800"]) == []
         assert its.remove_turns("me", "s", ["a", "b"]) == ["a"]
-        assert its.find_turn("you", "b") is not None  # only what is the owner's goes with it
+        # A deleted turn takes only turns of the same owner with it.
+        assert its.find_turn("you", "b") is not None
 
 
 def test_the_tokens_of_a_stream_are_told_as_far_back_as_its_turns_line_up(tmp_path):
@@ -109,7 +111,7 @@ def test_the_tokens_of_a_stream_are_told_as_far_back_as_its_turns_line_up(tmp_pa
                 ("b", "a", 8, [6, 7, 2**20]),
                 ("c", "b", 9, [9]),
                 ("other", "a", 6, [9]),
-                ("gap", "b", 9, []),  # from a store that kept no tokens
+                ("gap", "b", 9, []),  # from a store that did not save token ids
                 ("on", "gap", 11, [1, 2]),
                 ("wrong", "a", 9, [1, 2]),
             ]:
@@ -126,7 +128,7 @@ def test_the_tokens_of_a_stream_are_told_as_far_back_as_its_turns_line_up(tmp_pa
 
 
 def both(folder: Path) -> Iterator[SessionStore]:
-    """A store on disk and one in memory, with a session of turns that go on from others."""
+    """Yield a store on disk, then one in memory, each with a session whose turns form a tree."""
     with store(folder) as disk:
         for its in (disk, SessionStore()):
             for n, (name, parent) in enumerate([("a", None), ("b", "a"), ("c", "b"), ("d", "a")]):
@@ -135,7 +137,7 @@ def both(folder: Path) -> Iterator[SessionStore]:
 
 
 def names(its: SessionStore, session: str) -> list[str]:
-    """The turns of a session of mine."""
+    """List the ids of the turns in one of my sessions."""
     return [each.node for each in its.list_turns("me", session)]
 
 
@@ -162,7 +164,7 @@ def test_a_dropped_turn_leaves_all_its_sessions(tmp_path):
         its.fork("me", "c", "t")
         its.drop("b")
         assert (names(its, "s"), names(its, "t")) == (list("acd"), list("ac"))
-        assert its.fork("me", "c", "u").turns == 1  # what led to it is known no more
+        assert its.fork("me", "c", "u").turns == 1  # the link to the turns before it is gone
 
 
 def test_a_turn_whose_record_is_refused_is_not_kept_at_all(tmp_path):
@@ -271,7 +273,7 @@ def test_a_full_disk_refuses_a_session_whole(tmp_path, monkeypatch):
 
 
 def lie(path: Path, *place: Any, to: Any) -> None:
-    """Change what a file says, and its checksums where they are of what it says."""
+    """Change a value in a session file, and recompute the checksums of what was changed."""
     with safe_open(path, framework="pt") as file:
         said = json.loads(file.metadata()[export.KEY])
         tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
@@ -329,7 +331,7 @@ def test_a_file_that_lies_is_refused_and_nothing_of_it_is_kept(tmp_path, sentenc
 
 
 def forged(path: Path, change: Any) -> None:
-    """A file with a changed snapshot whose checksum is right."""
+    """Write a file whose snapshot is changed and has a correct checksum."""
     with safe_open(path, framework="pt") as file:
         said = json.loads(file.metadata()[export.KEY])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -355,7 +357,7 @@ def said_otherwise(old: str, new: str) -> Any:
 
 
 def infinite(data: bytes) -> bytes:
-    """The first numbers of the file, whichever they are."""
+    """Fill the keys of the first layer with bytes of 0xff, which are NaN."""
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
     start, end = header["0.keys"]["data_offsets"]
@@ -432,11 +434,11 @@ def test_what_is_no_export_is_refused(tmp_path):
         store(tmp_path / "two", StoreFormat.of(make_llama(layers=1, seed=9), POLICY, CHUNK))
 
 
-# --- any course of events
+# --- random sequences of events
 
 
 class Stores(RuleBasedStateMachine):
-    """Turns, forks, deletions, kills and restarts, beside a store in plain Python."""
+    """Run turns, forks, deletions, kills and restarts, and compare with a plain Python model."""
 
     @initialize()
     def open(self) -> None:
@@ -510,14 +512,14 @@ class Stores(RuleBasedStateMachine):
 
     @rule(data=st.data(), n=st.integers(0, 5), after=st.integers(0, 8))
     def killed(self, data: st.DataObject, n: int, after: int) -> None:
-        """In the course of a turn, which is there whole or not at all; others are as they were."""
+        """Kill during a turn. It is saved completely or not at all, and others do not change."""
         made = self.make(data, n)
         told: list[Exception | None] = []
         folder_file.os = Cut(after)  # type: ignore[attr-defined]
         try:
             self.its.save(NODES[n], made, told.append)
-            # To the end, or where it was cut off: what is known afterwards is a matter of what was
-            # drawn, never of how fast this machine is.
+            # Wait until it has finished or was cut off, so that what is saved depends only on what
+            # was drawn, and not on the speed of this machine.
             self.its._writer.shutdown()
         finally:
             kill(self.its)

@@ -1,4 +1,4 @@
-"""The archive: what was said is found again, by the words of a question, and only by its owner."""
+"""The archive finds what was said, by the words of a question, and for its owner only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from weir.stream.archive.ranking import ArchiveSearch
 
 
 def fill(archive: weir.Archive, *texts: str, role: str = "user") -> weir.Archive:
-    """Add turns, ten positions each."""
+    """Add turns of ten positions each."""
     for text in texts:
         start = 10 * archive.turns
         archive.add(role, text, start=start, stop=start + 10)
@@ -33,7 +33,7 @@ def fill(archive: weir.Archive, *texts: str, role: str = "user") -> weir.Archive
 
 
 def found(archive: weir.Archive, question: str, **how: object) -> list[str]:
-    """The texts that a question finds."""
+    """Return the texts that a question finds."""
     return [one.text for one in archive.search(question, **how)]  # type: ignore[arg-type]
 
 
@@ -69,7 +69,7 @@ def test_passages_end_where_sentences_do():
     passages = cut_passages(text)
     assert len(passages) > 4
     assert all(one.rstrip().endswith(".") for one in passages)
-    # As many whole sentences as there is room for.
+    # Each passage has as many whole sentences as fit.
     assert all(len(a) + len(cut_sentences(b)[0]) > PASSAGE for a, b in pairwise(passages))
 
 
@@ -238,7 +238,7 @@ def test_other_languages_and_scripts(told, question):
     assert told in found(archive, question)
 
 
-# --- places in the stream
+# --- positions in the stream
 
 
 def test_what_is_held_is_left_out():
@@ -254,7 +254,7 @@ def test_what_is_held_takes_the_place_of_what_it_contradicts():
     archive = fill(weir.Archive(), old, ANIMAL, new)
     asked = "What is the secret access code of Alice Moreau?"
     assert found(archive, asked) == [new]
-    # The model reads the new one in its cache. The old one would mislead it.
+    # The model reads the new statement in its cache. The old one would mislead it.
     assert found(archive, asked, is_held=lambda start, stop: start == 20) == []
     assert found(archive, asked, is_held=lambda start, stop: start == 0) == [new]
 
@@ -395,7 +395,7 @@ def test_another_owner_sees_and_deletes_nothing():
     questions = find_inquiries("What is the secret access code of Alice Moreau?")
     held = lambda start, stop: False  # noqa: E731
     assert ArchiveSearch(query, "alice", end).search(questions, held, 8)
-    # Even with the end of another's turn in hand.
+    # Another owner finds nothing, even with the end of this owner's turn.
     assert ArchiveSearch(query, "mallory", end).search(questions, held, 8) == []
     assert tables.find_end(query, "mallory", "turn") is None
     tables.forget(db, "mallory", ["turn"])
@@ -439,7 +439,7 @@ def test_a_turn_larger_than_the_limit_is_not_kept():
     assert archive.turns == 2
 
 
-# --- hostile words
+# --- hostile text
 
 
 @pytest.mark.parametrize(
@@ -467,7 +467,7 @@ def test_any_text_is_a_harmless_question_and_a_harmless_turn(text):
     archive.search(text)
     archive.add("user", text)
     archive.search(text)
-    # What is quadratic in the text takes minutes.
+    # Quadratic work in this text would take minutes.
     assert time.thread_time() - began < 20
     assert CODE in found(archive, "What is the secret access code of Alice Moreau?")
     archive.delete()

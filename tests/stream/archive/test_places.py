@@ -1,4 +1,4 @@
-"""Where texts are among tokens: exactly, with whatever a chat template puts around them."""
+"""Texts are located among tokens exactly, whatever a chat template puts around them."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def test_texts_are_found_between_the_tokens_of_a_template(parts, after, joined):
     for around, text in parts:
         ids += around
         places.append((len(ids), len(ids) + len(text)))
-        # Ends can be joined with what is next to them.
+        # The ends of a text can be merged with what is next to them.
         ids += [99, *text[1:-1], 99] if joined else text
         ids += [0]
     found = find_texts(ids + after, [as_text(text) for _, text in parts], encode)
     for n, (_, text) in enumerate(parts):
         if len(text) <= 32:
-            # A text that repeats one token, or whose end is joined, can seem to be one token off.
+            # If a text repeats one token, or its end is merged, the result can be one token off.
             assert abs(found[n][0] - places[n][0]) <= 1 >= abs(found[n][1] - places[n][1])
-        else:  # what is like the beginning of a long text can be in it again
+        else:  # the beginning of a long text can occur again within it
             assert abs(found[n][1] - places[n][1]) <= 1
             assert abs(found[n][0] - places[n][0]) <= 5
 
@@ -57,7 +57,8 @@ def test_a_long_text_that_repeats_itself_begins_where_it_is_long_enough():
 
 def test_what_is_not_there_is_estimated_between_its_neighbors():
     ids = [1, 2, *range(20, 30), 3, 10, 11, 12, 13, 4]
-    # Two texts of the same length share the tokens in front of the one that is found.
+    # The two missing texts have the same length. They share the tokens before the one that is
+    # found.
     assert find_texts(ids, ["50 51", "60 61", "10 11 12 13"], encode) == [(0, 7), (7, 13), (13, 17)]
     assert find_texts(ids, [""], encode) == [(0, 0)]
     assert find_texts([], ["50"], encode) == [(0, 0)]

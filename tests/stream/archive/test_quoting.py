@@ -1,4 +1,4 @@
-"""Quotations: who said a passage and when, in as few tokens as tell one from the others."""
+"""Quotations say who said a passage and when, in as few tokens as distinguish them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NOON = (2026, 11, 3, 14, 5, 0, 0, 0, -1)
 
 @pytest.fixture(autouse=True)
 def november(monkeypatch):
-    """A day on which quotations are written."""
+    """Set the day on which quotations are written."""
     own, now = time.localtime, time.mktime((2026, 11, 28, 9, 0, 0, 0, 0, -1))
     monkeypatch.setattr(time, "localtime", lambda at=None: own(now if at is None else at))
 
