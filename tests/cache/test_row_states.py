@@ -59,6 +59,7 @@ def check_row(cache: StreamingCache, row: int, alone: StreamingCache) -> None:
             held, wanted = mine.position[row, head] >= 0, theirs.position[0, head] >= 0
             assert torch.equal(mine.position[row, head, held], theirs.position[0, head, wanted])
             close_runs(mine.a[row, head, held], theirs.a[0, head, wanted], MODEL)
+            close_runs(mine.b[row, head, held], theirs.b[0, head, wanted], MODEL)
             close_runs(mine.keys[row, head, held], theirs.keys[0, head, wanted], MODEL)
             close_runs(mine.values[row, head, held], theirs.values[0, head, wanted], MODEL)
             assert mine.pool[row, head, held].tolist() == theirs.pool[0, head, wanted].tolist()

@@ -187,7 +187,7 @@ def test_the_shift_is_the_divergence_of_the_head_that_is_moved_most(given):
     assert shift == pytest.approx(wanted, abs=1e-4)
 
 
-def test_heads_with_an_odd_number_of_channels_get_8_bits(fresh_llama):
+def test_heads_whose_size_is_no_power_of_two_get_4_bits(fresh_llama):
     one_head = {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 200}
     odd, wide = (fresh_llama(head_dim=dim, **one_head) for dim in (6, 256))
     assert measure_heads(wide).shift < SPOILED
