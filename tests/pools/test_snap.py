@@ -357,8 +357,8 @@ def test_neighbors_are_neighbors_in_the_stream_and_not_in_the_cache():
 
 def test_a_query_has_no_vote_for_what_came_after_it():
     # The query of token 2 gives nearly all of its attention to token 0. If it could attend to token
-    # 3, this would get it instead, and token 0 would have less than the third that token 1 gets from
-    # each of the two later queries.
+    # 3, this would get it instead, and token 0 would have less than the third that token 1 gets
+    # from each of the two later queries.
     keys = torch.tensor([[20.0, 0.0], [0.0, 0.4], [0.0, 0.0], [200.0, 0.0], [0.0, 0.0]])
     queries = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, 1.0]])[None, None, None]
     assert kept(Snap(4, window=3, kernel=1), tokens(keys), one_fold(5, queries)) == [0, 2, 3, 4]
