@@ -85,8 +85,10 @@ def bench(
     if context.invoked_subcommand is not None:
         for name in filter(partial(was_given, context), context.params):
             option = "--json" if name == "as_json" else f"--{name.replace('_', '-')}"
-            raise WeirError(  # the subcommand would ignore the option
-                f"{option} is an option of weir bench. Write it after {context.invoked_subcommand}."
+            asked = context.invoked_subcommand
+            raise WeirError(
+                f"{option} has no effect before {asked}. Write it after {asked} if weir bench "
+                f"{asked} --help lists it, or leave it out."
             )
         return
     import torch

@@ -37,8 +37,8 @@ class Sizes:
         slow: repetitions of slow measurements.
         copied: bytes that are copied to measure the bandwidth.
         backend: the backend of `torch.compile`.
-        nano: whether to also time rows on the packaged model nano, which must be compiled for this,
-            and the commands that load it.
+        nano: whether the figure `rows` also times batches on the packaged model nano, whose steps
+            must be compiled for this, and whether `start` also times the commands that load nano.
     """
 
     layers: int = 30

@@ -1,7 +1,7 @@
 """Measure figures one after the other, and collect their rows and facts about the machine.
 
-`figure.py` defines what a figure is, `report.py` formats the rows, and the other files measure. The
-two sides of a ratio are timed in turns, so that other load on the machine slows both.
+`figure.py` defines what a figure is, `report.py` formats the rows, and the files in `figures/`
+measure. The two sides of a ratio are timed in turns, so that other load on the machine slows both.
 """
 
 from __future__ import annotations

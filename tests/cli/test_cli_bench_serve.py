@@ -40,7 +40,7 @@ def test_json_is_one_object_and_nothing_else(capsys):
             ("bench", "serve", "--quick", "--only", "speed"),
             "part 'speed'. Use one of attack, ",
         ),
-        (("bench", "--quick", "serve"), "--quick is an option of weir bench. Write it after serve"),
+        (("bench", "--quick", "serve"), "--quick has no effect before serve. Write it after"),
         (("bench", "serve", "/nowhere", "--only", "disk"), "/nowhere"),
     ],
 )

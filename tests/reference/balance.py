@@ -28,7 +28,8 @@ Place = Token | None
 """A token or an empty place: the half that a block keeps can have fewer tokens than places."""
 
 Coin = Callable[[int, int, int], float]
-"""A function (level, position, block) -> uniform number; only the highest level names its blocks.
+"""A function (level, position, block) -> uniform number. At the highest level, `block` tells the
+blocks apart; at all other levels it is 0.
 """
 
 HIGHEST = 63

@@ -152,7 +152,7 @@ def test_names_come_in_pages_for_anthropics_clients(server):
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/models/small", "/api/tags", "/api/ps"])
 def test_a_parameter_without_effect_is_named(server, path):
-    """They are not refused, because Codex sends its version as one."""
+    """Such parameters are not refused, because Codex sends its version in one."""
     answer = httpx.get(f"{server.url}{path}?client_version=1&%C3%BC=2")
     assert answer.status_code == 200
     assert answer.headers["x-weir-warning"] == r"no effect here: client_version, \u00fc"

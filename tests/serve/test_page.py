@@ -54,7 +54,7 @@ def browser() -> Iterator[Any]:
 
 @dataclass
 class User:
-    """A person with a browser, the hosts that its pages contacted, and the errors in them."""
+    """A person with a browser, the URLs that its pages requested, and the errors in these pages."""
 
     server: Server
     context: Any
@@ -147,7 +147,8 @@ def test_far_past_the_window_it_talks_and_shows_what_is_left(user, server):
     ids = page.locator("#text .held").evaluate_all("all => all.map(each => each.id)")
     assert ids == [f"token-{at}" for at in held]
     expect(page.locator("#summary")).to_contain_text("times as much")
-    # While the next answer is generated, both numbers grow. An answer that is stopped is not saved.
+    # While the next answer is generated, the number of tokens seen grows, and so does the
+    # text. An answer that is stopped is not saved.
     page.evaluate("document.getElementById('longest').value = 60000")
     page.get_by_label("Your message").fill("And then?")
     page.keyboard.press("Enter")
@@ -341,7 +342,7 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(user):
             "each.clientWidth).map(each => each.id || each.tagName)"
         )
         assert wide == []
-    # A part that was hidden is shown again at its end.
+    # When a part that was hidden is shown again, it is scrolled to its end.
     for name in ("text", "scroll"):
         page.get_by_role("button", name="Memory" if name == "text" else "Chat", exact=True).tap()
         wait(

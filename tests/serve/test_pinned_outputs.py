@@ -189,7 +189,8 @@ def test_while_an_answer_is_made(server):
         rest = "".join(lines)
     assert "[DONE]" in rest
     server.settled()
-    # It can leave the window before it is pinned. Then the answer says that it is read again.
+    # The output can leave the window before it is pinned. Then the response to the PUT says that it
+    # will be read again.
     assert (SECRET in held_text(server, "one")) is not found["reread"]
 
 

@@ -95,6 +95,6 @@ def _look(stream: Stream) -> dict[str, Any]:
 
 
 def _cycle(stream: Stream, token: Tensor) -> None:
-    """Feed all tokens between two folds, which includes one fold."""
+    """Feed `CHUNK` tokens. Exactly one of them leads to a fold."""
     for _ in range(CHUNK):
         stream.feed(token)

@@ -380,7 +380,7 @@ def refused_bodies(model: str) -> list[Callable[[Attacker], None]]:
 
 
 def _slow_heads() -> list[str]:
-    """Return the beginnings of two requests: one without a body, one with an incomplete head."""
+    """Return the beginnings of two requests: one ends before its body, the other in its head."""
     start = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\n"
     return [f"{start}{_JSON}\r\nContent-Length: 1000\r\n\r\n", f"{start}X-Slow:"]
 

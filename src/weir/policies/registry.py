@@ -76,7 +76,10 @@ class PolicyCall:
 
     @property
     def takes_budget(self) -> bool:
-        """Whether it has a budget and got neither a budget nor a rate, which is also a size."""
+        """Whether the policy has a parameter `budget`, and neither it nor `rate` was given.
+
+        A rate also sets the size.
+        """
         return "budget" in self.parameters and not {"budget", "rate"} & self.given.keys()
 
     @property
@@ -135,7 +138,8 @@ def named(paper: str) -> Callable[[Make], Make]:
         @functools.wraps(make)
         def makes(*args: Any, **kwargs: Any) -> Any:
             policy = checked(*args, **kwargs)
-            if not hasattr(policy, "as_written"):  # `Policy` is defined on top of this module
+            # `Policy` cannot be imported here, because the modules that define it import this one.
+            if not hasattr(policy, "as_written"):
                 raise WeirError(
                     f"the policy function {name} must return a Policy, such as Pipe((Sink(4), "
                     f"Recent(252))), got {quote(policy)}"

@@ -1,4 +1,5 @@
-"""Keys and values as a cache holds them, keys without their rotation, and the section on both."""
+"""Keys and values as a cache holds them, keys without their rotation, and the section of `weir
+inspect` on all of them."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_a_report_has_a_part_for_each_way(tmp_path):
     for name in NAMES:
         assert f"## {name}" in heads
         assert f"## {name}: recall, ppl against bytes" in heads
-    assert not any("mean of" in head for head in heads)  # it is still one model
+    assert not any("mean of" in head for head in heads)  # both are the same model
     assert text.splitlines()[2].startswith("2 models, ")
 
 

@@ -76,7 +76,7 @@ def write_export(path: Path, turns: Sequence[Turn], store_format: StoreFormat) -
     if len(metadata[KEY]) > MAX_FACTS:
         raise WeirError(
             f"the messages take {len(metadata[KEY]):,} bytes, and a file can have at most "
-            f"{MAX_FACTS:,}. Export fewer of the newest turns."
+            f"{MAX_FACTS:,} bytes of messages. Export fewer turns, only the newest ones."
         )
     try:
         with replace_atomically(path) as new:
@@ -84,8 +84,8 @@ def write_export(path: Path, turns: Sequence[Turn], store_format: StoreFormat) -
     except (OSError, SafetensorError) as error:
         if is_full(error):
             raise StorageFull(
-                "the disk has no room for the file of this session. Make room, or export fewer of "
-                "the newest turns."
+                "the disk has no room for the file of this session. Make room, or export fewer "
+                "turns, only the newest ones."
             ) from None
         reason = getattr(error, "strerror", None) or error
         raise WeirError(f"the session cannot be written: {reason}") from None

@@ -135,7 +135,7 @@ class SessionManager:
             raise WeirError(
                 f"{in_words(len(records), 'turn')} {'takes' if len(records) == 1 else 'take'} "
                 f"{size:,} bytes, and a file can have at most "
-                f"{self._limits.parcel:,}. Export fewer of the newest turns."
+                f"{self._limits.parcel:,}. Export fewer turns, only the newest ones."
             )
         with _one_at_a_time(self._transfer):
             turns: list[Turn] = []

@@ -1,7 +1,8 @@
 """Incremental parser of the tool calls in an answer.
 
-A grammar (`grammar.py`) makes an answer follow its call format, so a call that has begun is always
-completed in that format. Everything else is text, and none of it is lost.
+A grammar (`grammar.py`) makes an answer follow its call format, so a call that has begun continues
+in that format until it is complete or the answer ends. Everything else is text, and none of it is
+lost.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class CallParser:
             in no `AnswerPart`.
         num_complete: number of complete calls of the client's functions.
         own_calls: name and arguments of each complete call of the server's functions in the current
-            part of the answer.
+            round. A round is what the model writes until the server runs functions that it called.
     """
 
     form: CallFormat
@@ -94,8 +95,8 @@ class CallParser:
     own_calls: list[tuple[str, str]] = field(default_factory=list)
     _started: int = 0
     _own_call: tuple[str, str] | None = None  # the call of `own` that is being parsed
-    _has_call: bool = False  # whether a call has begun in this part of the answer
-    _said: bool = False  # whether there was text in any part
+    _has_call: bool = False  # whether a call has begun in this round
+    _said: bool = False  # whether there was text in any round
     _gap: str = ""  # what is put before the next text
     _state: str = "text"
     _rest: str = ""
@@ -150,7 +151,7 @@ class CallParser:
         return self._text_delta(rest, last=True)
 
     def next_round(self) -> list[AnswerPart]:
-        """Parse the end of a part of the answer that called one of the server's functions.
+        """Parse the end of a round in which one of the server's functions was called.
 
         If there was text before, the next text begins a new paragraph.
         """
