@@ -69,7 +69,7 @@ def find_nearest(
 
 
 def same_results(nearest: Sequence[Message], messages: Sequence[Message]) -> dict[int, str]:
-    """Find the results of a history that were already read in a conversation.
+    """Find the tool results of a history that were already read in a conversation.
 
     Returns the hash of the conversation up to each of these results, by the index of the result in
     `messages`.

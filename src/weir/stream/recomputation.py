@@ -31,7 +31,8 @@ class Recomputation:
 
     def __init__(self, model: PreTrainedModel, policy: Recompute) -> None:
         """Check the model. WeirError if the policy's window is longer than the model's, or if the
-        model's attention does not implement its Zero Sink.
+        model was trained with a Zero Sink (an extra 0 among the logits of the softmax), and its
+        attention does not implement one.
         """
         config = transformers_model(model).config.get_text_config(decoder=True)
         sink_at_work(config)

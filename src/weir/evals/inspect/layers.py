@@ -79,7 +79,7 @@ Hidden = dict[int, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class StreamSetup:
-    """Sizes of the stream that reads a text, with `recent` newest tokens.
+    """Sizes of the stream that reads a text. `recent` is the number of newest tokens that it keeps.
 
     `kv_heads` has the number of KV heads of each layer, except for layers that keep their own
     sliding window whatever the policy is.
@@ -135,7 +135,7 @@ def section(asked: Inspection) -> Section:
         return losses
 
     def loss(layer: int, head: int | None, hidden: Hidden) -> dict[str, Any]:
-        """Perplexity, its rise in nats per token, and the rise's standard error."""
+        """Perplexity, the rise of the loss in nats per token, and the rise's standard error."""
         mine = read(hidden)
         apart = mine - seen
         rise, error = float(apart.mean()), float(apart.std()) / len(apart) ** 0.5

@@ -120,8 +120,8 @@ class Section:
         text: a paragraph that says what is shown and how it was measured, and cites the paper's
             figure.
         pictures: pictures, in order.
-        table: table of figures, if any.
-        facts: JSON-serializable figures for `--json`; NaN and infinities become null.
+        table: table of numbers, if any.
+        facts: JSON-serializable numbers for `--json`; NaN and infinities become null.
         fragment: HTML below the pictures; everything from a text must be escaped.
         style: CSS for the fragment. The page is light or dark by `prefers-color-scheme`, with the
             custom properties `--ink`, `--paper`, `--gray` and `--line`.

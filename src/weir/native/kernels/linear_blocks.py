@@ -276,7 +276,7 @@ def _emit_panel(
         form: the format of the weight.
         builder: builds the code.
         rows: 1, 2, 4 or `TOGETHER`.
-        blocks: number of blocks in a line.
+        blocks: number of blocks in a row.
         codes: address of the panel's codes [blocks, 64 * bits], uint8.
         scales: address of the panel's units of scales (`native.block_formats`).
         x: address of the rows' numbers [blocks, rows, 32], int8.

@@ -127,7 +127,7 @@ class BoundedConnection(H11Protocol):
     def _refuse(self, why: str) -> None:
         """End the request, with an error if there is no response yet, and close the connection."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            self.send_400_response(why)
+            self._send_error(APIError(400, f"{why}."))
         self.transport.close()
 
     def send_400_response(self, msg: str) -> None:

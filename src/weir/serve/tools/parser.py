@@ -77,7 +77,7 @@ class CallParser:
     """Parser of one answer.
 
     Attributes:
-        form: the format of calls.
+        form: the format of calls. Its `trigger` is the text before a call.
         names: names of the functions that may be called; a call of another function is text.
         calls_only: whether the answer consists of calls and has no text.
         own: the names among `names` whose functions the server runs. Calls of these functions are
