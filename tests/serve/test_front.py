@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import json
@@ -175,8 +176,9 @@ def test_responses_and_conversations_are_found_again(cluster):
         headers = {"authorization": f"Bearer {key}"}
         items = httpx.get(f"{cluster.url}/v1/conversations/{talk['id']}/items", headers=headers)
         assert len(items.json()["data"]) == 2
-        found = httpx.get(f"{cluster.url}{RESPONSE}/{first['id']}", headers=headers)
-        assert found.json()["id"] == first["id"]
+        for sent in (headers, {"x-api-key": key}, {"authorization": f"bearer  {key}"}):
+            found = httpx.get(f"{cluster.url}{RESPONSE}/{first['id']}", headers=sent)
+            assert found.json()["id"] == first["id"]
         stored = [one.client.responses for one in cluster.servers]
         homes += [store.get_response(_hash(key), first["id"]) is not None for store in stored]
     # The responses of each key are stored on one server, and both servers store some.
@@ -247,7 +249,9 @@ def test_bodies_and_chunks_have_their_bounds(cluster):
         while part := small.recv(1000):
             got += part
     assert b" 400 " in got
-    assert b'"a body can have at most 2,048 chunks of fewer than 256 bytes in 10 seconds. Send' in got
+    assert (
+        b'"a body can have at most 2,048 chunks of fewer than 256 bytes in 10 seconds. Send' in got
+    )
 
 
 def test_two_ends_of_a_body_are_refused(cluster):
@@ -391,3 +395,17 @@ def test_a_server_that_has_failed_is_replaced(passing):
     passing.servers[0].client.failure = RuntimeError("broken")
     _wait_until(lambda: (0, True) in passing.asked)
     assert (1, True) not in passing.asked
+
+
+def test_without_keys_all_requests_to_responses_go_to_one_server():
+    """Clients of a server without keys send any key, such as `none`, and share their responses."""
+
+    async def located(number: int) -> list[int]:
+        front = Front(number, lambda n, *, failed: ("127.0.0.1", n), "secret", has_keys=False)
+        front._places = [("127.0.0.1", n) for n in range(number)]
+        scope = {"path": RESPONSE, "method": "POST"}
+        keys = ["none", "sk-1", "sk-2", "sk-3", "sk-4"]
+        heads = [(b"authorization", f"Bearer {key}".encode()) for key in keys]
+        return [front._choose({**scope, "headers": [head]})[0] for head in heads]
+
+    assert len(set(asyncio.run(located(8)))) == 1

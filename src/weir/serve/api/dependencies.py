@@ -76,17 +76,22 @@ class Keys:
         return same[0] if same else None
 
 
+def find_key(authorization: str, x_api_key: str) -> str:
+    """Return the API key that a request has in one of these headers. Empty if it has none."""
+    scheme, _, key = authorization.partition(" ")
+    return (key if scheme.lower() == "bearer" else x_api_key).strip()
+
+
 async def authorize(request: Request) -> str:
     """Return the owner of a request. Raises APIError if the key is missing or wrong."""
     keys: Keys = request.app.state.keys
     if not keys:
         return ""
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer":
-        key = request.headers.get("x-api-key", "")
-    owner = keys.owner_of(key.strip()) if key.strip() else None
+    headers = request.headers
+    key = find_key(headers.get("authorization", ""), headers.get("x-api-key", ""))
+    owner = keys.owner_of(key) if key else None
     if owner is None:
-        problem = "unknown key" if key.strip() else "missing key"
+        problem = "unknown key" if key else "missing key"
         raise APIError(
             401,
             f"{problem}. Send Authorization: Bearer KEY or x-api-key: KEY, with a key whose "

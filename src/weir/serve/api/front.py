@@ -23,6 +23,7 @@ import h11
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from weir.errors import WeirError
+from weir.serve.api.dependencies import find_key
 from weir.serve.api.errors import APIError, anthropic_error, ollama_error
 from weir.serve.api.middleware import check_http
 from weir.serve.api.protocol import MAX_CONNECTIONS, BoundedConnection
@@ -122,12 +123,14 @@ class Front:
         servers: number of servers.
         locate: finds the address of each server.
         secret: the secret by which servers recognize the front.
+        has_keys: whether the servers accept requests with API keys only.
     """
 
-    def __init__(self, servers: int, locate: Locate, secret: str) -> None:
+    def __init__(self, servers: int, locate: Locate, secret: str, *, has_keys: bool = True) -> None:
         self._places: list[tuple[str, int] | None] = [None] * servers
         self._locate = locate
         self._secret = secret.encode()
+        self._has_keys = has_keys
         self._busy: Counter[int] = Counter()
         self._is_ending = False
 
@@ -207,7 +210,10 @@ class Front:
         """Return the servers that may answer a request, the best first."""
         headers = dict(scope["headers"])
         numbers = range(len(self._places))
-        key = headers.get(b"authorization") or headers.get(b"x-api-key") or b""
+        key = b""
+        if self._has_keys:  # without keys, all clients share their responses and sessions
+            sent = (headers.get(name, b"") for name in (b"authorization", b"x-api-key"))
+            key = find_key(*(value.decode("latin-1") for value in sent)).encode("latin-1")
         path: str = scope["path"]
         at_home = _is_below(path, *AT_HOME)
         session = headers.get(b"x-session-id")

@@ -68,6 +68,7 @@ class Replicas:
         one_machine = len(ray.nodes()) == 1
         self._drain = settings.limits.drain
         self.secret = secrets.token_hex(32)
+        self.has_keys = bool(settings.keys)
         settings = replace(
             settings, secret=self.secret, host="127.0.0.1" if one_machine else "0.0.0.0"
         )
@@ -102,7 +103,7 @@ class Replicas:
         finish.
         """
         log_json()
-        front = Front(len(self.actors), self.locate, self.secret)
+        front = Front(len(self.actors), self.locate, self.secret, has_keys=self.has_keys)
 
         def drain() -> None:
             front.end()
