@@ -31,7 +31,7 @@ from weir.serve.sessions.store_format import StoreFormat
 
 CHAT, RESPONSE = "/v1/chat/completions", "/v1/responses"
 HELLO = [{"role": "user", "content": "Hello"}]
-KEYS = ("a-key", "b-key", "c-key", "d-key")
+KEYS = ("a-key", "e-key", "c-key", "i-key")  # two of each server
 SPARE = "another-key"
 LIMITS = Limits(body=200_000, bodies=400_000, stall=3.0)
 
