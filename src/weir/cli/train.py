@@ -56,7 +56,7 @@ def train(
         str,
         Option(
             help="Train on recall exercises too: on, off, or auto (on with the preset nano, if "
-            "each word of the exercises is a token of the text's tokenizer)."
+            "the tokenizer made from the text has the tokens that exercises need)."
         ),
     ] = "auto",
     shape: Annotated[str | None, Option(help="llama, qwen3 (QK norm), or alibi (MPT).")] = None,
@@ -69,7 +69,11 @@ def train(
     ] = None,
     length: Annotated[
         int | None,
-        Option(min=16, help="Tokens of text in a sample, which is also the model's window."),
+        Option(
+            min=16,
+            help="Tokens of text in a sample. The model's window has this length, plus tokens of "
+            "its sink.",
+        ),
     ] = None,
     rows: Annotated[int | None, Option(min=1, help="Samples per step.")] = None,
     optimizer: Annotated[str | None, Option(help="muon or adamw.")] = None,

@@ -356,8 +356,9 @@ class Quantized(PolicyWrapper):
                     "which stay exact. Use a smaller newest."
                 )
             raise WeirError(
-                f"{self.policy} holds only first and newest tokens, which stay exact. Use "
-                f"quantized({self.policy}, newest=64) to quantize those older than the newest 64."
+                f"{self.policy} has no slots that can be quantized: first and newest tokens stay "
+                f"exact. Use quantized({self.policy}, newest=64) to quantize those older than the "
+                "newest 64."
             )
         self._write()
 
