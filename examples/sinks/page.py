@@ -172,10 +172,11 @@ from the same weights and see the same passages in the same order.
 ## What was reproduced
 
 A model *needs* something if perplexity without it is more than 1 % higher, and *does without* it if
-perplexity without it is less than 1 % higher. In both cases the whole 95 % interval must be on one
-side. It is computed over pairs of losses on the same 500 tokens. Otherwise the claim is not
-settled. The claim that a sink is enough is also not settled for a model that does not need initial
-tokens.
+perplexity without it is less than 1 % higher. In both cases the whole 95 % interval must be on the
+same side of 1 %. Otherwise the claim is not settled. The interval is computed over pairs of losses
+of two models or caches on the same tokens: blocks of 500 tokens of a stream, or whole samples
+inside the window. The claim that a sink is enough is also not settled for a model that does not
+need initial tokens.
 
 {claims_table(result).markdown()}
 
