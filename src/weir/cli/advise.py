@@ -57,7 +57,7 @@ def advise(
     *,
     loading: Loading,
 ) -> None:
-    """Try policies on the beginning of a text, at a given size, and recommend one."""
+    """Try policies on the beginning of a text, in a cache of a given size, and recommend one."""
     from weir.cache import read_bytes
     from weir.evals import advice
 

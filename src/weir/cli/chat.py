@@ -110,7 +110,11 @@ def chat(
     chunk: options.PolicyChunk = None,
     seed: options.Seed = 0,
     system: Annotated[
-        str | None, Option(help="System message; it is never evicted from the cache.")
+        str | None,
+        Option(
+            help="System message; it is never evicted from the cache, except under recompute and "
+            "policies with pools of their own for it, such as pinned."
+        ),
     ] = None,
     temperature: Annotated[
         float, Option(min=0.0, help="Sampling temperature; 0 always takes the likeliest token.")

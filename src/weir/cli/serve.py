@@ -76,9 +76,10 @@ def serve(
             min=1,
             help="Without --data, or with --cluster: number of finished turns whose state is kept "
             "in memory [default: as many as fit, at most 256]. With --data and --disk, it "
-            "matters only while the disk is full: this many new turns are kept in memory, and this "
-            "many of the turns used last are not deleted from the disk to make room [default: 0]. "
-            "With --data and neither --disk nor --cluster, it is refused.",
+            "matters only while the disk itself has no room, even below the limit of --disk: this "
+            "many new turns are kept in memory, and this many of the turns used last are not "
+            "deleted from the disk to make room [default: none]. With --data and neither --disk "
+            "nor --cluster, it is refused.",
         ),
     ] = None,
     data: Annotated[
