@@ -35,7 +35,8 @@ COMMANDS = {
     "policies": "List the named policies and the pools that policies are made of, or describe "
     "the ones you name.",
     "size": "Show how many bytes a stream and the weights take, and how many streams fit.",
-    "advise": "Try policies on the beginning of a text, in a cache of a given size, and recommend one.",
+    "advise": "Try policies on the beginning of a text, in a cache of a given size, and recommend "
+    "one.",
     "calibrate": "Measure how many slots each layer needs, and write them to a policy file.",
     "eval": "Measure policies on tasks, and save the results to a file.",
     "report": "Write results as one HTML page with its plots inside, and as Markdown, CSV, LaTeX "

@@ -19,7 +19,7 @@ def test_every_policy_stands_beside_exact_attention_at_each_length(monkeypatch):
     lengths = ["32"] * 2 + ["64"] * 2 + ["256"] * 2
     assert [row.what.split()[2] for row in rows] == lengths
     assert ["window" in row.what for row in rows] == [True, False] * 3
-    assert ["worked out" in row.note for row in rows] == [False] * 4 + [True] * 2
+    assert ["extrapolated" in row.note for row in rows] == [False] * 4 + [True] * 2
     assert all(row.ratio == pytest.approx(row.ours / row.peer) for row in rows)
 
 

@@ -207,14 +207,14 @@ def test_numbers_of_one_name_begin_differently_and_answers_are_as_long_as_asked(
             ("samples of changed must be a whole number of at least 1, got 0"),
         ),
         (lambda: Repeated(before=0), "before of repeated must be"),
-        (lambda: Repeated(farthest=15), "at most the farthest, 15, got 16"),
+        (lambda: Repeated(farthest=15), "at least its nearest distance, 16, got 15"),
         (lambda: Instruction(samples=0), "samples of instruction must be"),
-        (lambda: Instruction(farthest=31), "at most the farthest, 31, got 32"),
+        (lambda: Instruction(farthest=31), "at least its nearest distance, 32, got 31"),
         (
             lambda: Verbatim(length=1),
             ("length of verbatim must be a whole number of at least 2, got 1"),
         ),
-        (lambda: Verbatim(length=20, farthest=60), "at most the farthest, 60, got 64"),
+        (lambda: Verbatim(length=20, farthest=60), "at least its nearest distance, 64, got 60"),
     ],
 )
 def test_what_makes_no_sense_is_refused(make, sentence):
