@@ -28,9 +28,9 @@ def train(
     preset: Annotated[
         str,
         Option(
-            help="nano, small (for two CPU cores), medium, or large (160 million parameters, for "
-            "a GPU). The preset sets every option about the model and its training that you leave "
-            "out."
+            help="nano, small (for two CPU cores), medium (30 million parameters, for one GPU), or "
+            "large (164 million, for GPUs). The preset sets every option about the model and its "
+            "training that you leave out."
         ),
     ] = "nano",
     sink: Annotated[
