@@ -59,7 +59,7 @@ POLICIES: dict[str, dict[str, str]] = {
         "pinned": "the beginning of a conversation, never evicted",
     },
 }
-"""What each named policy of weir keeps or is good for, as `weir policies` lists them."""
+"""A line about each named policy, for `weir policies`: what it keeps, or what it is good for."""
 
 _PARAMETER = re.compile(r" {4}(\w+(?:, \w+)*): (.+)")
 """First line of a docstring's entry about one or several parameters."""

@@ -116,8 +116,8 @@ class AttendedSlots:
 
 
 Observe = Literal["", "received", "shares"]
-"""What to compute in addition to answers. "received": the attention of each slot, summed over the
-queries. "shares": the attention of each slot, separately for each query. "": nothing.
+"""Which attention to record while answers are computed. "received": the attention that each slot
+receives, summed over the queries. "shares": the same, separately for each query. "": none.
 """
 
 

@@ -74,7 +74,9 @@ THINGS = (
     "treasure",
     "boat",
 )
-"""What each of `KINDS` is about, in the same order, for the questions of the form `order`."""
+"""What a question of the form `order` calls the fact of each of `KINDS`, as in "What did I tell you
+first, the boat of Ann or the boat of Bob?".
+"""
 TOGETHER = 3
 FILLER = 700
 """Number of characters of the book that a turn reads out."""

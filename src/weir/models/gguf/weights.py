@@ -213,6 +213,7 @@ def check_readable(header: GGUFHeader) -> None:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
     except ImportError:
         raise WeirError(describe_missing("reading GGUF files", "gguf")) from None
+    # Types that are not readable are left out here, and refused below with a tensor's name.
     readable = {}
     for number in {tensor.type for tensor in header.tensors}:
         with suppress(ValueError, KeyError, NotImplementedError):

@@ -49,6 +49,8 @@ once.
 """
 HEADER = 16_000_000
 """Additional bytes of a file's header, for escaped quotes and the places of checkpoints."""
+FEWER = "export only the newest turns, for example the newest five with ?turns=5"
+"""The advice in errors about exports that are too large."""
 FACTS = ("node", "parent", "chain", "last", "seen", "usage", "created")
 """Fields of a record that are in the file under the same names and with the same values.
 
@@ -76,7 +78,7 @@ def write_export(path: Path, turns: Sequence[Turn], store_format: StoreFormat) -
     if len(metadata[KEY]) > MAX_FACTS:
         raise WeirError(
             f"the messages take {len(metadata[KEY]):,} bytes, and a file can have at most "
-            f"{MAX_FACTS:,} bytes of messages. Export fewer turns, only the newest ones."
+            f"{MAX_FACTS:,} bytes of messages. To make it smaller, {FEWER}."
         )
     try:
         with replace_atomically(path) as new:
@@ -84,8 +86,7 @@ def write_export(path: Path, turns: Sequence[Turn], store_format: StoreFormat) -
     except (OSError, SafetensorError) as error:
         if is_full(error):
             raise StorageFull(
-                "the disk has no room for the file of this session. Make room, or export fewer "
-                "turns, only the newest ones."
+                f"the disk has no room for the file of this session. Make room, or {FEWER}."
             ) from None
         reason = getattr(error, "strerror", None) or error
         raise WeirError(f"the session cannot be written: {reason}") from None

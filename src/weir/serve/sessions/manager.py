@@ -16,7 +16,7 @@ from weir.errors import WeirError, in_words
 from weir.serve.engine.engine import Engine
 from weir.serve.engine.scheduler import Busy
 from weir.serve.limits import Limits
-from weir.serve.sessions.export import check_facts, read_export, write_export
+from weir.serve.sessions.export import FEWER, check_facts, read_export, write_export
 from weir.serve.sessions.records import Checkpoint, SessionSummary, Turn, TurnRecord, find_path
 from weir.serve.sessions.responses import ResponseStore
 from weir.serve.sessions.store_format import StoreFormat
@@ -135,7 +135,7 @@ class SessionManager:
             raise WeirError(
                 f"{in_words(len(records), 'turn')} {'takes' if len(records) == 1 else 'take'} "
                 f"{size:,} bytes, and a file can have at most "
-                f"{self._limits.parcel:,}. Export fewer turns, only the newest ones."
+                f"{self._limits.parcel:,}. To make it smaller, {FEWER}."
             )
         with _one_at_a_time(self._transfer):
             turns: list[Turn] = []
