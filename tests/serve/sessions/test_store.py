@@ -415,7 +415,7 @@ TOO_LARGE = {
 
 def test_more_than_a_file_may_say_is_not_exported(tmp_path):
     long = replace(record("a", 0), messages=(Message("user", "x" * export.MAX_FACTS),))
-    with pytest.raises(WeirError, match=r"To make it smaller, export only the newest turns, .* \?turns=5\."):
+    with pytest.raises(WeirError, match=r"export only the newest turns, .* \?turns=5\."):
         export.write_export(tmp_path / "file", [(NODES[0], long)], FORM)
     assert not list(tmp_path.iterdir())
 
