@@ -117,17 +117,21 @@ def relaying(target: int) -> Iterator[Relay]:
                 if name.lower() not in LOCAL:
                     self.send_header(name, value)
             self.end_headers()
-            answer = b""
+            # The last piece is passed on when the exchange is recorded: a client that has all of an
+            # answer may at once send its next request, or end.
+            answer, last = b"", b""
             while piece := response.read1(65536):
                 answer += piece
-                self.wfile.write(piece)
+                self.wfile.write(last)
                 self.wfile.flush()
+                last = piece
             onward.close()
             warning = response.getheader("x-weir-warning") or ""
             text = answer.decode("utf-8", "replace")
             number = response.getheader("x-request-id") or ""
             one = Exchange(self.path, body, response.status, warning, text, number)
             relay.exchanges.append(one)
+            self.wfile.write(last)
 
         do_GET = do_HEAD = do_POST
 
