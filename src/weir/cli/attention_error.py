@@ -68,7 +68,9 @@ def attention_error(
         int | None,
         Option(
             min=0,
-            help="Number of first tokens kept exact [default: 256, at most an eighth of the text]",
+            help="If the policies are given without a budget: the number of first tokens that stay "
+            "exact under uniform, balancekv and subgen [default: 256, at most an eighth of the "
+            "text]",
         ),
     ] = None,
     seeds: Annotated[int, Option(min=1, help="Number of seeds.")] = 10,
@@ -89,8 +91,8 @@ def attention_error(
     """Compare attention under a policy with exact attention, layer by layer.
 
     The method is that of BalanceKV's section 4.1. Each layer gets the queries, keys and values of
-    the exact model. The first tokens and the tokens of the last queries stay exact. A share of the
-    tokens between them is kept, and the outputs for the last queries are compared.
+    the exact model. The policy keeps some of the tokens before the last queries, and the outputs
+    for these queries are compared.
     """
     from weir.evals.attention_error import (
         check_plot,
@@ -191,10 +193,14 @@ def _print(rows: list[LayerError], facts: dict[str, Any]) -> None:
             )
         print_table(table)
     how = f"a stream in chunks of {facts['chunk']}" if facts["stream"] else "one prompt"
+    exact = ""
+    if any(mean["rate"] is not None for mean in facts["means"]):
+        exact = (
+            f" Under uniform, balancekv and subgen, the first {facts['exact']} tokens stay exact."
+        )
     print_line(
         f"{facts['model']}: relative error of the attention outputs for the last "
-        f"{facts['queries']} of {facts['tokens']} tokens. The first {facts['exact']} tokens are "
-        f"exact; the rest was read as {how}. "
+        f"{facts['queries']} of {facts['tokens']} tokens. The text was read as {how}.{exact} "
         f"{in_words(facts['seeds'], 'seed')}."
     )
 

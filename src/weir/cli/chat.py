@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     from weir.policies import Policy
     from weir.stream import Conversation, Stream, Transcript
 
-HELP = """/forgotten       show which turns are gone from the cache
+HELP = """/forgotten       show how much of each turn the cache still holds
 /remembers TEXT  show whether the cache still holds a text that was said
 /report          show what each layer of the cache holds ("new": not folded yet)
-/save FILE       save the conversation to a file (--continue works without this)
+/save FILE       save the state of the cache to a file (--continue works without this)
 /load FILE       continue a saved conversation
 /help            show this help
 /quit            leave (also Ctrl-D). Ctrl-C stops an answer

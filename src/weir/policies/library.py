@@ -345,7 +345,7 @@ def uniform(
     return Pipe((*ends(sinks, recent), Uniform(n, rate, weighted, per_head)))
 
 
-@named("Zandieh et al. 2024, SubGen, section 3.2: greedy k-center; BalanceKV's ClusterGen")
+@named("Zandieh et al. 2024, SubGen, section 3.2: greedy k-center")
 def kcenter(budget: int = 256) -> Policy:
     """Keep the newest tokens and, of the others, those whose keys are farthest apart.
 

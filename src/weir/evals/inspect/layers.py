@@ -164,7 +164,8 @@ def section(asked: Inspection) -> Section:
         "the first picture, these tokens are hidden in one layer, and all other layers see them. "
         "In the second, only one layer sees them. The newest tokens are the same in all runs. If "
         "the loss hardly rises when the first tokens are hidden in a layer, this layer does not "
-        "need its sinks."
+        "need its sinks. In the table, 'rise, nats' is this rise of the mean loss per token, plus "
+        "or minus its standard error over the tokens."
     )
     pictures = [
         Picture(
