@@ -147,8 +147,8 @@ def draw_rule(count: int, rng: np.random.Generator) -> tuple[str, list[NaturalFa
 class Wording:
     """Makes the ids of statements, questions and the text between them, in a book or in a chat.
 
-    In a chat, they are turns of the model's template. `front` has the ids with which every stream
-    begins.
+    In a chat, they are turns of the model's template. `front` has the ids with which a stream
+    begins, unless it has a system turn (see `beginning`).
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, chat: bool) -> None:
@@ -201,7 +201,9 @@ class Wording:
         closing = self.ids(f"{self._closing}Thank you. Please go on.")
         if (room := length - len(opening) - len(closing)) < 1:
             raise WeirError(
-                f"a statement leaves only {length} of {BLOCK} tokens for the turn before it"
+                f"only {length} tokens of a block are left for a turn that reads out the book, but "
+                "the chat template and the reply take at least as many. Use form=sentence, which "
+                "has no turns."
             )
         return np.concatenate([opening, passage(book, room, rng), closing])
 
