@@ -34,7 +34,7 @@ BLOCK = 100
 CHANGE = re.compile(r"\b(is|will|was|lives)\b")
 """In the statement of a changed fact, "now" is inserted after this word."""
 TOGETHER = 3
-"""Number of facts in one sentence with `form=several`."""
+"""Largest number of facts in one sentence with `form=several`."""
 SHORTEST = 32
 """If the beginning of a stream leaves fewer tokens than this in a block, they are added to the next
 block.
@@ -216,8 +216,8 @@ class Facts(Task):
     Attributes:
         form: `sentence`, a separate paragraph in a book; `chat`, a turn among turns that read out a
             book; `changed`, told twice with different answers, of which the newest counts;
-            `several`, three facts in one sentence; `rule`, all facts in a chat's system turn, which
-            says who the model is.
+            `several`, up to three facts in one sentence; `rule`, all facts in a chat's system turn,
+            which says who the model is.
         distances: tokens between a statement and its question, multiples of 100 with spaces
             between them. With `form=rule`, distances are counted from the place `before`.
         samples: number of streams.

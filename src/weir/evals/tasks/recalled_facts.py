@@ -35,10 +35,10 @@ from weir.train import NAMES
 
 Way = Literal["recall", "none", "plain"]
 FORMS = ("once", "changed", "several", "paraphrased", "never", "sessions", "order")
-"""The forms of facts: told once; told again with another answer; three in one sentence; asked for
-in other words, which share only the name; never told; two things about a person, told in different
-turns and asked for in one; which of two things was told first. Five forms are also kinds of
-questions in LongMemEval: `once` is its single-session-user, `changed` knowledge-update, `never`
+"""The forms of facts: told once; told again with another answer; up to three in one sentence; asked
+for in other words, which share only the name; never told; two things about a person, told in
+different turns and asked for in one; which of two things was told first. Five forms are also kinds
+of questions in LongMemEval: `once` is its single-session-user, `changed` knowledge-update, `never`
 abstention, `sessions` multi-session, and `order` temporal reasoning.
 """
 USUAL = FORMS[:5]
