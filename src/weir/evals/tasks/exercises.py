@@ -168,8 +168,9 @@ def fill_in(material: Material, facts: StreamFacts, layout: StreamLayout) -> np.
     length, front = layout.length, material.words.front
     if len(material.book) <= length:
         raise WeirError(
-            f"a text of more than {length:,} tokens is needed, but this one has only "
-            f"{len(material.book):,}"
+            f"a text of more than {length:,} tokens is needed, but this one gives only "
+            f"{len(material.book):,} (at most {BOOK_TOKENS:,} tokens are read). Use a longer text "
+            "or a smaller farthest."
         )
     row = np.concatenate([front, passage(material.book, length - len(front), material.rng)])
     for told, places, answer in zip(facts, layout.statements, layout.answers, strict=True):
