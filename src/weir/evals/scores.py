@@ -160,8 +160,9 @@ def rouge_scores(answers: Sequence[str], right: Sequence[str]) -> dict[str, floa
     """Compute the mean F1 of ROUGE-1, ROUGE-2 and ROUGE-L, and the geometric mean of the three,
     from 0 to 1.
 
-    Words are compared by their stems (Porter), as the metric's first implementation does. "rouge",
-    the geometric mean of the means, is BUZZ's mean score (section 4.2.1, Table 2).
+    Words are compared by their stems (Porter), as the metric's first implementation does with its
+    option -m. "rouge", the geometric mean of the means, is BUZZ's mean score (section 4.2.1, Table
+    2).
     """
     if not answers:
         raise WeirError("there are no summaries to compare")

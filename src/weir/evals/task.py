@@ -70,13 +70,13 @@ class Subject:
         """Make a new stream.
 
         Args:
-            prompt: number of tokens of the prompt, which must be fed in the first call; None for a
-                stream without a separate prompt.
+            prompt: number of tokens of the prompt; None for a stream without a separate prompt.
             answer: maximum number of tokens that follow the prompt.
 
         Raises:
-            WeirError: the model is not supported; `rate` is given but there is no prompt or the
-                policy takes no budget; or there is no prompt for `kvzip` to read.
+            WeirError: the model is not supported; `rate` is given, but there is no prompt, or the
+                policy takes no budget or already has one; or there is no prompt for `kvzip` to
+                read.
         """
         policy, chunk = self.policy, self.chunk
         if prompt is None and isinstance(policy, KVzip):
@@ -143,8 +143,9 @@ class Task(ABC):
 
         Returns:
             Figures by name, as JSON holds them: those of `metrics` (None where nothing was
-            measured), "kv_bytes" (the cache at its largest, of one stream), and whatever else a
-            report can use: counts, lists by position, the cells of a heat map.
+            measured), "kv_bytes" (the cache of one stream at its largest; None or left out if the
+            task reads no stream), and whatever else a report can use: counts, lists by position,
+            the cells of a heat map.
 
         Raises:
             WeirError: the measurement is impossible; the message is recorded as the reason.

@@ -239,7 +239,7 @@ def test_where_there_is_no_room_that_is_said(nano, tmp_path):
     ]
     book = tmp_path / "short.txt"
     book.write_text("It was a dark night. " * 20)
-    with pytest.raises(WeirError, match="is needed, but this one has only"):
+    with pytest.raises(WeirError, match="is needed, but this one gives only"):
         Repeated(text=str(book), **FEW).run(reader(nano), silent)
 
 

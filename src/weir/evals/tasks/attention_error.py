@@ -34,8 +34,9 @@ class AttentionError(Task):
             window, at most 4,096.
         queries: number of last tokens whose queries are evaluated; with `none`, 256, or a quarter
             of the tokens if that is less.
-        exact: number of first tokens that stay exact if there is a rate; with `none`, 256, or an
-            eighth of the tokens if that is less.
+        exact: number of first tokens that stay exact if there is a rate and the policy has the
+            parameters `sinks` and `recent`; with `none`, 256, or an eighth of the tokens if that is
+            less.
     """
 
     rate: float | None = None

@@ -53,7 +53,8 @@ def read_stories(path: str, most: int) -> list[Story]:
         if not count.isdecimal() or not text or len(parts) not in (1, 3):
             raise WeirError(
                 f"{path}, line {number}, is not in the format of bAbI: a number and a sentence, or "
-                "a number, a question and an answer"
+                "a number, a question, an answer and the numbers of the sentences with the facts, "
+                "separated by tabs or |"
             )
         if count == "1":
             sentences, answered = [], False
@@ -75,7 +76,7 @@ class Babi(Task):
     Attributes:
         file: a file of bAbI, `qa1_single-supporting-fact_test.txt`.
         length: tokens of the novel and the facts in it.
-        samples: number of questions, from the first stories.
+        samples: number of questions, one from each of the first stories.
     """
 
     file: str

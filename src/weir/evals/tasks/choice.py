@@ -1,9 +1,9 @@
 """`choice`: asks multiple-choice questions one after the other on one stream.
 
 StreamingLLM (Xiao et al. 2024), section 4.3 and Table 5: the questions of ARC with their answers
-are concatenated into one stream, as in a chat that never ends, and the model's completion is
-compared at each answer. For comparison, each question is also asked alone on its own stream
-(one-shot).
+are concatenated into one stream, as in a chat that never ends, and in front of each answer, the
+model's completion is compared with it. For comparison, each question is also asked alone on its own
+stream (one-shot).
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ EXACT, RECOMPUTE = "exact", "recompute"
 class Efficiency(Task):
     """Measures the seconds for a prompt and for each token after it, and the bytes of the cache.
 
-    Times differ from run to run, here and in the task `recalled`.
+    Times differ from run to run, here and in the tasks `found` and `recalled`.
 
     Attributes:
         prompt: number of tokens of the prompt, which are random, because only their number matters.

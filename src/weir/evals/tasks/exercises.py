@@ -42,8 +42,8 @@ STATEMENT = ASK + DIGITS + 1
 
 
 class StreamLayout(NamedTuple):
-    """The places where statements and answers begin, which are the same in every sample, and the
-    stream's length.
+    """The places where statements and answers begin, and the stream's length. Both are the same in
+    all streams of a batch.
 
     `statements` has the places for each question, the newest last.
     """
@@ -75,9 +75,10 @@ def draw_layout(
     """Draw positions so that each answer comes at its distance, and nothing overlaps.
 
     Each fact is stated `times` times, with `statement` tokens each, and its earlier statements can
-    be anywhere before its newest. `distances` are the numbers of tokens from the newest statement
-    of a fact to its answer, the largest last. In front of the newest statement of every fact are at
-    least `before` tokens of the stream. The first `front` tokens of the stream have no statements.
+    be anywhere before its newest. `distances` are the numbers of tokens from the number in the
+    newest statement of a fact to its answer, the largest last. In front of the newest statement of
+    every fact are at least `before` tokens of the stream. The first `front` tokens of the stream
+    have no statements.
     """
     if distances[0] < statement:
         raise WeirError(
@@ -167,8 +168,9 @@ def fill_in(material: Material, facts: StreamFacts, layout: StreamLayout) -> np.
     length, front = layout.length, material.words.front
     if len(material.book) <= length:
         raise WeirError(
-            f"a text of more than {length:,} tokens is needed, but this one has only "
-            f"{len(material.book):,}"
+            f"a text of more than {length:,} tokens is needed, but this one gives only "
+            f"{len(material.book):,} (at most {BOOK_TOKENS:,} tokens are read). Use a longer text "
+            "or a smaller farthest."
         )
     row = np.concatenate([front, passage(material.book, length - len(front), material.rng)])
     for told, places, answer in zip(facts, layout.statements, layout.answers, strict=True):
@@ -321,7 +323,7 @@ class Recall(ExerciseTask):
 
 @dataclass(frozen=True)
 class _RepeatedFacts(ExerciseTask):
-    """Numbers that are said several times before they are asked for."""
+    """Names that are stated several times before the question, with equal or different numbers."""
 
     times: Annotated[int, Bounds(2, MOST)] = 3
     samples: Count = 32

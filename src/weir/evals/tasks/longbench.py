@@ -1,9 +1,9 @@
 """`longbench`: files of LongBench and LongBench-E (Bai et al. 2024), with lm-evaluation-harness.
 
 Prompts, lengths of answers and metrics come from the harness's own tasks, applied to the records of
-a local file. weir answers on a stream under the subject's policy. StreamingLLM (Table 8) cuts out
-the middle of prompts and keeps 1,750 tokens at each end. For BalanceKV (section 4.2, Table 1), run
-LongBench-E with `weir eval --protocol balancekv`, which reads prompts as that paper does.
+the task's `file`. weir answers on a stream under the subject's policy. StreamingLLM (Table 8) cuts
+out the middle of prompts and keeps 1,750 tokens at each end. For BalanceKV (section 4.2, Table 1),
+run LongBench-E with `weir eval --protocol balancekv`, which reads prompts as that paper does.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class LongBench(Task):
 
 
 def harness_task(name: str, rows: list[dict[str, Any]]) -> Any:
-    """Make the harness's task for a data set, with these records instead of the Hub's."""
+    """Make the harness's task for a data set, with these records instead of its download."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about optional packages that would be faster
         for package in ("lm_eval", "jieba", "fuzzywuzzy.fuzz", "rouge"):

@@ -34,7 +34,7 @@ BLOCK = 100
 CHANGE = re.compile(r"\b(is|will|was|lives)\b")
 """In the statement of a changed fact, "now" is inserted after this word."""
 TOGETHER = 3
-"""Number of facts in one sentence with `form=several`."""
+"""Largest number of facts in one sentence with `form=several`."""
 SHORTEST = 32
 """If the beginning of a stream leaves fewer tokens than this in a block, they are added to the next
 block.
@@ -147,8 +147,8 @@ def draw_rule(count: int, rng: np.random.Generator) -> tuple[str, list[NaturalFa
 class Wording:
     """Makes the ids of statements, questions and the text between them, in a book or in a chat.
 
-    In a chat, they are turns of the model's template. `front` has the ids with which every stream
-    begins.
+    In a chat, they are turns of the model's template. `front` has the ids with which a stream
+    begins, unless it has a system turn (see `beginning`).
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, chat: bool) -> None:
@@ -201,7 +201,9 @@ class Wording:
         closing = self.ids(f"{self._closing}Thank you. Please go on.")
         if (room := length - len(opening) - len(closing)) < 1:
             raise WeirError(
-                f"a statement leaves only {length} of {BLOCK} tokens for the turn before it"
+                f"only {length} tokens of a block are left for a turn that reads out the book, but "
+                "the chat template and the reply take at least as many. Use form=sentence, which "
+                "has no turns."
             )
         return np.concatenate([opening, passage(book, room, rng), closing])
 
@@ -214,8 +216,8 @@ class Facts(Task):
     Attributes:
         form: `sentence`, a separate paragraph in a book; `chat`, a turn among turns that read out a
             book; `changed`, told twice with different answers, of which the newest counts;
-            `several`, three facts in one sentence; `rule`, all facts in a chat's system turn, which
-            says who the model is.
+            `several`, up to three facts in one sentence; `rule`, all facts in a chat's system turn,
+            which says who the model is.
         distances: tokens between a statement and its question, multiples of 100 with spaces
             between them. With `form=rule`, distances are counted from the place `before`.
         samples: number of streams.

@@ -161,7 +161,8 @@ def hide_needle(
     tokenizer: PreTrainedTokenizerBase, hay: Sequence[int], needle: str, depth: float
 ) -> str:
     """Return the hay as text, with the needle after the last sentence that ends at `depth` or
-    before it.
+    before it, or at the beginning if there is none. With a depth of 1, the needle comes last, even
+    if the hay does not end with a sentence.
     """
     texts = [str(tokenizer.decode([token])) for token in hay]
     place = round(depth * len(hay))

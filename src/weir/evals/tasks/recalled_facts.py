@@ -1,8 +1,8 @@
 """`recalled`: tells facts in chat turns, and asks for them after they have left the cache.
 
-All facts are told on one stream, which then reads a book, so that a million tokens are read only
-once. Questions are asked on copies, and leave nothing in the stream. A long run saves its state
-from time to time, and continues from it when it is started again.
+Many facts are told on one stream, which then reads a book, so that a million tokens are read only
+once. Questions are asked on copies, and leave nothing in the stream. With the parameter `state`, a
+long run saves its state from time to time, and continues from it when it is started again.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from weir.train import NAMES
 
 Way = Literal["recall", "none", "plain"]
 FORMS = ("once", "changed", "several", "paraphrased", "never", "sessions", "order")
-"""The forms of facts: told once; told again with another answer; three in one sentence; asked for
-in other words, which share only the name; never told; two things about a person, told in different
-turns and asked for in one; which of two things was told first. Five forms are also kinds of
-questions in LongMemEval: `once` is its single-session-user, `changed` knowledge-update, `never`
+"""The forms of facts: told once; told again with another answer; up to three in one sentence; asked
+for in other words, which share only the name; never told; two things about a person, told in
+different turns and asked for in one; which of two things was told first. Five forms are also kinds
+of questions in LongMemEval: `once` is its single-session-user, `changed` knowledge-update, `never`
 abstention, `sessions` multi-session, and `order` temporal reasoning.
 """
 USUAL = FORMS[:5]
@@ -79,7 +79,7 @@ first, the boat of Ann or the boat of Bob?".
 """
 TOGETHER = 3
 FILLER = 700
-"""Number of characters of the book that a turn reads out."""
+"""Largest number of characters of the book that a turn reads out, unless one sentence is longer."""
 THANKS = "Thank you. Please go on."
 LONGEST_ANSWER = 40
 """Largest number of tokens of an answer."""
@@ -149,7 +149,7 @@ class Recalled(Task):
             `several` and `paraphrased` are told even if they are not asked for.
         ways: how questions are answered, separated by spaces: `recall`, `none`, `plain`.
         most: largest number of tokens of recalled text in a turn.
-        every: number of tokens of the book between two statements.
+        every: least number of tokens of the book between two statements; pages are read whole.
         newest: about how many tokens of the newest turns the way `plain` computes again, with at
             least the last turn and at most the last eight (each with its answer); 0 for no turns.
         turns: MT-Bench's `mt_bench.jsonl`, whose first turns do not ask about anything earlier; the
@@ -192,16 +192,16 @@ class Recalled(Task):
         """Tell, read and ask.
 
         Returns:
-            "accuracy", the share of right answers to told facts with the first way; "by_form", for
-            each form, distance and way the number of answers that are "right", "wrong", or "unsaid"
-            (they contain no value of the right kind), how many of the wrong ones are "stale" (the
-            answer before it changed), the number of questions for which something was recalled
-            ("found"), the "tokens" of all recalled text, and the tokens that were "computed" before
-            the answers; "false_recalls", the share of turns that ask about nothing earlier for
-            which something was found, and "false_by", the counts for it. Of the last stream:
-            "search_ms", the median time of a search; "first_ms", for each way the median time until
-            the first piece of an answer; "archive_bytes" per token; "archived_turns", "tokens",
-            "kv_bytes".
+            "accuracy", the share of right answers to told facts with the first way, and "asked",
+            the number of these questions; "by_form", for each form, distance and way the number of
+            answers that are "right", "wrong", or "unsaid" (they contain no value of the right
+            kind), how many of the wrong ones are "stale" (the answer before it changed), the number
+            of questions for which something was recalled ("found"), the "tokens" of all recalled
+            text, and the tokens that were "computed" before the answers; "false_recalls", the share
+            of turns that ask about nothing earlier for which something was found, and "false_by",
+            the counts for it. Of the last stream: "search_ms", the median time of a search;
+            "first_ms", for each way the median time until the first piece of an answer;
+            "archive_bytes" per token; "archived_turns", "tokens", "kv_bytes".
         """
         require_template(subject.tokenizer)
         streams = -(-self.samples // self.per_stream)
@@ -318,8 +318,8 @@ def _draw_order(first: str, second: str, number: int, rng: np.random.Generator) 
 
 
 def judge(answer: str, fact: RecalledFact) -> str:
-    """Say whether an answer is "right", "wrong", "stale" (it was right before the fact changed) or
-    "unsaid" (it contains no value of the right kind).
+    """Say whether an answer is "right", "wrong", "stale" (it contains the answer from before the
+    fact changed) or "unsaid" (it contains no value of the right kind).
     """
     if fact.beside is not None:
         verdicts = {judge(answer, one) for one in (fact.beside, fact._replace(beside=None))}

@@ -18,7 +18,9 @@ from weir.stream.archive import Archive, write_quotes
 
 
 class _BothAnswers(NamedTuple):
-    """The answers to a question with recall and without, and the recalled passages."""
+    """The answers to a question with recall and without, and the recalled passages. If there are
+    none, the two answers are the same.
+    """
 
     recalled: GeneratedAnswer
     alone: GeneratedAnswer
@@ -31,7 +33,9 @@ class RulerRecalled(Ruler):
     """Answers a file of RULER with recall, where text that has left the cache is quoted before the
     question, and without recall.
 
-    Each text is read once. The question is asked twice: on a copy of the stream, and on the stream.
+    Each text is read once. The question is asked on a copy of the stream without recall. If
+    something is recalled, it is asked again with recall on the stream. Otherwise, the first answer
+    counts for both.
 
     Attributes:
         recall: largest number of tokens of recalled text.
@@ -58,8 +62,8 @@ class RulerRecalled(Ruler):
         }
 
     def _ask_twice(self, subject: Subject, case: RulerCase) -> _BothAnswers:
-        """Read the text, and ask the question twice: without recall, and after the passages that
-        the archive finds for it.
+        """Read the text, and ask the question without recall and, if the archive finds passages for
+        it, after these.
         """
         text, question = self._parts(subject, case)
         tokenizer = subject.tokenizer

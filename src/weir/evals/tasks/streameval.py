@@ -134,8 +134,8 @@ class ExerciseLines:
         self.words = Words.of(tokenizer)
         used = [*self.words.digits, self.words.verb, self.words.space, self.words.stop]
         names = np.setdiff1d(self.words.plain, used)
-        # Names repeat after all have been used. The last line of a name is the one that is asked
-        # for.
+        # Names repeat after all have been used. If the name that is asked for has occurred again
+        # since, only the number in the line at the given distance counts as right.
         rounds = -(-count // len(names))
         drawn = [rng.permutation(names) for _ in range(rows * rounds)]
         self.names = np.concatenate(drawn).reshape(rows, -1)[:, :count]
@@ -191,7 +191,7 @@ class TextLines:
         return self._ids(f"{asked}\n{line_start(name)}")
 
     def answer_length(self, number: int) -> int:
-        """The tokens of the number and the bracket after it."""
+        """Count the tokens of the number and the bracket after it."""
         return self._ids(f"{self.numbers[number]}>").shape[1]
 
     def right(self, number: int, answer: Tensor) -> int:

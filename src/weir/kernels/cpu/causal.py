@@ -8,8 +8,8 @@ exponentials, and the weighted values are computed by tiles again. Only the logi
 are in memory, and keys are packed once for all heads that share them. Sums are float32, in the
 order of slots.
 
-Roofline: two products and two sums for each number of each key that a query sees, at the speed of
-the processor.
+Roofline: a product and a sum for each number of each key and value that a query sees, at the speed
+of the processor.
 """
 
 from __future__ import annotations

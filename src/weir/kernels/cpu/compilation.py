@@ -238,4 +238,4 @@ def records_at(record: np.dtype) -> Callable[..., Any]:
 
 
 WHOLE = (1, 2**60)
-"""The shape of a one-dimensional array that represents all memory from an address on."""
+"""The shape of an array with one line, which represents all memory from an address on."""

@@ -344,7 +344,7 @@ def _attend_parts(address: int) -> None:
 
 _attend_together = TeamKernel(_attend_parts)
 _WORTH_A_THREAD = 2**14
-"""If the keys have fewer numbers than this in total, a separate thread costs more than it saves."""
+"""For fewer numbers of keys than this, a separate thread costs more than it saves."""
 
 
 def decode_exact(
@@ -412,7 +412,8 @@ def decode_stored(
         coded: keys and values of the quantized slots, whole numbers of 8 bits, or of 4 as in
             `decode_int4`; None for none.
         slots: the first quantized slot that is read, the first exact one, and the one after the
-            last exact one. Exact slots are counted separately.
+            last exact one. Exact slots are counted separately. The first exact one is used only if
+            there are no quantized slots; otherwise exact slots are read from 0 on.
         blocks: for 4 bits, how many neighbors are rotated together; zeros for 8 bits.
     """
     batch, heads, group, _, dim = queries.shape
@@ -427,7 +428,8 @@ def decode_stored(
         coded = of_keys, of_values
     held = hold(keys, values, coded, blocks, group, scale, mask)
     out = asked.new_empty((batch, heads, group, 1, values.shape[3]))
-    # Quantized slots come first. If exact slots follow, they are read from the first on.
+    # Slots are counted from the first quantized one on, so exact slots that follow quantized ones
+    # are read without a gap.
     begin = slots[0] if quantized else slots[1]
     _attend_together(
         threads_for(keys.numel() + batch * heads * quantized * dim, _WORTH_A_THREAD),

@@ -6,9 +6,9 @@ in a byte, several peaks, or short vectors) are widened here to float32, slot by
 quantization step, a peak divided by the number of steps in it, is applied to a slot's logit,
 <q, c> * step, and to its share p of the attention, p * step, where q is a query and c are the
 stored numbers of a key. If each group of a value's numbers has a separate peak, the steps are
-applied to these numbers instead. So keys and values are read once, and are not copied. Sums are
-float32. One pass computes the logits of all slots, one their exponentials, and one the weighted
-values.
+applied to these numbers instead. So quantized keys and values are read once, and only one of them
+at a time is in memory as float32. Sums are float32. One pass computes the logits of all slots, one
+their exponentials, and one the weighted values.
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ _AT_ONCE = 2**20
 """Largest number of distances in memory, for a head in each thread: 4 MB."""
 _SHARE = 5
 """All distances are computed if at least one key in this many is picked. A distance in a tile takes
-about a quarter of the time of another, but many distances between two keys are computed in vain,
-because one of the two is picked early or neither is picked.
+about a quarter of the time of another, but distances between two keys are computed in vain if
+neither of the two is picked.
 """
 
 
@@ -304,7 +304,7 @@ def farthest_first(keys: Tensor, among: Tensor, k: int, weight: Tensor | None = 
     Args:
         keys: [batch, kv_heads, n, key_dim].
         among: the candidates [batch, kv_heads, n], bool.
-        k: number of picks for each head.
+        k: number of picks for each head; if a head has fewer candidates, all are picked.
         weight: factors of distances [batch, kv_heads, n], float32; None for 1.
     """
     far = torch.where(among, torch.inf, -1.0).float().flatten(0, 1)

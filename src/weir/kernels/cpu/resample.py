@@ -1,4 +1,4 @@
-"""Weighted reservoirs on the CPU, bit-identical to `weir.pools.subgen.resample`.
+"""Weighted reservoirs on the CPU, bit-identical to `weir.pools.subgen.reservoirs`.
 
 The reference computes what each arrival adds to every reservoir; here, one running number per
 reservoir is enough. Sums are added in the order of arrivals, in float64, so there is only one

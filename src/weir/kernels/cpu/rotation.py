@@ -2,8 +2,9 @@
 rounding.
 
 Turns are reduced to a fraction in float64, as there, and then to an eighth of a turn, where a short
-polynomial is enough for sine and cosine. Angles, sines and products of a key are never written to
-memory. Roofline: three operations in float64 and about thirty in float32 for each pair of numbers.
+polynomial is enough for sine and cosine. Apart from the rotated keys, only the turns of one key at
+a time are written to memory. Roofline: three operations in float64 and about thirty in float32 for
+each pair of numbers.
 """
 
 from __future__ import annotations

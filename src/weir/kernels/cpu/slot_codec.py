@@ -308,7 +308,8 @@ def quantize_int4(
     Args:
         x, peaks, levels, low, high: as in `quantize_int8`.
         codes: written [batch, heads, n, dim / 2], uint8.
-        most: numbers are clamped to -most ... most before they are rotated.
+        most: numbers are clamped to -most ... most before they are rotated, and to -high ... high
+            afterwards.
         block: how many numbers are rotated together.
     """
     numbers = levels, low, high, most, block, math.sqrt(block)

@@ -9,7 +9,7 @@ from weir.kernels.cpu.compilation import ANY_ORDER, compile_kernel
 
 LOG2E, LN2_HIGH, LN2_LOW = 1.4426950408889634, 0.693359375, -2.12194440e-4
 LEAST = -87.0
-"""Below this exponent, e^x counts as 0."""
+"""At this exponent and below it, e^x counts as 0."""
 POLYNOMIAL = (
     1.9875691500e-4,
     1.3981999507e-3,

@@ -2,9 +2,9 @@
 
 Handing work to a thread of Python takes as long as a small product of matrices. PyTorch's
 operations run in threads of OpenMP, which wait for a while in a loop before they sleep. Short
-kernels (`TeamKernel`) run in the same threads, so there are never more threads than PyTorch was
-given. `GOMP_parallel` starts these kernels; it is the function of GNU's and Intel's OpenMP to which
-a compiler translates `#pragma omp parallel`.
+kernels (`TeamKernel`) run in the same threads, so they add no threads to PyTorch's. `GOMP_parallel`
+starts these kernels; it is the function of GNU's and Intel's OpenMP to which GCC translates
+`#pragma omp parallel`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ class TeamKernel:
         return _callback(self._function)
 
     def __call__(self, threads: int, *arguments: int) -> None:
-        """Run with integers as arguments, in `threads` threads."""
+        """Run with integers as arguments, in `threads` threads. If PyTorch's threads cannot be
+        used, for example in a forked process, all parts run in the calling thread.
+        """
         parts = threads * PARTS if threads > 1 else 1
         numbers = (ctypes.c_int64 * (2 + len(arguments)))(0, parts, *arguments)
         address = ctypes.addressof(numbers)
@@ -70,8 +72,8 @@ def _callback(function: Callable[[int], None]) -> Any:
 
 @lru_cache
 def _team() -> Any:
-    """Return `GOMP_parallel` of the OpenMP that PyTorch is linked with; None if it has no such
-    function.
+    """Return `GOMP_parallel` of the OpenMP that PyTorch is linked with; None if it cannot be
+    found.
     """
     try:
         start = ctypes.CDLL(torch._C.__file__).GOMP_parallel
@@ -140,14 +142,17 @@ def wait_until(_typing: Any, address: Any, number: Any) -> Any:
 
 
 def threads_for(work: int, worth: int) -> int:
-    """Return the number of threads for some work, so that each has at least `worth` of it to do."""
+    """Return the number of threads for some work, so that each of several has at least `worth` of
+    it to do.
+    """
     return max(1, min(torch.get_num_threads(), work // worth))
 
 
 def run_in_threads(part: Callable[[int, int], None], count: int, most: int) -> None:
     """Call `part(start, stop)` for ranges that make up `range(count)`, each in a thread.
 
-    Threads are Python's. They are kept, because starting one takes as long as many products.
+    Threads are Python's. They are kept for later calls, because starting a thread takes even
+    longer than handing work to one.
 
     Args:
         part: calls a kernel that releases the interpreter's lock. It must keep the kernel's inputs
