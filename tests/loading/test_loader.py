@@ -286,7 +286,8 @@ DAMAGED = {
     },
     "weights of another shape": (
         weights(**{"model.norm.weight": torch.ones(16)}),
-        "has 1 weights with other shapes than its config.json declares, such as model.norm.weight",
+        "other shapes than its config.json declares for 1 of its weights, such as "
+        "model.norm.weight",
     ),
     "an encoder-decoder": (of_another_kind, "cannot be read as a causal language model .*T5"),
 }

@@ -367,7 +367,7 @@ def test_every_token_has_one_number(
         (lambda: byte_level(ggml__normalizer__lowercase=True), r"normalizer\.lowercase = True"),
         (
             lambda: byte_level(ggml__bos_token_id=None, ggml__add_bos_token=True),
-            r"the token bos, but not which",
+            r"the token bos in every text, but does not say which",
         ),
         (twice, r"has the token .* twice"),
         (without_a_product, r"is broken.*out of vocabulary"),

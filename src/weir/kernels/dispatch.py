@@ -47,7 +47,8 @@ prompt support.
 LEAST_WIDE = 32
 """Smallest size of a key or value that the kernels for quantized slots read in vectors."""
 ALIKE = 2.0**-19
-"""Scores of slots count as equal if they differ by at most this share, 16 roundings of float32.
+"""Scores of slots count as equal if they differ by at most this share, 16 times the machine epsilon
+of float32.
 
 In a stream that repeats itself, several tokens are equally good, and their scores differ only by
 rounding. Rounding must not decide which token stays, because it depends on the batch, the kernel,

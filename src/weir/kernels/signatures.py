@@ -54,7 +54,7 @@ PairWalkKernel = Callable[
 ]
 """(keys, values, a, b, u, free, rate, constant, gamma, steepest) -> signs."""
 DrawKernel = Callable[[list[int], int, Tensor, int], Tensor]
-"""(start of each row, first head, positions, count) -> uniform numbers."""
+"""(state of each row, first head, positions, count) -> uniform numbers."""
 DistanceKernel = Callable[[Tensor, Tensor], Tensor]
 """(keys, others) -> distances."""
 ResampleKernel = Callable[[Tensor, Tensor, Tensor, Tensor], Pair]

@@ -55,7 +55,7 @@ _NEEDED = (
 
 
 def check_declared(name: str, declared: Any, level: int = 0) -> None:
-    """Refuse sizes that are negative, not numbers, or larger than in any model.
+    """Refuse sizes that are texts, booleans, negative, or larger than in any model.
 
     Args:
         name: the model, for errors.
@@ -75,8 +75,8 @@ def check_declared(name: str, declared: Any, level: int = 0) -> None:
 
 
 def check_decoder(name: str, config: Any) -> None:
-    """Refuse a decoder without layers, heads or tokens, or with a sliding window that is not
-    a whole number.
+    """Refuse a decoder without layers, heads or tokens, with any other size in `_NEEDED` below 1 or
+    larger than in any model, or with a sliding window that is not a whole number.
 
     Args:
         config: a configuration of transformers.
@@ -93,7 +93,8 @@ def check_decoder(name: str, config: Any) -> None:
 
 
 def check_ids(name: str, generation: Any) -> None:
-    """Refuse token ids that are not whole numbers, because they would never be generated.
+    """Refuse token ids that are not whole numbers of 32 bits, because they would never be
+    generated.
 
     Args:
         generation: a generation configuration of transformers.
@@ -116,7 +117,7 @@ def check_matrices(name: str, config: Any, stored: int) -> None:
 
     Args:
         config: a configuration of transformers.
-        stored: bytes of the files that hold the weights.
+        stored: bytes of the files that hold the weights; 0 if unknown, which skips the check.
     """
     decoder = config.get_text_config(decoder=True)
     hidden = getattr(decoder, "hidden_size", None)

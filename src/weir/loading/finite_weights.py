@@ -37,7 +37,7 @@ def check_finite(name: str, model: nn.Module) -> None:
     wrong = list(_find_not_finite(model))
     if not wrong:
         return
-    others = f", and so do {len(wrong) - 1} other weights" if len(wrong) > 1 else ""
+    others = f", and so do others ({len(wrong)} weights in all)" if len(wrong) > 1 else ""
     raise WeirError(
         f"{name} cannot be used: its weight {wrong[0]} has numbers that are not finite (NaN or "
         f"infinity){others}. Download it again, or get another copy of the model."

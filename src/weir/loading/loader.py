@@ -87,7 +87,9 @@ _WITHOUT_KERNELS = {
     "_attn_implementation_internal": ("eager", "sdpa", "flex_attention", ATTENTION),
     "_experts_implementation_internal": ("eager", "batched_mm", "grouped_mm"),
 }
-"""Values that need no code from outside transformers and PyTorch, by configuration attribute."""
+"""Values that need no code from outside transformers, PyTorch and weir, by configuration
+attribute.
+"""
 
 
 def load(
@@ -119,8 +121,9 @@ def load(
             torchao. `dtype` then applies to the other weights, and to keys and values.
 
     Raises:
-        WeirError: the model does not exist or cannot be read; its weights cannot be quantized; or
-            both a device and a map are given.
+        WeirError: the model does not exist or cannot be read; its weights cannot be quantized, or
+            exceed the free memory; the dtype is unknown; a device map is given together with a
+            device or `weights`; or a revision is given for a model on this machine.
     """
     name = _read_name(name)
     source = _Source(name, revision, trust_remote_code)
@@ -508,10 +511,11 @@ def load_processor(
 
 
 def drop_kernels(config: PreTrainedConfig) -> Iterator[str]:
-    """Remove attention and expert kernels that a configuration names, except PyTorch's own.
+    """Remove attention and expert kernels that a configuration names, except those of transformers,
+    PyTorch and weir.
 
     transformers loads kernels from the Hub by these names, without asking for remote code. Yields
-    each name.
+    each name that was removed.
     """
     for key, known in _WITHOUT_KERNELS.items():
         named = getattr(config, key, None)
@@ -547,7 +551,9 @@ def is_local(name: str) -> bool:
 
 
 def has_weights(name: str) -> bool:
-    """Return whether weights of the model are on this machine, complete or not."""
+    """Return whether a model's folder or GGUF file holds weights, complete or not. False for an id
+    on the Hub, even if its files were fetched before.
+    """
     if name == "nano" or find_gguf(name) is not None:
         return True
     folder = Path(name).expanduser()
@@ -577,12 +583,14 @@ def _place(name: str) -> tuple[str, str]:
         if (package := smollm2_package()) is not None:
             return (
                 SMOLLM2_HUB,
-                f"{package} lacks its .gguf file, and the Hub cannot be reached. Run {remedy}",
+                f"{package} lacks its .gguf file (to restore it, run {remedy}), and the model "
+                "cannot be loaded from the Hub",
             )
         remedy = remedy.replace("--force-reinstall ", "")
         return (
             SMOLLM2_HUB,
-            f"smollm2 is not installed, and cannot be loaded from the Hub. Run {remedy}",
+            f"smollm2 is not installed (to install it, run {remedy}), and cannot be loaded from "
+            "the Hub",
         )
     if Path(name).expanduser().is_file():
         raise WeirError(
@@ -688,8 +696,8 @@ def _check_weights(name: str, found: dict[str, Any]) -> None:
     if found["mismatched_keys"]:
         wrong = sorted(str(key[0]) for key in found["mismatched_keys"])
         raise WeirError(
-            f"{name} has {len(wrong)} weights with other shapes than its config.json declares, "
-            f"such as {wrong[0]}. Get another copy of the model."
+            f"{name} has other shapes than its config.json declares for {len(wrong)} of its "
+            f"weights, such as {wrong[0]}. Get another copy of the model."
         )
 
 

@@ -21,6 +21,6 @@ def loading_bar(what: str, total: int) -> Iterator[Callable[[int], Any]]:
         unit="B",
         unit_scale=True,
         leave=False,
-        disable=None,  # unless standard error is a terminal
+        disable=None,  # None disables the bar unless standard error is a terminal.
     ) as bar:
         yield bar.update

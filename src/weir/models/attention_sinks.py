@@ -121,7 +121,8 @@ def set_sink(config: PreTrainedConfig, kind: str, tokens: Iterable[int] = ()) ->
         tokens: ids in front of every training sample; for "learnable" only.
 
     Raises:
-        WeirError: the kind is unknown, or does not go with these tokens.
+        WeirError: the kind is unknown, or does not go with these tokens, or a token cannot be an
+            id.
     """
     sink = ModelSink(kind, tuple(tokens))
     text: Any = config.get_text_config(decoder=True)
@@ -209,8 +210,9 @@ def zero_sink_attention(
         kwargs: `softcap` and `output_attentions` are used, others passed on.
 
     Returns:
-        Outputs [batch, length, heads, value_dim], and on request the attention weights
-        [batch, heads, length, tokens], which sum to less than one.
+        Outputs [batch, length, heads, value_dim], and the attention weights
+        [batch, heads, length, tokens], which sum to less than one. The weights are None unless
+        they were requested or logits are capped.
 
     Raises:
         WeirError: the model has its own sink logits.
@@ -256,7 +258,9 @@ def _formula(
     scaling: float | None,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `zero_sink_attention` by its formula, in float32, with the attention weights."""
+    """Compute `zero_sink_attention` by its formula, with a softmax in float32, and return the
+    attention weights too.
+    """
     group = query.shape[1] // key.shape[1]
     key, value = repeat_kv(key, group), repeat_kv(value, group)
     logits = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)

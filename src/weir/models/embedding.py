@@ -22,7 +22,7 @@ COMPLAINTS = (
     ("do not match", "feature"),
     ("<image> tokens not divisible",),  # SmolVLM, and older versions of transformers
 )
-"""Texts by which an error of a model about images that do not match their tokens is recognized: it
+"""Parts of messages of models' errors about images that do not match their tokens. Such an error
 contains all texts of one of these tuples.
 """
 

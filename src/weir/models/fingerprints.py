@@ -102,7 +102,9 @@ def _digest(model: nn.Module, settings: str) -> str:
 
 
 def digest_rows(modules: Iterable[nn.Module]) -> str:
-    """Return a checksum over the first number of every row of all weights in some modules."""
+    """Return a checksum over the first number of every row of all weights in some modules, and over
+    all numbers of weights with one dimension.
+    """
     digest = hashlib.sha256()
     for module in (inner for outer in modules for inner in outer.modules()):
         for own, weight in sorted(_weights(module)):

@@ -9,7 +9,8 @@ While a model has hooks, three of its methods do more in a call with a weir cach
 
 `PREPARE` also does the work of the hook on `generate`, which may be installed too late: in
 `model.generate(cache=weir.StreamingCache(model))`, Python looks up `model.generate` before the
-cache and the hooks exist. Every other call is passed on unchanged.
+cache and the hooks exist. A call without a weir cache is passed on as it is, except that `generate`
+gets its cache under the name that the installed release uses.
 """
 
 from __future__ import annotations

@@ -68,8 +68,8 @@ _KNOWN: weakref.WeakKeyDictionary[PreTrainedModel, HeadFacts | None] = weakref.W
 def find_head_facts(model: PreTrainedModel) -> HeadFacts | None:
     """Find the facts of a model's heads (`measure_heads`).
 
-    Returns None for a model without weights, or if its heads cannot be measured. Facts are cached
-    in `cache_folder`, by the model's weights.
+    Returns None for a model with weights on the device `meta`, such as offloaded ones, or if its
+    heads cannot be measured. Facts are cached in `cache_folder`, by the model's weights.
     """
     if model not in _KNOWN:
         _KNOWN[model] = _find(model)
@@ -111,8 +111,9 @@ def measure_heads(model: PreTrainedModel) -> HeadFacts | None:
     The model reads random tokens twice. For each KV head, the largest share of attention that each
     token gets from the second reading is averaged over the tokens, as KVzip (Kim et al. 2025,
     section 3.2; arXiv:2505.23416) scores them. How much keys in 4 bits change attention is
-    measured over the queries of both readings. Returns None if the model is too small, does not use
-    transformers' attention interface, or is distributed over processes by heads.
+    measured over the queries of both readings. Returns None if the model's context window or
+    vocabulary is too small, if its attention cannot be observed (`observe_attention`), or if its
+    heads are distributed over processes.
     """
     spec = describe(model)
     window, config = window_of(model.config), model.config.get_text_config(decoder=True)

@@ -290,7 +290,8 @@ class Attachment:
         return given
 
     def _replaced(self, given: Given) -> Given:
-        """Return replacements for the mask and positions, whose size would grow with the stream.
+        """Return replacements for the mask, whose size would grow with the stream, and for the
+        positions, whose values would.
 
         Most decoders ask their attention implementation for a mask and get none. MPT uses a 4D mask
         unchanged. Falcon, and Bloom in older transformers, build biases for the columns of their

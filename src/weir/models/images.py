@@ -120,7 +120,9 @@ def pictures_in(given: Mapping[str, Any]) -> list[str]:
 
 
 def images_of(config: Any) -> Images | None:
-    """Describe the images of a multimodal model; None for a text model."""
+    """Describe the images of a multimodal model; None for a text model, or for a type that weir
+    does not know.
+    """
     kind = config.model_type
     if kind not in CAUSAL | TEXT_ONLY:
         return None
@@ -157,15 +159,16 @@ def offsets(model: PreTrainedModel, given: Mapping[str, Any]) -> Tensor | None:
     Args:
         model: a model, or its base model.
         given: the model's arguments by name: `input_ids` [batch, length] and the processor's output
-            for images. Only the sizes in patches are read from it (`image_grid_thw`,
-            `video_grid_thw`); newer versions of `generate` pass features instead (`note_sizes`).
+            for images. Only the sizes in patches (`image_grid_thw`, `video_grid_thw`) and the
+            durations (`second_per_grid_ts`) are read from it. Newer versions of `generate` pass
+            features without sizes, to which `note_sizes` adds the sizes.
 
     Returns:
         Five numbers for each token [batch, length, 5], int64. The first three are its offsets in
         time, height and width from the beginning of its image. The fourth is the extent of its
         image. The fifth is the distance from the beginning of its image to the beginning of the
         next token's image: 0 for all tokens of an image except the last. A text token has the
-        numbers 0, 0, 0, 1, 1. Returns None for models with one axis.
+        numbers 0, 0, 0, 1, 1. Returns None for text models and models with one axis.
 
     Raises:
         WeirError: images and image tokens do not match.

@@ -98,7 +98,9 @@ class MethodPatch:
         return functools.partial, (self._before,)
 
     def remove(self) -> None:
-        """Restore the module's method. A patch that another library has added since then stays."""
+        """Restore the module's method. A patch that another library has put over this one
+        stays.
+        """
         self._around = None
         if vars(self._module).get(self._name) is not self:
             return

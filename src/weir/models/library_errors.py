@@ -1,4 +1,4 @@
-"""Converts errors of libraries to errors of weir with one sentence."""
+"""Converts errors of libraries to errors of weir, with the reason in one line."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from weir.errors import WeirError
 
 @contextmanager
 def report_as(what: str, remedy: str = "") -> Iterator[None]:
-    """Convert any exception of a library to a WeirError of one sentence; a WeirError stays as it
-    is.
+    """Convert any exception of a library to a WeirError, with the exception's first line as the
+    reason. A WeirError stays as it is.
 
     Args:
         what: beginning of the error, before the library's reason.

@@ -298,7 +298,7 @@ def _why_unknown(model: PreTrainedModel, config: Any) -> str:
         )
     if kind != outer and kind in INTERFACE_FAMILIES | OWN_FAMILIES:
         known = ", ".join(sorted(MULTIMODAL))
-        return f"weir does not know the images of {outer}, only those of {known}"
+        return f"weir does not know the multimodal models of the type {outer}, only {known}"
     if any(name.rpartition(".")[2] in ABSOLUTE for name, _ in model.named_modules()):
         return (
             f"{outer} adds a position to each token before its first layer, and an endless stream "
@@ -451,7 +451,7 @@ def window_of(config: PreTrainedConfig) -> int | None:
 
 def frequencies_change_at(config: PreTrainedConfig) -> int | None:
     """Return the length of a text beyond which a model uses other rotary frequencies (LongRoPE);
-    None if they never change.
+    None for a model without LongRoPE, or if its two lists of factors are the same.
     """
     text = config.get_text_config(decoder=True)
     rope: dict[str, Any] = getattr(text, "rope_parameters", None) or {}

@@ -10,8 +10,8 @@ take about sixty operations of PyTorch; calling each takes longer than computing
 of tokens are computed tile by tile (`vectors`). Of each tile, only the products of pairs are kept,
 where a pair stands for the difference of its two tokens. A product may differ from PyTorch's by
 rounding. So the sign of a pair may also differ, if its random
-number is almost equal to its probability. Roofline: a product and a sum for each number of each
-pair of tokens, and an exponential for each pair.
+number is almost equal to its probability. Roofline: for every two tokens of a block, a product and
+a sum for each number of a key and of a value, and an exponential.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def walk(products: Tensor, gain: Tensor, u: Tensor, free: Tensor) -> Tensor:
     Args:
         products: inner products of the tokens of each block [..., n, n].
         gain: the gain of each block [...]. A sign is + with probability 1/2 - gain * sum, where
-            the sum is that of the token so far.
+            sum adds up the token's inner products with all earlier tokens, each times the
+            earlier token's sign.
         u: uniform numbers, one for each token [..., n].
         free: which tokens take part [..., n]; the others get a sign of 0.
     """
@@ -219,8 +220,8 @@ def walk_pairs(
     pairs that do not take part.
 
     Args:
-        keys, values: [blocks, tokens, dim], float32. The number of tokens is even, and every
-            place has a token.
+        keys, values: [blocks, tokens, dim], float32. The number of tokens is even, and no block
+            is padded: each token has a finite log-weight, a or b.
         a, b: log-weights [blocks, tokens], float32.
         u: uniform numbers [blocks, tokens / 2], float64.
         free: which pairs take part [blocks, tokens / 2], bool.

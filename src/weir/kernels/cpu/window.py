@@ -182,8 +182,8 @@ def _tiles(
 def _attend(n: np.record, part: int) -> None:
     """Answer the queries of one chunk of one KV head."""
     units, width, dim, lanes = n.batch * n.heads, n.width, n.dim, n.lanes
-    # The last chunks are computed first. They see most tokens, and if one of them began last, all
-    # other threads would have to wait for it.
+    # The last chunks are computed first. They see the most tokens, and if one of them began last,
+    # all other threads would have to wait for it.
     index, unit = n.count - 1 - part // units, part % units
     c = _chunks_at(n.chunks, (1, n.count))[0, index]
     front = unit * n.count + index

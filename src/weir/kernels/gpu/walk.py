@@ -43,7 +43,8 @@ def walk(products: Tensor, gain: Tensor, u: Tensor, free: Tensor) -> Tensor:
     Args:
         products: inner products of the tokens of each block [..., n, n].
         gain: the gain of each block [...]. A sign is + with probability 1/2 - gain * sum, where
-            the sum is that of the token so far.
+            sum adds up the token's inner products with all earlier tokens, each times the
+            earlier token's sign.
         u: uniform random numbers, one for each token [..., n].
         free: mask of the tokens to walk [..., n]; the others get a sign of 0.
     """

@@ -103,7 +103,9 @@ def refuse_key(
 
 
 def family_of(header: GGUFHeader) -> Family:
-    """Return the family of a header's architecture; WeirError if it cannot be read."""
+    """Return the family of a header's architecture; WeirError if weir cannot read the architecture,
+    or the file holds no model.
+    """
     kind = header.fields.get("general.type", "model")
     if kind != "model":
         raise WeirError(
@@ -212,8 +214,8 @@ class _Builder:
         refuse_key(self.header, key, value, why, also=[one for one in also if one in self.fields])
 
     def get(self, suffix: str, default: Any = None) -> Any:
-        """Return the value of a key of the architecture. If it is an array, all its items must be
-        the same.
+        """Return the value of a key of the architecture. If the value is an array, it must have one
+        item for each layer, and all items must be the same.
         """
         key = f"{self.header.architecture}.{suffix}"
         value = self.fields.get(key, default)
@@ -234,7 +236,9 @@ class _Builder:
         return _shorten(value) if isinstance(value, float) else value
 
     def needed(self, suffix: str, default: Any = None) -> Any:
-        """Return the value of a key of the architecture; WeirError if there is none."""
+        """Return the value of a key of the architecture, or the default; WeirError if there is
+        neither.
+        """
         value = self.get(suffix, default)
         if value is None:
             raise WeirError(
@@ -244,7 +248,9 @@ class _Builder:
         return value
 
     def count(self, suffix: str, default: int | None = None) -> int:
-        """Return the value of a key, which must be a whole number of at least 1."""
+        """Return the value of a key, which must be a whole number of at least 1 and below
+        `_LARGEST`.
+        """
         value = self.needed(suffix, default)
         key = f"{self.header.architecture}.{suffix}"
         if type(value) is not int or not 1 <= value < _LARGEST:
@@ -436,7 +442,11 @@ class _Builder:
         if kind == "yarn":
             return self.yarn(factor, original, attention)
         if attention != 1:
-            self.refuse(f"{start}attn_factor", attention, "weir supports only with a scaling")
+            self.refuse(
+                f"{start}attn_factor",
+                attention,
+                "weir supports only with the scalings yarn and longrope",
+            )
         if factor == 1:
             return {"rope_type": "default"}
         return {"rope_type": "linear", "factor": factor}

@@ -117,7 +117,9 @@ class Family:
     swa_base: float | None = 0
 
     def followed(self) -> frozenset[str]:
-        """Return all suffixes that the family follows, whatever their values."""
+        """Return all suffixes that the family follows; those in `values` are followed only with one
+        of the values there.
+        """
         found = COMMON | {self.epsilon} | set(self.keys) | set(self.values)
         if self.rotary:
             found |= ROPE

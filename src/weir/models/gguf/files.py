@@ -23,8 +23,8 @@ def find_gguf(name: str) -> Path | None:
     (`PROJECTOR`) in a folder do not count. The shards of a split file count as one file, and the
     path that is returned is the first shard's.
 
-    Missing shards are reported when the header is read. Raises WeirError for a folder with several
-    files.
+    Missing shards are reported when the header is read. Raises WeirError for a folder that holds
+    several such files, or that cannot be read.
     """
     if name == SMOLLM2:
         package = smollm2_package()
@@ -50,7 +50,7 @@ def find_gguf(name: str) -> Path | None:
 
 
 def is_named_gguf(path: Path) -> bool:
-    """Return whether a name ends with `.gguf`, in any case."""
+    """Return whether a name ends with `.gguf`, in upper or lower case."""
     return path.suffix.lower() == ".gguf"
 
 

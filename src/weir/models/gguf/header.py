@@ -269,7 +269,10 @@ class _HeaderReader:
             if name in tensors:
                 raise _Damaged(f"it has two tensors {name[:60]!r}")
             if offset % alignment:
-                raise _Damaged(f"its tensor {name[:60]!r} begins at byte {offset:,} of the data")
+                raise _Damaged(
+                    f"its tensor {name[:60]!r} begins at byte {offset:,} of the data, which is not "
+                    f"a multiple of {alignment:,}"
+                )
             tensors[name] = TensorInfo(name, shape, kind, self.path, data_at + offset)
         return GGUFHeader(self.path, (self.path,), version, fields, tuple(tensors.values()))
 

@@ -36,14 +36,14 @@ _DEFAULTS = {"bos": 1, "eos": 2, "unknown": 0}
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Ids of special tokens.
+    """Ids of special tokens; None for a token that the file does not have.
 
     Attributes:
         bos: the token at a text's beginning.
         eos: the token at a text's end.
         unknown: the token for characters that no token represents.
         pad: the padding token.
-        ends: all tokens that end an answer, `eos` first.
+        ends: all tokens that end an answer, `eos` first if there is one.
     """
 
     bos: int | None

@@ -71,8 +71,8 @@ _UNSTRIPPED = frozenset({"<unk>", "<s>", "<|endoftext|>"})
 def read_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     """Read a model's tokenizer from the header of a GGUF file, or of its shards.
 
-    Raises WeirError if the header is damaged, or the tokenizer is of a kind that weir does not
-    read.
+    Raises WeirError if the header is damaged, the tokenizer is incomplete, or weir does not support
+    its kind or one of its keys.
     """
     return tokenizer_of(read_header(path))
 
@@ -207,7 +207,8 @@ def _added(header: GGUFHeader, word: str, special: bool) -> AddedToken:
 def _add_ends(
     header: GGUFHeader, made: Tokenizer, words: Sequence[str], special: SpecialTokens, bos: bool
 ) -> None:
-    """Make the tokenizer add tokens at the beginning and end of a text, if the file says so.
+    """Make the tokenizer add tokens at the beginning and end of a text, if the file says so, or by
+    default.
 
     Args:
         header: the file's header.
@@ -221,7 +222,7 @@ def _add_ends(
         wanted = header.fields.get(f"tokenizer.ggml.add_{name}_token", default)
         if wanted and id is None:
             raise WeirError(
-                f"{header.path} says that every text gets the token {name}, but not which token "
+                f"{header.path} needs the token {name} in every text, but does not say which token "
                 "that is. Use another file of the model."
             )
         sides.append([(words[id], id)] if wanted and id is not None else [])
@@ -236,7 +237,7 @@ def _add_ends(
 
 
 def _templates(header: GGUFHeader) -> str | dict[str, str] | None:
-    """Return the chat template, or all of them by name if there are several."""
+    """Return the chat template, or templates by name if the file names any; None if it has none."""
     key = "tokenizer.chat_template"
     named = {
         field.removeprefix(f"{key}."): str(value)

@@ -145,7 +145,9 @@ class Filling:
 
     @property
     def kind(self) -> str:
-        """Name of the tensors' ggml type; "" if types differ, or rows cannot be moved as bytes."""
+        """Name of the tensors' ggml type; "" if there are no tensors, their types differ, or rows
+        cannot be moved as bytes.
+        """
         kinds = {(tensor.type, tensor.shape[0]) for tensor in self.tensors}
         alike = len(kinds) == 1 and self.tensors[0].shape[0] == self.columns
         if not alike or self.less or self.transposed:
@@ -206,8 +208,8 @@ class Filling:
 def check_readable(header: GGUFHeader) -> None:
     """Refuse a file whose weights cannot be read, before anything is built for them.
 
-    Raises WeirError if the package gguf is missing or does not know a tensor's type, or if a file
-    ends before its weights do.
+    Raises WeirError if the package gguf is missing or does not know a tensor's type, if a tensor's
+    rows cannot be divided into blocks of its type, or if a file ends before its weights do.
     """
     try:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
@@ -248,7 +250,7 @@ def check_readable(header: GGUFHeader) -> None:
 def plan_fillings(model: PreTrainedModel, header: GGUFHeader) -> dict[str, Filling]:
     """Find the tensors of each parameter and stored buffer of a model without weights, by name.
 
-    A tensor that several modules share, as a tied head does, is listed once.
+    A parameter that several modules share, such as the weight of a tied head, is listed once.
 
     Raises WeirError if the architecture is unknown, if the file lacks a tensor or holds one that
     nothing reads, or if a tensor has another shape than the model's configuration says.
