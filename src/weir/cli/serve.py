@@ -159,7 +159,10 @@ def serve(
     ] = 30.0,
     cluster: Annotated[
         str | None,
-        Option(help="Serve from replicas on Ray: local, or host:port of a cluster's head node."),
+        Option(
+            help="Serve from replicas on Ray: local, or host:port of a cluster's head node. Needs "
+            "--data, and cannot be combined with --disk, --archive or --compile."
+        ),
     ] = None,
     replicas: Annotated[int, Option(min=1, help="With --cluster: number of replicas.")] = 2,
     *,
