@@ -150,6 +150,11 @@ def suggest(word: str, words: Iterable[str]) -> str:
     return "" if found is None else f", did you mean {found!r}?"
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message; the name of its type if there is none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def format_value(value: Any) -> str:
     """Format a value as policies write it: `false` and `none`, not `False` and `None`."""
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)

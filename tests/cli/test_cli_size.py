@@ -141,7 +141,7 @@ def test_without_the_weights_it_says_what_they_decide(capsys, model, config):
     said = run(capsys, "size", config).out.splitlines()[3]
     assert said.endswith(
         " kB with 8-bit slots: the default policy chooses by the weights, which "
-        "are not on this machine"
+        "are not in a local folder or file"
     )
     pinned = facts_of(capsys, config, "--pin", 8)
     assert pinned["stream_bytes_at_most"] > pinned["stream_bytes"]

@@ -103,6 +103,9 @@ def test_what_cannot_be_gated_is_refused(fresh_llama, tmp_path, monkeypatch):
     file = save_gates(facts.decoder, facts.config, {0: Gate(torch.zeros(3, 2))})
     with pytest.raises(WeirError, match="trained for this model"):
         weir.StreamingCache(model, POLICY)
+    file.with_suffix(".part").mkdir()
+    with pytest.raises(WeirError, match="cannot write the gates"):
+        save_gates(facts.decoder, facts.config, {0: Gate(torch.zeros(3, 2))})
     file.write_bytes(b"not a file of tensors")
     with pytest.raises(WeirError, match="Delete the file"):
         weir.StreamingCache(model, POLICY)

@@ -126,9 +126,17 @@ def test_threads_change_nothing(threads, monkeypatch):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"queries": 17}, {"own": 60}, {"boundary": 30}, {"start": -1}, {"front": 3}, {"boundary": 0}],
+    [
+        {"queries": 17},
+        {"own": 60},
+        {"boundary": 30},
+        {"start": -1},
+        {"front": 3},
+        {"boundary": 0},
+        {"first": 5},
+    ],
 )
 def test_what_lies_outside_of_memory_is_refused(wrong):
     *given, chunks = make([16], 30, 25, 10, 2, (16, 16), 3)
-    with pytest.raises(WeirError, match="must be within the piece"):
+    with pytest.raises(WeirError, match="must cover the piece in order"):
         window.attend_window(*given, [chunks[0]._replace(**wrong)], 0.1)

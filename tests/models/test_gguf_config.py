@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -892,10 +893,34 @@ def test_factors_that_cannot_be_are_refused(
         read(tmp_path, "llama", **{"rope_freqs.weight": factors})
 
 
-def test_factors_beside_another_scaling_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({".rope.scaling.factor": 2.0}, "scaling.factor = 2.0"),
+        ({".rope.scale_linear": 2.0}, "scale_linear = 2.0"),
+        ({".rope.scaling.type": "yarn"}, "scaling.type = 'yarn'"),
+        ({".rope.scaling.attn_factor": 1.5}, "scaling.attn_factor = 1.5"),
+    ],
+)
+def test_factors_beside_another_scaling_are_refused(
+    more: dict[str, Any], said: str, tmp_path: Path
+) -> None:
     factors = np.linspace(1, 3, 8, dtype=np.float32)
-    with pytest.raises(WeirError, match=r"cannot be combined with rope_freqs\.weight"):
-        read(tmp_path, "llama", {".rope.scaling.factor": 2.0}, **{"rope_freqs.weight": factors})
+    message = re.escape(f"llama.rope.{said}, which cannot be combined with rope_freqs.weight")
+    with pytest.raises(WeirError, match=message):
+        read(tmp_path, "llama", more, **{"rope_freqs.weight": factors})
+
+
+def test_factors_of_two_scalings_are_refused(tmp_path: Path) -> None:
+    names = ("rope_freqs", "rope_factors_short", "rope_factors_long")
+    factors = {f"{name}.weight": np.linspace(1, 3, 8, dtype=np.float32) for name in names}
+    with pytest.raises(WeirError, match=r"rope_freqs\.weight and rope_factors_long\.weight, which"):
+        read(tmp_path, "llama", **factors)
+
+
+def test_a_factor_of_phi3_is_refused_by_its_own_name(tmp_path: Path) -> None:
+    with pytest.raises(WeirError, match=r"phi3\.rope\.scaling\.factor = 4\.0, which"):
+        read(tmp_path, "phi3", {".rope.scaling.factor": 4.0})
 
 
 WORDS = ["<s>", "</s>", "<unk>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "a", "<|end|>"]

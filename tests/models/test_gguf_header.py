@@ -17,7 +17,7 @@ gguf = pytest.importorskip("gguf")
 TENSORS = {f"blk.{n}.attn_q.weight": np.full((4, 32), n, dtype=np.float32) for n in range(5)}
 
 
-def write_shard(path: Path, names: list[str], **fields: int) -> None:
+def write_shard(path: Path, names: list[str], **fields: int | str) -> None:
     """Write a shard as `gguf-split` does: only the first one has the fields of the model."""
     out = gguf.GGUFWriter(path, "llama")
     if fields.get("split.no", 0) == 0:
@@ -25,7 +25,8 @@ def write_shard(path: Path, names: list[str], **fields: int) -> None:
     else:
         del out.kv_data[0]["general.architecture"]
     for key, value in fields.items():
-        (out.add_int32 if key.endswith("tensors.count") else out.add_uint16)(key, value)
+        add: Any = out.add_int32 if key.endswith("tensors.count") else out.add_uint16
+        (out.add_string if isinstance(value, str) else add)(key, value)
     for name in names:
         out.add_tensor(name, TENSORS[name])
     out.write_header_to_file()
@@ -127,6 +128,13 @@ def test_a_shard_with_another_name_is_refused(tmp_path: Path) -> None:
     renamed = paths[0].rename(tmp_path / "model.gguf")
     with pytest.raises(WeirError, match=r"one of the 3 shards.*Rename"):
         read_header(renamed)
+
+
+def test_a_number_of_shards_that_is_a_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_shard(path, ["blk.0.attn_q.weight"], **{"split.count": "2"})
+    with pytest.raises(WeirError, match=r"split\.count = '2', which is not a whole number"):
+        read_header(path)
 
 
 def test_names_may_end_in_capital_letters(tmp_path: Path) -> None:

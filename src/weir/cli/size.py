@@ -185,16 +185,16 @@ def size(
 
 
 def _load_if_here(name: str, loading: Loading) -> tuple[PreTrainedModel | None, str]:
-    """Load a model if its weights are on this machine.
+    """Load a model if its weights are in a local folder or file.
 
-    If they are not here or do not fit, returns None and the reason. Weights that cannot be read are
-    an error.
+    If they are not there or do not fit, returns None and the reason. Weights that cannot be read
+    are an error.
     """
     from weir.errors import TooLargeError
     from weir.loading import has_weights
 
     if not has_weights(name):
-        return None, "are not on this machine"
+        return None, "are not in a local folder or file"
     try:
         return load_model(name, loading)[0], ""
     except TooLargeError:

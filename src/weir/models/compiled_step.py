@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from weir.errors import WeirError
+from weir.errors import WeirError, first_line
 from weir.models.cache_name import CACHE
 from weir.models.maskless_cache import MasklessCache
 from weir.models.notices import say, say_once
@@ -64,8 +64,9 @@ class CompiledStep:
                 function, dynamic=False, **copy.deepcopy(dict(options))
             )
         except Exception as error:  # of several types, one of them private
-            reason = str(error).strip().splitlines()[0]
-            raise WeirError(f"torch.compile does not accept these options: {reason}") from None
+            raise WeirError(
+                f"torch.compile does not accept these options: {first_line(error)}"
+            ) from None
 
     def prepare(self) -> None:
         """Do nothing, because PyTorch's guards notice replaced modules."""

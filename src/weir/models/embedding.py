@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from weir.errors import WeirError
+from weir.errors import WeirError, first_line
 from weir.models.images import check_sizes, images_of, pictures_in, unfitting
 from weir.models.interception import MethodPatch, forward_lock_of
 from weir.models.model_spec import input_device
@@ -73,10 +73,9 @@ def embed(model: PreTrainedModel, given: Mapping[str, Any]) -> Tensor:
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
             if (complaint := mismatch(error)) is not None:
                 raise complaint from None
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise WeirError(
-                f"the model cannot read these ids and images ({reason}). Pass the output of its "
-                'processor, made with return_tensors="pt".'
+                f"the model cannot read these ids and images ({first_line(error)}). Pass the "
+                'output of its processor, made with return_tensors="pt".'
             ) from error
         finally:
             around.remove()

@@ -84,8 +84,9 @@ def save_gates(decoder: nn.Module, config: Any, gates: Mapping[int, Gate]) -> Pa
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file(named, part)
         part.replace(path)
-    except OSError as error:
-        raise WeirError(f"cannot write the gates {path}: {error.strerror}") from None
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise WeirError(f"cannot write the gates {path}: {reason}") from None
     return path
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from weir.cache import fit_to_model, size_of
-from weir.errors import WeirError, in_words
+from weir.errors import WeirError, first_line, in_words
 from weir.loading import default_device, skeleton
 from weir.models import free_memory
 from weir.policies import SAME, Pinned, Policy, parse_policy, with_pin
@@ -139,7 +139,7 @@ def _find_free(loading: Mapping[str, Any]) -> tuple[torch.device, int | None]:
         device = torch.device(loading.get("device") or default_device())
         return device, None if loading.get("device_map") else free_memory(device)
     except (RuntimeError, AssertionError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
         raise WeirError(
-            f"no device {loading.get('device')!r} on this machine ({reason}). Use another --device."
+            f"no device {loading.get('device')!r} on this machine ({first_line(error)}). Use "
+            "another --device."
         ) from None

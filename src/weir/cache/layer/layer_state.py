@@ -19,7 +19,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from weir.errors import WeirError
+from weir.errors import WeirError, first_line
 from weir.policies import Pipe
 from weir.pools import CounterRNG, Gating, Output, Recent, Sink
 from weir.slab import (
@@ -349,8 +349,9 @@ class LayerState:
         try:
             slab = Slab(spec, batch, device)
         except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            raise WeirError(f"no memory for {spec.slots} slots in every layer: {reason}") from None
+            raise WeirError(
+                f"no memory for {spec.slots} slots in every layer: {first_line(error)}"
+            ) from None
         self._init_pool_state(slab)
         slab.open_tail(slab.first, start, self.spec.chunk)
         self.slab = slab

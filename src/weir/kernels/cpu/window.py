@@ -295,13 +295,18 @@ def attend_window(
     """
     batch, heads, group, length, dim = queries.shape
     width, tokens = exact[1].shape[3], exact[0].shape[2]
-    fits = sum(c.queries for c in chunks) == length and width >= LEAST_LANES
+    fits, place = width >= LEAST_LANES, 0
     for c in chunks:
+        fits &= c.first == place and c.queries >= 0
+        place += c.queries
         fits &= c.front <= front[1].shape[2] and 0 <= c.start <= c.boundary <= c.own
         fits &= c.boundary <= coded[0].shape[2] or c.boundary == c.start
         fits &= c.own + c.queries <= tokens
-    if not fits:
-        raise WeirError("chunks must be within the piece, and values must have at least 16 numbers")
+    if not fits or place != length:
+        raise WeirError(
+            "chunks must cover the piece in order and be within memory, and values must have at "
+            "least 16 numbers"
+        )
     held = [t.float().contiguous() for t in (queries, *exact, *coded, *front)]
     out = held[0].new_empty((batch, heads, group, length, width))
     table, parts = np.array(chunks, _CHUNK), len(chunks) * batch * heads

@@ -418,9 +418,15 @@ class _Builder:
         if kind == "none":
             factor = 1.0
         if long is not None and short is not None:
-            if kind not in (None, "none", "longrope") or factors is not None:
+            if kind not in (None, "none", "longrope"):
                 self.refuse(
                     f"{start}type", kind, "cannot be combined with rope_factors_long.weight"
+                )
+            if factors is not None:
+                raise WeirError(
+                    f"{self.header.path} has the tensors rope_freqs.weight and "
+                    "rope_factors_long.weight, which are factors of two different scalings. Use "
+                    "another file of the model."
                 )
             made = {
                 "rope_type": "longrope",
@@ -436,8 +442,15 @@ class _Builder:
                 made["attention_factor"] = attention
             return made
         if factors is not None:
-            if factor != 1 or kind == "yarn" or attention != 1:
-                self.refuse(f"{start}factor", factor, "cannot be combined with rope_freqs.weight")
+            scale = "scaling.factor" if self.get("rope.scaling.factor") else "scale_linear"
+            for suffix, value, plain in (
+                ("scaling.type", kind, kind != "yarn"),
+                (scale, factor, factor == 1),
+                ("scaling.attn_factor", attention, attention == 1),
+            ):
+                if not plain:
+                    key = f"{self.header.architecture}.rope.{suffix}"
+                    self.refuse(key, value, "cannot be combined with rope_freqs.weight")
             return _of_factors(factors, rotated, theta, context)
         if kind == "yarn":
             return self.yarn(factor, original, attention)
@@ -706,9 +719,11 @@ def _softcaps(builder: _Builder, sizes: dict[str, Any], head: int) -> dict[str, 
 
 def _phi3(builder: _Builder, sizes: dict[str, Any], head: int) -> dict[str, Any]:
     """Return the length of the context before it was extended, and check the scaling."""
-    kind = builder.get("rope.scaling.type")
-    if kind in ("linear", "yarn") or builder.get("rope.scaling.factor", 1) not in (0, 1):
+    kind, factor = builder.get("rope.scaling.type"), builder.get("rope.scaling.factor", 1)
+    if kind in ("linear", "yarn"):
         builder.refuse("phi3.rope.scaling.type", kind, "weir does not support for phi3")
+    if factor not in (0, 1):
+        builder.refuse("phi3.rope.scaling.factor", factor, "weir does not support for phi3")
     context = sizes["max_position_embeddings"]
     original = builder.get("rope.scaling.original_context_length") or context
     return {"original_max_position_embeddings": original}

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
-from weir.errors import WeirError
+from weir.errors import WeirError, quote
 
 MAX_FIELDS, MAX_TENSORS, MAX_ITEMS, MAX_STRING = 1 << 16, 1 << 17, 1 << 24, 1 << 26
 """Largest counts, and largest string in bytes, that a header may declare."""
@@ -150,7 +150,13 @@ def read_header(path: Path) -> GGUFHeader:
     named = _SHARD.fullmatch(path.name)
     if named is None:
         header = _read_one(path)
-        if (count := header.fields.get("split.count", 1)) not in (0, 1):
+        count = header.fields.get("split.count", 1)
+        if type(count) is not int:
+            raise WeirError(
+                f"{path} says split.count = {quote(count)}, which is not a whole number. Use "
+                "another file of the model."
+            )
+        if count not in (0, 1):
             raise WeirError(
                 f"{path} is one of the {count} shards of a split file, but its name does not say "
                 f"which. Rename the shards to {path.stem}-00001-of-{count:05}.gguf and so on."
