@@ -1,7 +1,9 @@
 """Output projection of attention (`o_proj`), for pools that score tokens by their values.
 
 Its weight is W_o. Attention that reads a token with the value v adds a multiple of W_o v to the
-layer's output. CriticalKV, CAOTE and DefensiveKV compute their scores from W_o v.
+layer's output. The pools `critical`, `defend` and `tail` compute scores from the size of W_o v. The
+pools `match` and `residue` use W_o, too: they compare answers of attention by their effect on the
+output.
 """
 
 from __future__ import annotations

@@ -81,10 +81,10 @@ def choose_products(
     """Let a model's linear layers use the faster product for few rows on this machine.
 
     This affects `nn.Linear` on a CPU, in float32 or bfloat16, without gradients, in calls with at
-    most 32 rows. Everything else is unchanged, including prompts of more than 32 tokens. The model's
-    weights are moved into large pages of memory, if Linux has them (`native.huge_pages`). They can
-    be changed, moved or loaded afterwards, but older views of a weight no longer follow it. Outputs
-    differ only by rounding. Does nothing without numba.
+    most 32 rows. Everything else is unchanged, including prompts of more than 32 tokens. The
+    model's weights are moved into large pages of memory, if Linux has them (`native.huge_pages`).
+    They can be changed, moved or loaded afterwards, but older views of a weight no longer follow
+    it. Outputs differ only by rounding. Does nothing without numba.
 
     Args:
         model: any module.

@@ -385,7 +385,9 @@ _ONE, _TILES, _FEW, _FEW_INT8 = range(4)
 
 
 def way_of(rows: int, bits: int, outputs: int) -> tuple[int, int]:
-    """Choose the kernel for some rows and a weight, and its first argument."""
+    """Choose how to multiply some rows with a weight. Returns `way` and `first`, arguments of
+    `multiply_part`.
+    """
     if rows == 1:
         return _ONE, bits
     if rows >= _SOME and outputs >= LINES:
