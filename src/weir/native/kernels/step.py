@@ -103,9 +103,10 @@ OPERATION = np.dtype(
             # before this one [rows]; `DecodeSlots.unasked`, the number of tokens at the start of a
             # tail whose queries the fold does not read.
             *("waiting_queries", "places", "waiting", "unasked"),
-            # Addresses of float32: the answers and sums of stretches [rows, all_heads, stretches,
-            # group, width + 2], and the largest absolute key or value [rows, most_heads], of which
-            # this operation writes the first `heads` numbers of each row.
+            # Addresses of float32: for each row and each of `all_heads`, the answers of all
+            # stretches [stretches, group, width] and then their sums [stretches, group, 2]; and the
+            # largest absolute key or value [rows, most_heads], of which this operation writes the
+            # first `heads` numbers of each row.
             *("partial", "largest", "most_heads"),
             # Memory that is read next, and is prefetched.
             *("ahead", "ahead_bytes"),
