@@ -62,8 +62,8 @@ def test_it_says_why_steps_are_not_native(chat, monkeypatch):
     monkeypatch.setenv("WEIR_KERNELS", "reference")
     said = chat().err.splitlines()[1]
     assert said == (
-        "decode steps run in PyTorch, not natively, which is slower: numba is not installed, or "
-        "WEIR_KERNELS chooses other kernels"
+        "decode steps run in PyTorch, not natively, which is slower: numba is not installed or "
+        "does not work here, or WEIR_KERNELS chooses other kernels"
     )
 
 

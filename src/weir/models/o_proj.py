@@ -1,7 +1,9 @@
 """Output projection of attention (`o_proj`), for pools that score tokens by their values.
 
 Its weight is W_o. Attention that reads a token with the value v adds a multiple of W_o v to the
-layer's output. CriticalKV, CAOTE and DefensiveKV compute their scores from W_o v.
+layer's output. The pools `critical`, `defend` and `tail` compute scores from the size of W_o v. The
+pools `match` and `residue` use W_o, too: they compare answers of attention by their effect on the
+output.
 """
 
 from __future__ import annotations
@@ -49,8 +51,9 @@ class OutputProjection:
         belongs to a query head.
 
         Their shape is [kv_heads, group, value_dim, value_dim], float32. Returns None if the weights
-        cannot be read, because the model no longer exists, because another library has quantized
-        them, because they are offloaded, or because the layer has none of the names `_NAMES`.
+        cannot be read: the model no longer exists, the layer has none of the names `_NAMES`, the
+        weights are offloaded or quantized in a form that `output_weight` does not support, or they
+        have another size than the heads.
         """
         if device not in self._known:
             found = self._factors(value_dim)
@@ -59,7 +62,7 @@ class OutputProjection:
 
     def parts(self, value_dim: int, device: torch.device) -> Tensor | None:
         """Return W_o of each query head [kv_heads, group, hidden, value_dim]; None if the weights
-        cannot be read.
+        cannot be read or have another size than the heads.
         """
         attention = self._attention()
         weight = None if attention is None else output_weight(attention)

@@ -33,7 +33,8 @@ class AttentionInputs:
 
     Attributes:
         module: the layer's attention module.
-        queries: [batch, heads, length, key_dim], rotated, like the keys.
+        queries: [batch, heads, length, key_dim]; queries and keys are already rotated, if the model
+            rotates them.
         keys, values: [batch, kv_heads, tokens, key_dim] and [..., value_dim].
         params: the parameters of the attention.
         mask: true where a query attends, broadcasts with [batch, 1, length, tokens]; None if every
@@ -59,7 +60,9 @@ def observe_attention(config: Any, hear: Hear) -> Iterator[None]:
     """Within the context, call `hear` before each attention that a model of this configuration
     computes.
 
-    The model computes the same as with SDPA. Other threads that call the model wait.
+    The model's attention is computed by SDPA, or by weir's formula if the model caps its logits or
+    has trained attention sinks. Calls in other threads wait if weir's hooks are on the model;
+    otherwise they fail.
 
     Raises:
         WeirError: in the model's forward, if the model adds numbers to its attention logits.

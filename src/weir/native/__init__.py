@@ -22,7 +22,7 @@ trust the name of a decoder:
    formulas.
 3. `program` makes the table for the slots of a cache, and `check` compares the result of each of
    its operations with PyTorch's.
-4. `watch` notices before every step whether a module, a weight or a hook was replaced.
+4. `watch` notices before every step whether a module or a weight was replaced, or a hook was added.
 
 If a decoder is refused, the model runs its own steps, and `StepEngine.why_not` says why.
 

@@ -20,7 +20,7 @@ its factor, where `power` is `BlockFormat.unit`, a constant of the type.
 Numbers of 16 bits, F16 and BF16, are also stored in such panels, without scales: for each block,
 first the first number of all outputs, then the second, and so on.
 
-Format: the types of the ggml project. Codes and scales are kept as they are in the file, so that
+Format: the types of the ggml project. Numbers have exactly the values that the file gives them:
 nothing is rounded.
 """
 
@@ -94,7 +94,7 @@ class BlockFormat(NamedTuple):
 
     @property
     def factors(self) -> int:
-        """How many numbers of 8 bits a block has for each output."""
+        """How many factors of 8 bits a block has for each output; 0 if blocks share no scales."""
         return self.heads * (2 if self.halves else 1) if self.shared else 0
 
     @property
@@ -112,8 +112,8 @@ class BlockFormat(NamedTuple):
         """Return which vector of a plane has the bits of a group's codes, and by how many bits they
         are shifted.
 
-        In blocks with one scale, the first groups have the lowest bits of all vectors, as in files.
-        If each half has its own scale, the groups of a half are stored together.
+        If each half of a block has a separate factor, the groups of a half are stored together.
+        Otherwise, the first groups have the lowest bits of all vectors, as in files.
         """
         bits = self.planes[plane]
         if self.halves:
@@ -174,4 +174,4 @@ BLOCK_TYPES: dict[str, BlockFormat] = {
     "F16": BlockFormat((16,), number="half"),
     "BF16": BlockFormat((16,), number="bfloat"),
 }
-"""The format of each type of a GGUF file, by the name of the type."""
+"""The format of each supported type of a GGUF file, by the name of the type."""

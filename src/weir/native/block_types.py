@@ -40,8 +40,8 @@ class Parts(NamedTuple):
 
 
 def describe_widened(kinds: Iterable[str]) -> str:
-    """Return a sentence about types that take more bits in memory than in a file; "" if there are
-    none.
+    """Return a sentence about types that take more than `WIDENED` times as many bits in memory as
+    in a file; "" if there are none.
     """
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
@@ -95,10 +95,10 @@ def _read_numbers(raw: Tensor) -> Parts:
 
 
 def _read_nibbles(heads: int, fifth: bool = False) -> Callable[[Tensor], Parts]:
-    """Make a reader of blocks of 4-bit codes, or with `fifth` of 5-bit codes.
+    """Make a reader of blocks whose codes have 4 bits, or 5 bits if `fifth` is true.
 
-    A block begins with `heads` numbers in float16. The fifth bits of all codes come next, and then
-    the other four bits.
+    A block begins with `heads` numbers in float16. If codes have 5 bits, the fifth bits of all
+    codes come next. The other four bits of all codes come last.
     """
 
     def read(raw: Tensor) -> Parts:
@@ -192,8 +192,10 @@ def _read_tq2_0(raw: Tensor) -> Parts:
 
 
 def _read_tq1_0(raw: Tensor) -> Parts:
-    """Read TQ1_0, whose codes are 0, 1 or 2. A byte has five codes, and each of the last four bytes
-    has four: they are the first digits of byte / 256 in base 3.
+    """Read TQ1_0, whose codes are 0, 1 or 2.
+
+    A byte has five codes, except for the last four bytes of codes, which have four each. The codes
+    of a byte are the first digits of byte / 256 in base 3.
     """
     parts = raw.unflatten(1, (-1, 54))
     powers = torch.tensor([1, 3, 9, 27, 81], dtype=torch.uint8)[:, None]
@@ -236,8 +238,8 @@ class _Grid(NamedTuple):
     """Tables of a type for which a file stores indexes of a grid instead of codes.
 
     Attributes:
-        codes: for each index, the codes of its values, without signs: eight of them as one number
-            of 64 bits, or four as one number of 32 bits.
+        codes: for each index, the codes of its values, which are positive except for IQ1 types:
+            eight codes as one number of 64 bits, or four as one number of 32 bits.
         signs: for each combination of eight sign bits, the mask of 64 bits whose exclusive or with
             the codes of eight positive values gives the codes of the signed values.
     """
@@ -250,8 +252,10 @@ class _Grid(NamedTuple):
 def _grid(kind: str) -> _Grid:
     """Make the tables of a type.
 
-    The values in `form.table` are in order and symmetric. So, except for IQ1 types, whose codes get
-    no signs, the code of -x is the code of x with all bits inverted.
+    The signed values of a type (`form.table` minus 128) are symmetric: from last to first, they are
+    the same as from first to last with opposite signs. So the code of -x is the code of x with all
+    bits inverted. This does not hold for IQ1 types, whose tables have six values, but their codes
+    get no signs.
     """
     from gguf import quants
 

@@ -36,7 +36,9 @@ BLOCK_FORMATS = {"q8_0": "Q8_0", "q4_0": "Q4_0", "q4_1": "Q4_1"}
 STORED_FORMATS = tuple(BLOCK_TYPES)
 """Types of a GGUF file that are multiplied without conversion."""
 TOGETHER = 32 * PANEL
-"""Number of outputs of a weight that are quantized to blocks at a time."""
+"""Number of outputs of a weight that are quantized to blocks, or read from a file without a kernel,
+at a time.
+"""
 LINEAR = ("Linear", "FalconLinear")
 """Names of classes that compute the same as `nn.Linear`; others are not quantized."""
 AS_STORED = "gguf"
@@ -73,8 +75,8 @@ class Blocks:
     @classmethod
     def quantize(cls, weight: Tensor, kind: str) -> Blocks:
         """Quantize a weight [outputs, inputs] to one of `BLOCK_FORMATS`, like ggml's reference,
-        except that codes are computed from the rounded scale. On the device `meta`, any type is
-        accepted, and only sizes are set.
+        except that codes are computed from the rounded scale and minimum. On the device `meta`, any
+        type is accepted, and only sizes are set.
         """
         kind = BLOCK_FORMATS.get(kind, kind)
         found = cls(kind, weight.shape[0], weight.shape[1], weight.device)
@@ -289,7 +291,7 @@ def describe_weights(model: PreTrainedModel) -> tuple[int, str]:
 
 
 def has_block_weights(model: nn.Module) -> bool:
-    """Return whether any weight of a model is in blocks, so that its numbers are rounded."""
+    """Return whether any weight of a model is in blocks."""
     return any(isinstance(module, _InBlocks) for module in model.modules())
 
 
@@ -332,8 +334,9 @@ def _scaled(embedding: nn.Module, rows: Tensor) -> Tensor:
 
 
 def looks_up(embedding: Any) -> bool:
-    """Return whether an embedding computes the same as a `BlockEmbedding`, by looking up some
-    rows.
+    """Return whether an embedding computes the same as a `BlockEmbedding`.
+
+    PyTorch's own class does. An embedding with a scale is tried on a few rows.
     """
     plain = type(embedding) is nn.Embedding
     if plain or not isinstance(embedding, nn.Embedding) or not hasattr(embedding, "embed_scale"):
@@ -357,7 +360,8 @@ def fits_blocks(module: nn.Module) -> bool:
 
 
 def put_blocks(model: PreTrainedModel, names: Iterable[str], kind: str) -> None:
-    """Quantize linear layers, and the embedding if the head shares its table. The head gets 8 bits.
+    """Quantize linear layers, and also the embedding if the head shares its table and blocks can do
+    what it computes (`looks_up`). The head and the embedding get 8 bits.
 
     Args:
         model: any model.
@@ -388,7 +392,7 @@ def put(module: nn.Module, blocks: Blocks) -> None:
 
 
 def warn_without_kernel(model: PreTrainedModel) -> None:
-    """Warn if products of blocks are slower than those of plain weights."""
+    """Warn if no kernel multiplies blocks, so that they are slower than plain weights."""
     if dispatch.linear_blocks(torch.empty(1, BLOCK, device=model.device)) is None:
         warnings.warn(
             "on this machine, weights in blocks are dequantized for every product, which is slow. "
@@ -399,7 +403,7 @@ def warn_without_kernel(model: PreTrainedModel) -> None:
 
 
 def check_stored(path: Path | None, name: str) -> Path:
-    """Return the file whose blocks are wanted (WeirError if the model is not from one)."""
+    """Return the path of a model's GGUF file; WeirError if it is None."""
     if path is None:
         raise WeirError(
             f'weights="{AS_STORED}" keeps the blocks of a GGUF file, but {name} is not one. Use '

@@ -4,14 +4,15 @@
 the real weights and slots. Of the tables for slots of the same sizes (`StepProgram.kind`), only the
 first is checked.
 
-Each operation's result is compared with PyTorch's, in float32 and from the same inputs that the
-operation read, so that errors do not accumulate over operations. Therefore weights in 16 bits need
-no wider tolerance. Neither do weights in blocks, because their inputs are rounded to 8 bits from
-the same numbers, and so in the same way. There is one exception: attention's answers are merged by
-the product that reads them, so a few of them may be rounded to the neighboring step.
+Each operation's result is compared with PyTorch's, in float32 or float64 and from the same inputs
+that the operation read, so that errors do not accumulate over operations. Therefore weights in 16
+bits need no wider tolerance. Neither do weights in blocks, because their inputs are rounded to 8
+bits from the same numbers, and so in the same way. There is one exception: attention's answers are
+merged by the product that reads them, so a few of them may be rounded to the neighboring step.
 
-Rows are at several places of the stream, one of them far beyond any window. Hidden states are
-random, except in the run at the step's own places.
+The first layer of each kind runs over random hidden states, with its rows at several places of the
+stream, some of them far beyond any window. It then runs over the step's own hidden states, at the
+step's own places. The other layers have only this run, which is not always compared (`every`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Selects the CPU engine's kernels, as `weir.kernels.dispatch` does for those of slabs and pools.
 
-Each function returns None (`block_function` returns 0) if it finds no kernel: numba is not
-installed, the processor lacks the instructions, the kernel cannot read the tensors, or
-`WEIR_KERNELS` chooses another library or none.
+Each function that finds a kernel returns None (`block_function` returns 0) if there is none: numba
+is not installed, the processor lacks the instructions, the kernel cannot read the tensors, or
+`WEIR_KERNELS` chooses another library or none. Functions that are given tensors also return None
+while PyTorch compiles (`is_compiling`).
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ PATIENCE = 1.0
 if the kernel is in numba's cache.
 """
 WAITING = (
-    "compiling the decode step for this machine, which takes half a minute, once; until then, "
-    "steps run uncompiled"
+    "compiling the decode step for this machine, once, which takes half a minute; until it is "
+    "compiled, steps run in PyTorch"
 )
 UNFINISHED = "the kernel is still being compiled; steps are native when it is ready"
 """The reason why steps are not native yet."""
@@ -117,7 +117,9 @@ class NativeStep:
 
     @property
     def reason(self) -> str | None:
-        """Why the decoder's modules do not support native steps; None if they do."""
+        """Why the decoder's modules do not support native steps; None if they do, and before
+        `prepare` was called.
+        """
         return self._reason
 
     def step(self, step: Step, given: Given, own: OwnForward) -> BaseModelOutputWithPast | None:
@@ -211,8 +213,8 @@ class NativeStep:
             self._whole, whole = (whole.model, None), None
 
     def _read_whole(self, form: DecoderForm, slots: StepSlots) -> Whole | None:
-        """Return the model whose logits are wanted; None if it computes more than its decoder and
-        its head, so that it has to be called.
+        """Return the model whose logits are wanted. Return None if only hidden states are wanted,
+        or if the model computes more than its decoder and its head, so that it has to be called.
         """
         model = None if slots.asker is None else slots.asker()
         if model is None:

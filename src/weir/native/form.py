@@ -53,7 +53,7 @@ class Weight(NamedTuple):
 
     Attributes:
         numbers: [outputs, inputs], float32, bfloat16 or int8; or the codes of `Blocks`.
-        scale: the scale of each output, float32, for int8; or the scales of `Blocks`.
+        scale: the scale of each output, float32, for int8; the scales of `Blocks`; otherwise None.
         bias: float32 or bfloat16; None for none.
         outputs, inputs: sizes.
         function: for `Blocks`, the address of the function that multiplies with them
@@ -104,7 +104,7 @@ class Projection(NamedTuple):
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply float32 numbers [rows, inputs] as the module does, without rounding to 16 bits.
 
-        Inputs of weights in blocks are rounded to 8 bits, as always.
+        Inputs of weights in blocks are rounded to 8 bits wherever the module rounds them.
         """
         module = self.module
         if type(module) is nn.Linear:

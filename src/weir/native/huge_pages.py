@@ -28,7 +28,7 @@ SPARE = 1.25
 """Weights are moved only if this many times their bytes are free."""
 
 CHUNK = 2**26
-"""Bytes of memory that `LargePages` requests from the system at a time."""
+"""Smallest number of bytes that `LargePages` requests from the system at a time."""
 
 _MOVED = WeakTensorKeyDictionary()
 """The address that each moved tensor got. A tensor at another address has been given other memory
@@ -42,8 +42,9 @@ def move_to_huge_pages(weights: Iterable[Tensor]) -> int:
     """Move contiguous CPU tensors into memory with large pages, and return the bytes moved now.
 
     Each tensor stays the same object. Its old memory is freed unless a view or a `detach()` holds
-    it; such a view no longer follows the tensor. Does nothing without large pages or with too
-    little memory.
+    it; such a view no longer follows the tensor. Tensors that were made in inference mode, or are
+    already in such memory, are skipped. Does nothing if the others are smaller than one large page
+    together, if the system has no large pages, or if too little memory is free.
     """
     free = free_memory(torch.device("cpu"))
     weights = [weight for weight in weights if not weight.is_inference()]
@@ -62,7 +63,8 @@ class LargePages:
     """Memory in large pages for tensors that are written later.
 
     Weights that are written there do not have to be moved by `move_to_huge_pages`, which holds them
-    twice during the move. If the system has no large pages, tensors get ordinary memory.
+    twice during the move. If the system has no large pages or too little free memory, tensors get
+    ordinary memory.
     """
 
     def __init__(self) -> None:
@@ -86,7 +88,9 @@ class LargePages:
         return made
 
     def _take(self, nbytes: int) -> None:
-        """Map memory for `nbytes` bytes. The rest of the previous mapping stays unused."""
+        """Map `nbytes` bytes of memory in large pages, if the system has so much. The rest of the
+        previous mapping stays unused.
+        """
         self._memory = None
         free = free_memory(torch.device("cpu"))
         if not _has_large_pages() or free is None or free < SPARE * nbytes:

@@ -34,8 +34,8 @@ more than the largest always use PyTorch.
 CLEAR = 1.05
 """Smallest speedup for which weir's kernel is chosen."""
 BEYOND_CACHES = 2**26
-"""Bytes of weights that a timing round reads, if the model has as many. It is more than most
-processors can cache, because in a decode step every weight comes from memory.
+"""About how many bytes of weights of one shape a timing round reads, if the model has as many. This
+is more than most processors can cache, because in a decode step every weight comes from memory.
 """
 ROUNDS = range(5, 12)
 """Smallest and largest number of rounds of a timing (`start` and `stop`)."""
@@ -80,11 +80,11 @@ def choose_products(
 ) -> dict[str, float]:
     """Let a model's linear layers use the faster product for few rows on this machine.
 
-    This affects `nn.Linear` on a CPU, in float32 or bfloat16, without gradients. Everything else,
-    including prompts, is unchanged. The model's weights are moved into large pages of memory, if
-    Linux has them (`native.huge_pages`). They can be changed, moved or loaded afterwards, but older
-    views of a weight no longer follow it. Outputs differ only by rounding. Does nothing without
-    numba.
+    This affects `nn.Linear` on a CPU, in float32 or bfloat16, without gradients, in calls with at
+    most 32 rows. Everything else is unchanged, including prompts of more than 32 tokens. The
+    model's weights are moved into large pages of memory, if Linux has them (`native.huge_pages`).
+    They can be changed, moved or loaded afterwards, but older views of a weight no longer follow
+    it. Outputs differ only by rounding. Does nothing without numba.
 
     Args:
         model: any module.

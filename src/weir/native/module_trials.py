@@ -58,7 +58,8 @@ def trial_rows(width: int, epsilon: float | None = None) -> Tensor:
 
     Args:
         width: of a row.
-        epsilon: the epsilon of a norm; one row is so small that epsilon dominates.
+        epsilon: the epsilon of a norm; one row is so small that the squares of its numbers are
+            about as large as epsilon.
     """
     draw = torch.Generator().manual_seed(width)
     sizes = torch.tensor([*_SIZES, 1e-3 if epsilon is None else max(epsilon, 1e-30) ** 0.5])

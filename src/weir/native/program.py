@@ -218,8 +218,8 @@ class StepProgram:
         self.table.run(layer.mlp, layer.stop)
 
     def normalize(self, norm: Norm | None, x: Tensor) -> Tensor:
-        """Return numbers [rows, width] bit-identical to the input of an operation with this norm;
-        without a norm, they are returned unchanged.
+        """Normalize x [rows, width]. The result is bit-identical to the input that an operation
+        with this norm computes from x. Without a norm, x is returned.
         """
         if norm is None:
             return x
@@ -366,7 +366,9 @@ class StepProgram:
         return [gate, up, down, gated]
 
     def _from(self, norm: Norm | None) -> Fields:
-        """Return the hidden state as an input, through a norm if there is one."""
+        """Return the fields of an operation that reads the hidden state, through a norm if there is
+        one.
+        """
         if norm is None:
             return {"x": self.hidden, "source": "plain"}
         return {"x": self.hidden, "source": "norm", **norm.fields()}

@@ -3,7 +3,7 @@
 With "int8" and "int4", torchao makes and stores the integers and their scales. With "q8_0", "q4_0"
 and "q4_1", weir makes blocks as in GGUF files (`block_weights`). Norms, experts that are stored in
 one tensor, and an embedding with a separate table are unchanged. If embedding and head share one
-table, both use the same blocks, or, with torchao, the embedding keeps the table and the head gets a
+table, both use the same blocks. With torchao, the embedding keeps the table, and the head gets a
 quantized copy, because at batch 1 the head is the largest weight that a step reads. This module
 does not use caches.
 """
@@ -73,7 +73,7 @@ def check_not_quantized(name: str, config: Any) -> None:
 
 
 def quantize_weights(model: PreTrainedModel, weights: str) -> None:
-    """Quantize the weights of all linear layers to 8 or 4 bits, permanently.
+    """Quantize the weights of linear layers to 8 or 4 bits, permanently.
 
     The model cannot be trained afterwards, except for adapters.
 
@@ -81,8 +81,9 @@ def quantize_weights(model: PreTrainedModel, weights: str) -> None:
         model: any model, on its final device.
         weights: one of `BITS` or `BLOCK_FORMATS`.
 
-    Raises WeirError if torchao is needed but not installed or cannot quantize on this device, or if
-    no layer can be quantized.
+    Raises WeirError if `weights` has another value, if torchao is needed but not installed or
+    cannot quantize on this device, if the weights are already quantized or distributed, or if no
+    layer except the head can be quantized.
     """
     if weights == AS_STORED:
         raise WeirError(
@@ -159,7 +160,7 @@ def _quantize_by_torchao(model: PreTrainedModel, bits: dict[str, int]) -> None:
 def shrink(skeleton: PreTrainedModel, weights: str, path: Path | None = None) -> None:
     """Resize the weights of a model on the device `meta` as loading with `weights=` would.
 
-    Does not need torchao. Raises a WeirError if no layer can be quantized.
+    Does not need torchao. Raises a WeirError if no layer except the head can be quantized.
 
     Args:
         skeleton: the model, without numbers.

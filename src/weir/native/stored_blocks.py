@@ -1,7 +1,7 @@
 """Weights that stay in the blocks of their GGUF file: `weir.load(name, weights="gguf")`.
 
 The blocks are read from the file, some rows at a time, and put into the order that kernels need.
-They are neither dequantized nor stored elsewhere. This module does not use caches.
+They are not dequantized, and no second copy of them is kept. This module does not use caches.
 """
 
 from __future__ import annotations

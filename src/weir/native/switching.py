@@ -129,5 +129,5 @@ def _choose_compiled(spec: ModelSpec, options: dict[str, Any], strict: bool) -> 
     return True
 
 
-NO_KERNEL = "numba is not installed, or WEIR_KERNELS chooses other kernels"
+NO_KERNEL = "numba is not installed or does not work here, or WEIR_KERNELS chooses other kernels"
 """The reason why no step is native."""

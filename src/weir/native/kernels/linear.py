@@ -11,8 +11,8 @@ are three ways to multiply:
 - Two lines of 8 bits at a time: for a few rows. The next numbers are prefetched, because a
   processor prefetches memory that is read in order, but not beyond the end of a page of 4 KB. With
   576 inputs, for example, a page has only seven lines. Each number is converted to a float once for
-  all rows, and multiplied into sums that stay in registers. The order in which a sum is added up
-  does not depend on the number of rows or on the place of the line.
+  several rows, and multiplied into sums that stay in registers. The order in which a sum is added
+  up does not depend on the number of rows or on the place of the line.
 - Tile by tile: for 5 or more rows. Each number of a weight is multiplied with every row, and sums
   have to stay in registers so that the processor can do this at full speed. A *tile* is the product
   of a vector of 8 or 16 rows with 12 lines of the weight. Its 12 vectors of sums fit into the
@@ -385,7 +385,9 @@ _ONE, _TILES, _FEW, _FEW_INT8 = range(4)
 
 
 def way_of(rows: int, bits: int, outputs: int) -> tuple[int, int]:
-    """Choose the kernel for some rows and a weight, and its first argument."""
+    """Choose how to multiply some rows with a weight. Returns `way` and `first`, arguments of
+    `multiply_part`.
+    """
     if rows == 1:
         return _ONE, bits
     if rows >= _SOME and outputs >= LINES:

@@ -85,7 +85,9 @@ _OTHER_PROCESSOR = os.environ.get("NUMBA_CPU_NAME") or os.environ.get("NUMBA_CPU
 _VNNI = lanes() == PANEL and bool(_FEATURES.get("avx512vnni"))
 _NEEDED = ("avx512vnni",) if _VNNI else ("avx2", "fma", "f16c")
 SUPPORTED = not _OTHER_PROCESSOR and all(_FEATURES.get(name) for name in _NEEDED)
-"""Whether numba compiles for this processor, and it has VNNI on vectors of 64 bytes, or AVX2."""
+"""Whether numba compiles for this processor, and it has VNNI on vectors of 64 bytes, or AVX2 with
+FMA and F16C.
+"""
 _LANES = PANEL if _VNNI else PANEL // 2
 """Whole-number sums in a vector."""
 TOGETHER = 8 if _VNNI else 4

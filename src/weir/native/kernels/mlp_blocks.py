@@ -33,7 +33,7 @@ SUPPORTED = BLOCKS_SUPPORTED
 
 
 def _run_rows(address: int) -> None:
-    """Run the rows part after part; threads share the parts."""
+    """Run the MLP on some rows, then on the next; threads share the rows."""
     n = longs_at(address, (1, 25))[0]
     some, count, blocks, inner, outputs, activation = n[2], n[3], n[4], n[5], n[6], n[7]
     gate_function, up_function, down_function = n[8], n[9], n[10]

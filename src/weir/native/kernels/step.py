@@ -100,11 +100,13 @@ OPERATION = np.dtype(
             *("held", "span", "window"),
             # The address of the buffer of queries that the next fold reads [rows, heads, places,
             # group * dim], or 0, and its places; the address of the number of tokens in each tail
-            # [rows]; how many of these tokens share the first place.
+            # before this one [rows]; `DecodeSlots.unasked`, the number of tokens at the start of a
+            # tail whose queries the fold does not read.
             *("waiting_queries", "places", "waiting", "unasked"),
-            # Addresses of float32: the answers and sums of stretches [rows, all_heads, stretches,
-            # group, width + 2], and the largest absolute key or value [rows, most_heads], of which
-            # this operation writes the first `heads` numbers of each row.
+            # Addresses of float32: for each row and each of `all_heads`, the answers of all
+            # stretches [stretches, group, width] and then their sums [stretches, group, 2]; and the
+            # largest absolute key or value [rows, most_heads], of which this operation writes the
+            # first `heads` numbers of each row.
             *("partial", "largest", "most_heads"),
             # Memory that is read next, and is prefetched.
             *("ahead", "ahead_bytes"),
@@ -253,7 +255,9 @@ def _call_reader(builder: ir.IRBuilder, function: Any, lookup: Any) -> None:
 
 @njit(nogil=True)
 def _look_up(n: np.record) -> None:
-    """Look up each row's embedding [rows, inputs], times a factor; NaN if its id does not exist."""
+    """Look up each row's embedding [rows, inputs], times a factor. If an id does not exist, its row
+    becomes NaN; with weights in blocks, all rows do.
+    """
     if n.reader:
         _call_reader(n.reader, n.lookup)
     ids, factor = longs_at(n.where, (1, n.rows))[0], np.float32(n.factor)
@@ -472,11 +476,12 @@ class StepTable:
     """The operations of a step, in order. It is made once, and run in every step.
 
     Attributes:
+        rows: number of rows in the batch.
+        threads: number of threads that run the operations.
         operations: an array of `OPERATION`, after `finish` was called.
 
     Args:
-        rows: number of rows in the batch.
-        threads: number of threads, the same as PyTorch's.
+        rows, threads: see the attributes.
     """
 
     operations: np.ndarray
@@ -597,7 +602,7 @@ class StepTable:
     def run(self, first: int = 0, stop: int | None = None) -> None:
         """Run all operations, or those from `first` on and before `stop`.
 
-        Operations before `first` must have run.
+        What these operations read from earlier ones must be in memory already.
         """
         stop = len(self._made) if stop is None else stop
         for counts in self._counters:
