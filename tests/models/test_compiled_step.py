@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 import weir
 from weir import StreamingCache, WeirError, compile_steps
 from weir.models import CompiledStep
+from weir.native import switching
 
 CHUNK = 4
 PROMPT, STEPS = 30, 22
@@ -360,6 +361,20 @@ def test_a_cpu_has_native_steps_and_no_options(fresh_llama) -> None:
         compile_steps(model, mode="default")
     assert compile_steps(model) is False
     compile_steps(model, on=False)
+
+
+def test_a_gpu_can_be_told_to_stop_compiling(fresh_llama, monkeypatch) -> None:
+    monkeypatch.setattr(switching, "input_device", lambda _: torch.device("cuda"))
+    model = fresh_llama()
+    assert compile_steps(model) is True
+    stream = weir.Stream(model, POLICIES[0])
+    assert compile_steps(model, torch_compile=False) is False
+    stream.feed([1, 2])
+    stream.feed([3])
+    assert stream.report()["steps"] == {
+        "run": "eager",
+        "reason": "weir.compile_steps was called with torch_compile=False",
+    }
 
 
 @pytest.mark.parametrize("model", ["nano", nn.Linear(2, 2)])

@@ -26,6 +26,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import weir
 from weir import Stream, StreamingCache, WeirError
+from weir.models import observe_attention
 
 pytestmark = pytest.mark.thinned(3, least=2)
 
@@ -104,6 +105,15 @@ def together(*jobs: Callable[[], Any]) -> list[Any]:
 
 
 # --- threads
+
+
+def test_a_call_beside_a_thread_that_observes_is_refused(fresh_llama) -> None:
+    model = fresh_llama()
+    with (
+        observe_attention(model.config, lambda inputs: None),
+        pytest.raises(WeirError, match="another thread observes the attention of this model"),
+    ):
+        together(lambda: model(torch.zeros(1, 4, dtype=torch.int64)))
 
 
 @pytest.mark.parametrize(

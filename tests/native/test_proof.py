@@ -308,7 +308,7 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "fewer layers than there are": (
         "llama",
         lambda m: setattr(m.model.config, "num_hidden_layers", 1),
-        r"uses its layers 0 times",
+        r"uses its layer 1 0 times",
     ),
     "a module in training": (
         "llama",

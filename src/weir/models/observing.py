@@ -99,7 +99,12 @@ def _attend(
             "this model adds numbers to its attention logits, which cannot be distinguished from "
             "a mask"
         )
-    _hear.get()(AttentionInputs(module, query, key, value, params, mask))
+    if (hear := _hear.get(None)) is None:
+        raise WeirError(
+            "another thread observes the attention of this model. Call the model when that thread "
+            "is done, or load a second copy of it."
+        )
+    hear(AttentionInputs(module, query, key, value, params, mask))
     if softcap is None and s_aux is None:
         out = F.scaled_dot_product_attention(
             query,

@@ -338,7 +338,7 @@ def looks_up(embedding: Any) -> bool:
 
     PyTorch's own class does. An embedding with a scale is tried on a few rows.
     """
-    plain = type(embedding) is nn.Embedding
+    plain = type(embedding) is nn.Embedding and embedding.max_norm is None
     if plain or not isinstance(embedding, nn.Embedding) or not hasattr(embedding, "embed_scale"):
         return plain
     if torch.as_tensor(embedding.embed_scale).is_meta:  # a skeleton, which computes nothing

@@ -456,8 +456,13 @@ def _norm(name: str, module: Any) -> Norm:
     if epsilon is None or weight is None or {*held, *_held(module)} - {"weight", "bias"}:
         raise NotNative(f"{name} is {_what(module)}, which native steps do not know")
     for each in held.values():
-        if each is not None and (not is_plain(each) or each.ndim != 1):
+        if each is not None and not is_plain(each):
             raise NotNative(_not_plain(name, each))
+        if each is not None and each.ndim != 1:
+            raise NotNative(
+                f"{name} has weights of the shape {tuple(each.shape)}; native steps know norms "
+                "with one weight for each number"
+            )
     x = trial_rows(len(weight), float(epsilon))
     with torch.no_grad():
         answer = copy_module(module)(x).double()

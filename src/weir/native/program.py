@@ -387,7 +387,9 @@ class StepProgram:
     def _hold(self, slots: DecodeSlots, params: AttentionParams, group: int) -> np.ndarray:
         """Describe a layer's slots for the kernel."""
         coded, blocks, quantized = None, (0, 0), slots.quantized
-        if not all(t.is_contiguous() for t in slots.tensors()) or not is_plain(slots.keys):
+        if not all(t.is_contiguous() for t in slots.tensors()):
+            raise NotNative("its slots are not contiguous in memory")
+        if not is_plain(slots.keys):
             raise NotNative(
                 f"its slots are in {_name(slots.keys.dtype)}, and native steps read float32 and "
                 "bfloat16"

@@ -95,7 +95,8 @@ def _try_decoder(spec: ModelSpec, form: DecoderForm) -> list[tuple[tuple[Any, ..
     if "position_ids" in known:
         given["position_ids"] = torch.zeros(1, 1, dtype=torch.int64)
     output = copy.forward(**given)
-    named = (embeddings, "embeddings"), (last, "norm"), *((layer, "layers") for layer in layers)
+    numbered = ((layer, f"layer {number}") for number, layer in enumerate(layers))
+    named = (embeddings, "embeddings"), (last, "norm"), *numbered
     for stand_in, what in named:
         if len(stand_in.calls) != 1:
             raise NotNative(f"its decoder uses its {what} {len(stand_in.calls)} times")

@@ -194,9 +194,11 @@ def _bits(model: PreTrainedModel, weights: str) -> dict[str, int]:
     head = model.get_output_embeddings()
     bits = {}
     for name, module in model.named_modules():
-        if type(module).__name__ not in LINEAR or not isinstance(module, nn.Linear):
+        in_blocks = isinstance(module, BlockLinear)
+        linear = type(module).__name__ in LINEAR and isinstance(module, nn.Linear)
+        if not linear and not in_blocks:
             continue
-        if is_traceable_wrapper_subclass(module.weight):
+        if in_blocks or is_traceable_wrapper_subclass(module.weight):
             raise WeirError(
                 "the weights of this model are already quantized or distributed. Leave out "
                 "weights=."

@@ -91,7 +91,11 @@ def compile_steps(
     if on_cpu:
         _choose_native(spec, strict, torch_compile)
         return False
-    return torch_compile and _choose_compiled(spec, options, strict)
+    if not torch_compile:
+        turned_off = Chosen(None, "weir.compile_steps was called with torch_compile=False")
+        choose_engine(spec.decoder, turned_off)
+        return False
+    return _choose_compiled(spec, options, strict)
 
 
 def _choose_native(spec: ModelSpec, wait: bool, required: bool) -> None:
