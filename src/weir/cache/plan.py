@@ -1,12 +1,11 @@
 """Plans a forward: finds which tokens each row is fed, checks them, and cuts them into segments
 between folds.
 
-`generate` and other callers feed columns, and tell by a mask or by positions which of them are
-tokens. This module separates each row's tokens from padding, refuses a forward that does not
-continue every row, and plans which slots the tokens of each segment go to. Segments end where
-rows fold. If the next token of each row goes to the same slot in several layers, these layers share
-what is computed from the slots (`StepEnds`), because computing it takes a noticeable part of a step
-of a small model.
+`generate` and other callers feed columns, and tell by a mask which of them are tokens. This module
+separates each row's tokens from padding, refuses a forward that does not continue every row, and
+cuts the tokens into segments, which end where rows fold. If the next token of each row goes to the
+same slot in several layers, these layers share what is computed from the slots (`StepEnds`),
+because computing it takes a noticeable part of a step of a small model.
 """
 
 from __future__ import annotations

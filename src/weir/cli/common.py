@@ -155,8 +155,8 @@ LONG_WAIT = 5.0
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Show that work of unknown duration is in progress. Without a terminal, print a line if it is
-    long.
+    """Show that work of unknown duration is in progress. Without a terminal, print a line if the
+    work takes longer than `LONG_WAIT`.
     """
     late = threading.Timer(LONG_WAIT, say, [f"{what} …"])
     late.daemon = True
@@ -184,7 +184,7 @@ def say_window(model: PreTrainedModel, policy: Policy, chunk: int) -> None:
 
 
 def say_steps(steps: dict[str, str | None]) -> None:
-    """Report that no engine runs the decode steps, and why.
+    """Report why no engine runs the decode steps; print nothing if one does.
 
     `steps` comes from a stream's report. While the kernel of native steps is being compiled,
     nothing is printed, because the first step reports that.

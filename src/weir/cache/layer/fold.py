@@ -34,7 +34,8 @@ class Pending:
 
     Attributes:
         segment, params: the segment, and how the layer attends.
-        arrivals: a whole prompt [batch, ...] to fold instead of the tail.
+        arrivals: tokens [batch, ...] to fold instead of the tail: a whole prompt, or the tail and
+            new tokens together (`WindowPiece`).
         mass: the attention each slot received from the segment [batch, kv_heads, slots], if the
             segment is the whole tail and this was computed with the answers. If it is None, the
             fold computes it, provided that a pool needs it.
