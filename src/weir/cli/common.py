@@ -221,9 +221,10 @@ def prepare_model(
     With `native`, decode steps run in one call of a kernel if the model's form allows it; with
     `compiled`, on a GPU, they run under torch.compile.
 
-    With `wait`, the first step waits until this kernel has been compiled. Without `wait`, a thread
-    compiles the kernel and holds numba's lock, so a stream that needs another kernel would wait in
-    the middle of its work.
+    With `wait`, the first step waits until this kernel has been compiled, and with `compiled` too,
+    steps that cannot be compiled raise a WeirError. Without `wait`, a thread compiles the kernel
+    and holds numba's lock, so a stream that needs another kernel would wait in the middle of its
+    work.
     """
     from weir.native import choose_products, compile_steps
 

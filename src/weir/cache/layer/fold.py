@@ -202,7 +202,13 @@ def _with_marks(fold: Fold, pipe: Pipe, segment: Segment, rows: list[int]) -> Fo
 
 
 def _rows(pipe: Pipe, slab: Slab, rows: list[int], index: Tensor | None) -> Slab:
-    """Return rows of a slab: a view if they are adjacent, otherwise copies."""
+    """Return rows of a slab.
+
+    Adjacent rows of a pipe with a limit are a view, and all rows of the batch are the slab itself.
+    Other rows are copies.
+
+    `index` has the same rows as a tensor, None for all of the batch.
+    """
     if index is None:
         return slab
     if pipe.slots is not None and rows[-1] - rows[0] == len(rows) - 1:
