@@ -773,7 +773,8 @@ class StreamingCache(Cache):
     @property
     def window(self) -> int:
         """The number of newest tokens that every layer and KV head is sure to hold, in addition
-        to those that wait for a fold.
+        to those that wait for a fold. Pools without a limit are not counted: under `dense`, which
+        holds every token, this is 0.
         """
         pipes = (plan.spec.pipe for plan in self.plans)
         return min(pipe.slots_of(pipe.run) for pipe in pipes)

@@ -418,7 +418,8 @@ class Rows:
         waiting: tokens in each row's tail.
         claimed: tokens of each row as the caller counts them; `generate` also counts the padding of
             rows that have ended.
-        last: each row's last token, if token ids were fed.
+        last: each row's token id in the last column of ids that was fed, even if that column is
+            padding; None before any ids.
         ended: whether the row had ended before the newest token that `generate` gave it, so that
             this token is padding.
         marks: the marks of each row.
