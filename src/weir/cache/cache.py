@@ -84,8 +84,7 @@ class StreamingCache(Cache):
             or else `"weir"`.
         chunk: number of tokens that are appended before the pipe folds them; None for the number
             that a policy file was measured with, or else 64. The slab has `chunk` slots more than
-            the policy.
-            With a chunk of 1, `streaming_llm` is exactly the paper's method.
+            the policy. With a chunk of 1, `streaming_llm` is exactly the paper's method.
         seed: the seed of the policy's random draws. It does not affect sampling, which is seeded
             with `torch.manual_seed`, or by the seed of a `Stream`.
         positions: `"rolling"`: positions inside the cache (StreamingLLM, section 3.2), for endless
@@ -428,7 +427,7 @@ class StreamingCache(Cache):
         """Return a copy of one layer's slots.
 
         Raises:
-            WeirError: there is no such layer, or nothing was fed yet.
+            WeirError: there is no such layer, or the cache has no rows yet.
         """
         self._check_whole()
         if not fits(layer, int) or not 0 <= layer < len(self):
@@ -442,7 +441,7 @@ class StreamingCache(Cache):
         """Return which tokens of a row are still held, and by which pools, in all layers.
 
         Raises:
-            WeirError: nothing was fed yet, or there is no such row.
+            WeirError: there is no such row.
         """
         self._check_whole()
         self._check_row(row)
@@ -754,8 +753,8 @@ class StreamingCache(Cache):
         self.stack.rows = self.rows.marked(row, marks)
 
     def room_to_keep(self, marks: Marks) -> int | None:
-        """Return how many tokens fit in the slots that the beginning of a row leaves free; None if
-        no pool of the policy keeps marked tokens (`kept`).
+        """Return how many marked tokens (`Marks.kept`) fit in the slots that the beginning of a row
+        leaves free: 0 if the marks name no beginning, None if `slots_to_keep` is None.
         """
         slots = self.slots_to_keep
         if slots is None:
@@ -765,7 +764,7 @@ class StreamingCache(Cache):
     @property
     def slots_to_keep(self) -> int | None:
         """The number of slots for the beginning of a row and for the tokens that its marks keep;
-        None unless a pool keeps marked tokens in all layers.
+        None unless every pipe with a limit has a pool that keeps marked tokens.
         """
         pipes = [plan.spec.pipe for plan in self.plans if plan.spec.pipe.slots is not None]
         found = [[pool.n for pool in pipe.pools if isinstance(pool, Kept)] for pipe in pipes]
@@ -774,7 +773,8 @@ class StreamingCache(Cache):
     @property
     def window(self) -> int:
         """The number of newest tokens that every layer and KV head is sure to hold, in addition
-        to those that wait for a fold.
+        to those that wait for a fold. Pools without a limit are not counted: under `dense`, which
+        holds every token, this is 0.
         """
         pipes = (plan.spec.pipe for plan in self.plans)
         return min(pipe.slots_of(pipe.run) for pipe in pipes)
@@ -978,9 +978,10 @@ class StreamingCache(Cache):
             return (tokens == look_up(pad).to(tokens)).all(dim=-1)
 
     def end(self) -> None:
-        """End a forward: call `on_fold`, then raise an error if tokens of some rows were refused.
+        """End a forward: call `on_fold` if rows folded.
 
-        The other rows have advanced.
+        Then, with `failures="raise"`, raise an error if tokens of some rows were refused. The other
+        rows have advanced.
         """
         outcome = self.stack.outcome
         folded, outcome.folded = outcome.folded, None

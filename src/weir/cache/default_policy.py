@@ -74,8 +74,8 @@ def find_model_policy(model: PreTrainedModel | str, revision: str | None = None)
     A file that is not a policy file, or that was measured on another model, is refused (WeirError):
     if it were ignored, the user who put it there would not notice. If `model` is a name, there are
     no weights yet to compare, so a file of another model is refused later, by the cache. The file
-    that comes with weir was not put there by a user, so nano with other weights, for example
-    trained further, has none.
+    that comes with weir was not put there by a user. For nano with other weights, for example
+    trained further, that file is ignored, and None is returned.
     """
     file = sidecar_path(model, FILE, revision)
     if file is None:
@@ -105,7 +105,7 @@ def choose_policy(
 ) -> Policy:
     """Return the given policy, or that in the model's folder, or else `DEFAULT`.
 
-    If `slots`, the format of its slots, is given without a policy, the policy is `DEFAULT`. `chunk`
+    If `slots`, the format of slots, is given without a policy, the policy is `DEFAULT`. `chunk`
     matters because the tokens of a chunk also take places in the model's window. Raises the errors
     of `parse_policy`, `with_slots` and `find_model_policy`.
     """
@@ -134,9 +134,11 @@ def fit_to_model(
 ) -> Policy:
     """Share out the budget of `weir` over a model's KV heads; other policies stay as they are.
 
-    A model without weights gets the same budget in all heads. The model's window must also have
-    room for the tokens of a chunk (`chunk`; None for the policy's usual one) and for the slots that
-    a policy around `weir` holds in addition (`beside`).
+    If the model has no weights, or its heads cannot be measured, all heads get the same budget. If
+    4-bit slots would shift the attention of its heads too much, `weir` gets 8-bit slots, unless its
+    `slots` are given. The model's window must also have room for the tokens of a chunk (`chunk`;
+    None for the policy's usual one) and for the slots that a policy around `weir` holds in addition
+    (`beside`).
     """
     if isinstance(policy, PolicyWrapper):
         inner = policy.policy

@@ -15,7 +15,9 @@ from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteriaList
 
 Tell = Callable[[list[bool], int | None], None]
-"""Function that is told in which rows the newest token is padding, and the padding token."""
+"""Function that is told in which rows the newest token is padding, and the padding token (None if
+`generate` does not pad rows that have ended).
+"""
 
 
 class WatchedCriteria(StoppingCriteriaList):

@@ -136,7 +136,7 @@ class LayerStack(list[Layer]):
 
     def step(self, segment: Segment) -> Step | None:
         """Return a step of one token for each row; None if steps cannot have a constant shape, or a
-        layer has no slots yet.
+        layer has no slots or has not attended yet.
         """
         if not self._read_slots():
             return None
@@ -148,7 +148,8 @@ class LayerStack(list[Layer]):
 
     def _read_slots(self) -> bool:
         """Find the slots that steps read and write, if they have changed since the last step.
-        Returns False if steps cannot have a constant shape, or a layer has no slots yet.
+        Returns False if steps cannot have a constant shape, or a layer has no slots or has not
+        attended yet.
         """
         slots, version = self.slots, LayerState.version
         if slots.reason is not None:
@@ -271,8 +272,8 @@ class Forward:
     def abandon(self, error: BaseException) -> Forward | None:
         """Undo a call that failed.
 
-        Returns the call to repeat, without the rows that caused the error; None if no row did.
-        Raises NotFiniteError if no row is left.
+        Returns the call to repeat, without the rows whose keys or values are not finite; None if
+        that is not why the call failed. Raises NotFiniteError if no other row has tokens.
         """
         if isinstance(error, RowsNotFinite):
             return self._again({row: (error.layer, c) for row, c in error.columns.items()})

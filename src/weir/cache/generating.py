@@ -27,7 +27,7 @@ _DECODING = {
 }
 """The method of a model that decodes in each mode, as `model.generate` would choose it."""
 PREPARED = {"logits_processor", "stopping_criteria"}
-"""Arguments that only transformers passes together. A call without them is a direct call."""
+"""Arguments that only transformers passes together. If one is missing, the call is direct."""
 
 
 def generate(
@@ -66,7 +66,8 @@ def generate(
 
     Raises:
         WeirError: `model` is not a model, `input_ids` is not a tensor of tokens, the policy or the
-            model is not supported, a given cache is not weir's or comes with a policy, or the
+            model is not supported, a given cache holds tokens but is not weir's, a `StreamingCache`
+            comes with arguments for a new cache, a streamer is given for beam search, or the
             decoding mode is not greedy, sampling or beam search.
     """
     asked: dict[str, Any] = {"policy": policy, "chunk": chunk, "seed": seed}

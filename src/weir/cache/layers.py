@@ -196,7 +196,7 @@ WITHIN = (__name__.partition(".")[0], "torch", "transformers")
 
 def describe_window_excess(model: PreTrainedModel, policy: Policy, chunk: int) -> str | None:
     """Describe by how much a policy's slots and chunk exceed the model's window, or the consequence
-    of having no limit; None if they fit.
+    of having no limit; None if there is nothing to warn of.
     """
     window = window_of(model.config)
     try:

@@ -165,7 +165,8 @@ class AttentionCall:
 class ListeningCache(StreamingCache):
     """A cache that passes every layer's call to `hear`, on any model weir serves.
 
-    The other arguments are those of `StreamingCache`.
+    Decode steps that an engine runs are not passed on. The other arguments are those of
+    `StreamingCache`.
     """
 
     def __init__(

@@ -1,12 +1,11 @@
 """Plans a forward: finds which tokens each row is fed, checks them, and cuts them into segments
 between folds.
 
-`generate` and other callers feed columns, and tell by a mask or by positions which of them are
-tokens. This module separates each row's tokens from padding, refuses a forward that does not
-continue every row, and plans which slots the tokens of each segment go to. Segments end where
-rows fold. If the next token of each row goes to the same slot in several layers, these layers share
-what is computed from the slots (`StepEnds`), because computing it takes a noticeable part of a step
-of a small model.
+`generate` and other callers feed columns, and tell by a mask which of them are tokens. This module
+separates each row's tokens from padding, refuses a forward that does not continue every row, and
+cuts the tokens into segments, which end where rows fold. If the next token of each row goes to the
+same slot in several layers, these layers share what is computed from the slots (`StepEnds`),
+because computing it takes a noticeable part of a step of a small model.
 """
 
 from __future__ import annotations
@@ -419,7 +418,8 @@ class Rows:
         waiting: tokens in each row's tail.
         claimed: tokens of each row as the caller counts them; `generate` also counts the padding of
             rows that have ended.
-        last: each row's last token, if token ids were fed.
+        last: each row's token id in the last column of ids that was fed, even if that column is
+            padding; None before any ids.
         ended: whether the row had ended before the newest token that `generate` gave it, so that
             this token is padding.
         marks: the marks of each row.

@@ -100,7 +100,7 @@ class RowState:
 
         Args:
             data: the bytes. If they are a tensor [bytes], uint8, the tensors of the state share its
-                memory.
+                memory where alignment allows it.
             row_format: what the row must be like.
             trusted: whether the bytes are known to be as they were written, so that the numbers in
                 tensors need no check.

@@ -68,8 +68,8 @@ def size_of(
 
     Args:
         model: the model. A model without weights on the device `meta` is enough
-            (`models.skeleton`). If the policy `depends_on_weights`, slots of 4 bits and the same
-            budget in all heads are then assumed.
+            (`models.skeleton`). If the policy `depends_on_weights`, the same budget in all heads is
+            then assumed, and slots of 4 bits if no format of slots is given.
         policy, chunk, slots, positions: as for `StreamingCache`.
         tokens: the length of a stream, for `dense` and other policies that keep every token. The
             bytes of the stream are then those of transformers' own cache, as in

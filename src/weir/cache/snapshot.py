@@ -28,8 +28,8 @@ class Contents:
         pool: which of `pools` holds each slot [batch, kv_heads, slots], int64; -1 for none.
         pools: the pools' names in the order of the pipe, followed by "new" for tokens that wait for
             the next fold.
-        mass: attention received up to the last fold [batch, kv_heads, slots], float32; None if no
-            pool needs it.
+        mass: attention received up to the last fold [batch, kv_heads, slots], float32; None unless
+            a pool of every KV head needs it.
     """
 
     position: Tensor
@@ -51,8 +51,8 @@ class Contents:
 
 
 def contents_of(parts: Sequence[Layer], waiting: list[int]) -> Contents:
-    """Copy the slots of a layer, with `waiting` tokens in each row's tail; WeirError before the
-    first token.
+    """Copy the slots of a layer, with `waiting` tokens in each row's tail; WeirError if the slots
+    are not allocated yet.
 
     If a layer has several parts, heads with fewer slots than others are padded with empty ones.
     """

@@ -1,4 +1,8 @@
-"""Named tensors and a text as bytes in the safetensors format; they are read without a copy."""
+"""Named tensors and a text as bytes in the safetensors format.
+
+If the bytes are in a tensor, the named tensors are read from it without a copy, where their
+alignment allows this.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +44,7 @@ def write_tensors(tensors: Mapping[str, Tensor], key: str, text: str) -> bytes:
 
 @dataclass(frozen=True)
 class TensorBytes:
-    """Tensors in a buffer. Their sizes are known, and none is copied before it is requested.
+    """Tensors in a buffer. Their sizes are known; `tensor` returns one of them.
 
     Attributes:
         metadata: texts by name.

@@ -1,7 +1,7 @@
 """The application `weir`: declare commands, find them, and run a command line.
 
-A command's file is imported only when that command runs. Importing it does not import PyTorch, so
-help, `--version` and misspelled commands are answered at once.
+A command's file is imported only when the command line names that command. Importing it does not
+import PyTorch, so help, `--version` and misspelled commands are answered at once.
 """
 
 from __future__ import annotations

@@ -66,7 +66,9 @@ QUOTES = '"""'
 MOST_SLOTS = 8192
 """The most slots for a policy without a budget. With more, answers on a CPU are slow."""
 MOST_LINES = 12
-"""The most lines that /forgotten, /remembers and /report print."""
+"""Lines of the longest list that /forgotten, /remembers and /report print, without the lines that
+introduce or end it.
+"""
 PREVIEW = 48
 """Number of characters of a turn that are shown."""
 RECALLED = 120
@@ -103,8 +105,8 @@ def chat(
         str | None,
         Option(
             "--slots",
-            help=f"{options.SLOT_FORMATS} [default: set by the policy; without --policy and "
-            "weir.toml, exact if enough memory is free]",
+            help=f"{options.SLOT_FORMATS} [default: set by the policy; without --policy, "
+            "--budget and weir.toml, exact if enough memory is free]",
         ),
     ] = None,
     chunk: options.PolicyChunk = None,
@@ -152,7 +154,8 @@ def chat(
         bool,
         Option(
             "--continue",
-            help="Continue the last conversation; with --model, the last one with that model.",
+            help="Continue the last conversation; if you name a model, the last one with that "
+            "model.",
         ),
     ] = False,
     keep: Annotated[
@@ -356,8 +359,8 @@ def _size_policy(
 
     A policy without a budget gets as many slots as the model's window and the memory allow. The
     default policy gets exact slots if the largest number of slots fits even in this format. The
-    system message gets separate slots, so that it is never evicted. Unless --policy or --slots was
-    `given`, a policy file next to the model replaces the `wanted` policy.
+    system message gets separate slots, so that it is never evicted. Unless --policy, --budget or
+    --slots was `given`, a policy file next to the model replaces the `wanted` policy.
     """
     from weir.cache import find_model_policy
     from weir.evals.fitting import budget_in, largest_budget
@@ -637,7 +640,8 @@ def _look(conversation: Conversation) -> tuple[Transcript, Holding]:
         )
     if not conversation.transcript.turns:
         raise WeirError(
-            "nothing has been said since this conversation was loaded. Send a message first."
+            "nothing has been said since this conversation began or was loaded. Send a message "
+            "first."
         )
     return conversation.transcript, conversation.stream.holding()
 

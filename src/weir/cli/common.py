@@ -155,8 +155,8 @@ LONG_WAIT = 5.0
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Show that work of unknown duration is in progress. Without a terminal, print a line if it is
-    long.
+    """Show that work of unknown duration is in progress. Without a terminal, print a line if the
+    work takes longer than `LONG_WAIT`.
     """
     late = threading.Timer(LONG_WAIT, say, [f"{what} …"])
     late.daemon = True
@@ -184,7 +184,7 @@ def say_window(model: PreTrainedModel, policy: Policy, chunk: int) -> None:
 
 
 def say_steps(steps: dict[str, str | None]) -> None:
-    """Report that no engine runs the decode steps, and why.
+    """Report why no engine runs the decode steps; print nothing if one does.
 
     `steps` comes from a stream's report. While the kernel of native steps is being compiled,
     nothing is printed, because the first step reports that.
@@ -221,9 +221,10 @@ def prepare_model(
     With `native`, decode steps run in one call of a kernel if the model's form allows it; with
     `compiled`, on a GPU, they run under torch.compile.
 
-    With `wait`, the first step waits until this kernel has been compiled. Without `wait`, a thread
-    compiles the kernel and holds numba's lock, so a stream that needs another kernel would wait in
-    the middle of its work.
+    With `wait`, the first step waits until this kernel has been compiled, and with `compiled` too,
+    steps that cannot be compiled raise a WeirError. Without `wait`, a thread compiles the kernel
+    and holds numba's lock, so a stream that needs another kernel would wait in the middle of its
+    work.
     """
     from weir.native import choose_products, compile_steps
 

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from weir.stream import Archive, Conversation, Transcript
 
 SAVED = 8
-"""Number of the newest conversations that keep a saved stream. The others are recomputed."""
+"""Number of the newest conversations that keep a saved stream. Older ones are recomputed, except
+those whose transcript lacks the beginning of the stream: they keep it too.
+"""
 SELDOM = 20
 """Before a stream is saved again, at least this many times the duration of its last save passes."""
 

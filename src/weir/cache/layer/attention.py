@@ -178,8 +178,8 @@ def _add_alibi(
 def attend_prompt(
     spec: LayerSpec, new: NewTokens, segment: Segment, answers: bool = True
 ) -> tuple[Tensor, Slots]:
-    """Answer every query of a prompt from its own token and all tokens before it; without
-    `answers`, return zeros.
+    """Answer every query of a prompt from its own token and the tokens before it, as far as the
+    layer's window reaches; without `answers`, return zeros.
 
     Takes rotated tokens; rows may have fewer tokens than the segment is wide. Returns answers
     [batch, kv_heads, group, width, value_dim], and the tokens as slots.
@@ -323,7 +323,7 @@ class WindowPiece:
         return segment, Slots(keys, values, weights, weights.clone(), position)
 
     def rest(self) -> tuple[Tensor, Tensor] | None:
-        """Return the keys and values that fill the tail after the fold; None if there are none."""
+        """Return the keys and values of the tail after the fold; None if the tail is empty."""
         last = self._segments[-1]
         if last.due:
             return None

@@ -34,7 +34,8 @@ class Pending:
 
     Attributes:
         segment, params: the segment, and how the layer attends.
-        arrivals: a whole prompt [batch, ...] to fold instead of the tail.
+        arrivals: tokens [batch, ...] to fold instead of the tail: a whole prompt, or the tail and
+            new tokens together (`WindowPiece`).
         mass: the attention each slot received from the segment [batch, kv_heads, slots], if the
             segment is the whole tail and this was computed with the answers. If it is None, the
             fold computes it, provided that a pool needs it.
@@ -201,7 +202,13 @@ def _with_marks(fold: Fold, pipe: Pipe, segment: Segment, rows: list[int]) -> Fo
 
 
 def _rows(pipe: Pipe, slab: Slab, rows: list[int], index: Tensor | None) -> Slab:
-    """Return rows of a slab: a view if they are adjacent, otherwise copies."""
+    """Return rows of a slab.
+
+    Adjacent rows of a pipe with a limit are a view, and all rows of the batch are the slab itself.
+    Other rows are copies.
+
+    `index` has the same rows as a tensor, None for all of the batch.
+    """
     if index is None:
         return slab
     if pipe.slots is not None and rows[-1] - rows[0] == len(rows) - 1:

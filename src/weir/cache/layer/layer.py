@@ -77,7 +77,7 @@ class Layer:
         tokens, and their tails are equally full.
 
         `seen` tokens came before, and `waiting` of them are in the tail. `prefill` attends to all
-        tokens exactly and folds them once; without `answers`, it only stores them.
+        tokens exactly and folds them once; without `answers`, it folds them and returns zeros.
         """
         batch, length = keys.shape[0], keys.shape[2]
         plan = plan_forward(
@@ -114,8 +114,8 @@ class Layer:
                 answered.
 
         Raises:
-            RowsNotFinite: keys or values are infinite or NaN. In a step, this is checked at the end
-                (`Transaction.unfinite`).
+            RowsNotFinite: keys or values are infinite or NaN. In a step, and on an accelerator,
+                this is checked at the end (`Transaction.unfinite`).
             WeirError: keys differ in dtype, device or shape from earlier keys.
         """
         self.params = params
@@ -318,7 +318,7 @@ class Layer:
         return answers
 
     def _note_spans(self, segment: Segment) -> None:
-        """Store `Slots.span` of a segment's tokens, for folds, if positions have three axes."""
+        """Store `Slots.span` of a segment's tokens, for folds, if the slab has a buffer for it."""
         slab = self.state.slab
         if slab is None or slab.span is None:
             return

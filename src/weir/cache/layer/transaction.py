@@ -2,8 +2,9 @@
 
 A forward that fails in a later layer, or makes keys that are not finite, must leave no trace. So it
 writes only into tail slots that are waiting for a token. The fold and the received attention wait
-here until the forward has succeeded. A forward that is longer than the free part of the tail folds
-all segments except the last on the way, and the transaction keeps a copy of the earlier slots.
+here until the forward has succeeded. A forward that is longer than the free part of the tail, or
+that reads a whole prompt at once, folds on the way, and the transaction keeps a copy of the earlier
+slots.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from weir.slab import Slab
 
 @dataclass(frozen=True)
 class Backup:
-    """Copy of a layer from before the forward; `slab` is None if it held no tokens."""
+    """Copy of a layer from before the forward; `slab` is None if no slots were allocated then."""
 
     slab: Slab | None
     lengths: list[list[int]]
