@@ -633,6 +633,8 @@ def test_a_deep_copy_goes_its_own_way(llama, ids):
     assert torch.equal(fed(llama, prompt, tokens[:, 27:]), got)
     same_slots(prompt, twin, llama)
     fresh = copy.deepcopy(weir.StreamingCache(llama, "sink(3) | recent(8)", chunk=4, origin=9))
+    keeps = weir.StreamingCache(llama, "sink(3) | recent(8)", failures="keep")
+    assert fresh.failures == "raise" and copy.deepcopy(keeps).failures == "keep"
     close_runs(fed(llama, fresh, tokens)[:, 27:], got, llama)
 
 

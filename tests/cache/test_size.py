@@ -126,11 +126,11 @@ def test_bytes_are_read_as_people_write_them(text, number):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "GB", "much", "-1GB", "0", "0 GB", "nan", "inf", "1e99", "80 GB GB", "80 XB", "8 0GB",
-     "80GB/m", "1/s/s", "99999 PB"],
+    ["", "GB", "much", "-1GB", "0", "0.4", "0 GB", "nan", "inf", "1e99", "80 GB GB", "80 XB",
+     "8 0GB", "80GB/m", "1/s/s", "99999 PB"],
 )  # fmt: skip
 def test_what_is_no_number_of_bytes_is_refused(text):
     with pytest.raises(
-        WeirError, match=(r"must be a number of bytes above 0. Write, for example, 80GB")
+        WeirError, match=(r"must be a number of bytes, at least 1. Write, for example, 80GB")
     ):
         read_bytes(text)

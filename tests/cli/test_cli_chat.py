@@ -332,6 +332,24 @@ def chats(tmp_path, monkeypatch):
     return tmp_path / "state" / "weir" / "chats"
 
 
+def test_a_conversation_without_a_cache_is_continued(chat, chats):
+    words = ("--policy", "recompute(24)", "--temperature", 0)
+    whole = chat("Hello", "And you?", words=(*words, "--no-keep"))
+    first = chat("Hello", words=words)
+    ended = chat("And you?", words=("--continue", "--temperature", 0, "--seed", 5))
+    assert first.out + ended.out == whole.out
+    assert "--policy and --seed apply only to a new conversation" in ended.err
+    assert "this one keeps its policy and its seed 0" in ended.err
+
+
+def test_a_relative_path_names_the_model_of_a_conversation(chat, chats, model, monkeypatch):
+    monkeypatch.chdir(Path(model).parent)
+    chat("Hello", of=Path(model).name)
+    monkeypatch.chdir(model)
+    for name in (".", model, f"../{Path(model).name}"):
+        assert "continues after" in chat("/report", words=("--continue",), of=name).err
+
+
 def test_a_conversation_is_kept_and_continued(chat, chats, model):
     whole = chat("Hello", "And you?", "/report", words=("--temperature", 0, "--no-keep"))
     assert not chats.exists()

@@ -212,7 +212,11 @@ class StreamingCache(Cache):
             )
         # If the model is copied in the same call, the new cache serves the copied model.
         made = StreamingCache(
-            memo.get(id(model), model), self.policy, seed=self.seed, **self.made_with
+            memo.get(id(model), model),
+            self.policy,
+            seed=self.seed,
+            failures=self.failures,
+            **self.made_with,
         )
         made.put_rows(self.take_rows(), check=False)
         made._pad = self._pad

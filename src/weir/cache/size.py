@@ -148,9 +148,9 @@ def read_bytes(text: str) -> int:
         value = float(number.replace("_", "")) * factors[scale]
     except (ValueError, KeyError):
         value = -1.0
-    if not 0 < value < 2**63:
+    if not 1 <= value < 2**63:
         raise WeirError(
-            f"{text!r} must be a number of bytes above 0. Write, for example, 80GB, 1.5 TB or 24 "
-            "GiB."
+            f"{text!r} must be a number of bytes, at least 1. Write, for example, 80GB, 1.5 TB or "
+            "24 GiB."
         )
     return int(value)

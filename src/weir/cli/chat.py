@@ -27,7 +27,14 @@ from weir.cli.common import (
     size,
     waiting,
 )
-from weir.cli.kept_chats import Keeper, begin, find_newest, open_archive, session_of
+from weir.cli.kept_chats import (
+    Keeper,
+    begin,
+    find_newest,
+    name_anywhere,
+    open_archive,
+    session_of,
+)
 from weir.cli.loading import Loading, load_model, loads_model
 from weir.cli.runtime import Interrupt, Terminated, interruptible
 from weir.errors import WeirError
@@ -239,9 +246,8 @@ def chat(
         _tell_kept(context, stream, wanted)
     if keep and kept is None:
         chunk = options.CHUNK if stream.cache is None else stream.cache.chunk
-        place = str(Path(name).absolute()) if Path(name).exists() else name
         facts = {"policy": str(stream.policy), "chunk": chunk, "seed": stream.seed}
-        kept = begin({"model": place, "loading": loading, **facts, "system": system})
+        kept = begin({"model": name_anywhere(name), "loading": loading, **facts, "system": system})
     archive = open_archive(kept)
     conversation = Conversation(stream, tokenizer, system, kept, archive, recall, _say_lost)
     keeper = Keeper(conversation, stream.seen if go_on else -1)
@@ -333,17 +339,17 @@ def _restore(model: PreTrainedModel, kept: Transcript) -> Stream:
 
 def _tell_kept(context: Context, stream: Stream, wanted: Policy) -> None:
     """Name the given options that a saved stream overrides."""
-    asked = context.params
-    assert stream.cache is not None  # only streams with one are saved
-    kept = {"chunk": asked["chunk"] == stream.cache.chunk, "seed": asked["seed"] == stream.seed}
+    asked, cache = context.params, stream.cache
+    of_chunk = "" if cache is None else f", its chunk of {cache.chunk}"
+    kept = {"chunk": cache is None or asked["chunk"] == cache.chunk}
+    kept |= {"seed": asked["seed"] == stream.seed}
     kept |= dict.fromkeys(("policy", "budget", "slots"), wanted == stream.policy)
     unused = [name for name, same in kept.items() if not same and options.was_given(context, name)]
     if unused:
         named = " and ".join(f"--{name}" for name in sorted(unused))
         say(
             f"{named} {'applies' if len(unused) == 1 else 'apply'} only to a new conversation; "
-            f"this one keeps its policy, its chunk of {stream.cache.chunk} and its seed "
-            f"{stream.seed}"
+            f"this one keeps its policy{of_chunk} and its seed {stream.seed}"
         )
 
 

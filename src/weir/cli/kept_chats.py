@@ -79,6 +79,14 @@ def begin(facts: dict[str, Any]) -> Transcript:
     return Transcript(None, facts)
 
 
+def name_anywhere(model: str) -> str:
+    """Return a model's name so that it means the same model in any folder."""
+    if model in ("nano", "smollm2"):
+        return model
+    path = Path(model).expanduser()
+    return str(path.resolve()) if path.exists() else model
+
+
 def find_newest(model: str | None) -> Transcript:
     """Open the newest conversation that no other process has open.
 
@@ -86,14 +94,14 @@ def find_newest(model: str | None) -> Transcript:
     """
     from weir.stream import Transcript
 
-    refused = ""
+    refused, asked = "", None if model is None else name_anywhere(model)
     for path in sorted(folder().glob("*.jsonl"), key=lambda p: p.stat().st_mtime, reverse=True):
         try:
             found = Transcript.read(path)
         except WeirError as error:
             refused = refused or str(error)
             continue
-        if found.turns and model in (None, found.facts.get("model")):
+        if found.turns and asked in (None, name_anywhere(str(found.facts.get("model")))):
             if refused:
                 say(f"{refused.removesuffix('.')}. Continuing an older conversation instead.")
             return found
