@@ -47,7 +47,7 @@ OF_HOP = frozenset(
 CHECKED = 2.0
 """Seconds between checks of the servers."""
 PATIENCE = 10.0
-"""Seconds in which a server must accept a connection, or report its health."""
+"""Seconds to wait for a server to accept a connection, or to report its health."""
 READ = 65_536
 BUFFER = 65_536
 """Bytes that the system buffers of an answer between a server and the front.
@@ -123,7 +123,7 @@ class Front:
         servers: number of servers.
         locate: finds the address of each server.
         secret: the secret by which servers recognize the front.
-        has_keys: whether the servers accept requests with API keys only.
+        has_keys: whether the servers accept only requests with an API key.
     """
 
     def __init__(self, servers: int, locate: Locate, secret: str, *, has_keys: bool = True) -> None:

@@ -369,9 +369,10 @@ def progress_of(generation: Generation) -> dict[str, Any]:
 def usage_of(generation: Generation, so_far: int | None = None) -> dict[str, Any]:
     """Return the token usage of a request: OpenAI's fields, and the state of its streams in `weir`.
 
-    For several answers, `bytes` and `folds` are sums, `tools` lists the calls of all answers, and
-    the other numbers are the largest of any answer.
-    `so_far` is the number of tokens of all answers so far; None if all answers have ended.
+    Only answers that have ended count, except that `so_far`, if given, is the number of tokens of
+    all answers so far. If there are several answers, `bytes` and `folds` in `weir` are sums,
+    `tools` lists the calls of all answers, `forgotten_turns` is the longest list of any answer, and
+    the other numbers that can differ between answers are the largest of any answer.
     """
     prompt = generation.prompt
     answered = generation.tokens if so_far is None else so_far
