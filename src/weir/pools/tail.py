@@ -41,13 +41,15 @@ class Tail(SizedPool, Sample):
     unbiased.
 
     The contribution of a token is the attention it received before it came here, times the length
-    of its value. Its weight is its contribution, but at least `floor` times the mean of all that
-    came so far. No token overflows.
+    of its value. If the output projection is known, this length is |W_o v|, as a mean over the
+    query heads of the group. The weight of a token is its contribution, but at least `floor` times
+    the mean contribution of all tokens that came so far. No token overflows.
 
     Attributes:
         n: number of tokens to keep.
         attention: whether received attention is in the weight.
-        value: whether the length of the value is; with neither, all have the same probability.
+        value: whether the length of the value is in the weight. With neither, all tokens have the
+            same probability.
         floor: from 0 to 1; above 0, no token counts for more than about 1 / floor times its count
             in a uniform sample.
         watch: how many of the last queries of each fold are used to estimate the error (`report`);

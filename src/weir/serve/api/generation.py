@@ -69,7 +69,7 @@ class Renderer(ABC):
     media_type = "text/event-stream"
 
     def keep_alive(self, generation: Generation) -> bytes:
-        """Write something that clients ignore, while there is no answer yet.
+        """Write something that clients ignore, for a stream to which nothing was added for a while.
 
         Proxies and clients close a connection on which nothing arrives for about a minute.
         """
@@ -264,8 +264,9 @@ def warn(http: Request, skipped: Sequence[str], other: str = "") -> dict[str, st
 async def warn_query(request: Request, response: Response) -> None:
     """Add the warning header to a GET with query parameters that have no effect.
 
-    All routes that need a key depend on this. The parameters are not refused, because clients send
-    some on their own: Codex adds its version to `/v1/models`.
+    All routes that need a key depend on this. Only the routes that depend on `check_query` refuse
+    such parameters. The others do not, because clients send some on their own: Codex adds its
+    version to `/v1/models`.
     """
     if request.method == "GET":
         response.headers.update(warn(request, [*map(show_name, unknown_query(request))]))
