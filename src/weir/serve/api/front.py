@@ -2,7 +2,7 @@
 
 Every server is like that of `weir serve`, with all its limits. The front limits connections and
 request heads, chooses a server, and copies bytes as fast as the receiver takes them. It does not
-use Ray, and does not read bodies.
+use Ray, and does not parse bodies.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class Front:
                 await error.response(scope["path"])(scope, receive, send)
 
     def end(self) -> None:
-        """Stop checking the servers, because all of them are shutting down."""
+        """Start no server again from now on, because all of them are shutting down."""
         self._is_ending = True
 
     # --- servers

@@ -38,7 +38,8 @@ from weir.serve.structured import BadSchema
 
 WARNING_HEADER = "x-weir-warning"
 FORGOTTEN_HEADER = "x-weir-forgotten"
-"""Header with the number of tokens of the conversation that were in no slot after the last answer.
+"""Header with the number of tokens of the conversation that were in no slot after the previous
+answer.
 """
 WARNINGS = 16
 """The most parts of a request that a warning names."""
