@@ -162,7 +162,9 @@ class Asking(Ranked):
         return fold.observed.attention(slots, self.needs_queries)
 
     def logits(self, slots: Slots, fold: Fold) -> Tensor:
-        """Return the logits of the queries in `attention`, in its shape; -inf for a share of 0."""
+        """Return the logits of the queries in `attention` plus the log-weights b of the slots, in
+        the shape of `attention`; -inf for a share of 0.
+        """
         lse = fold.observed.lse[:, :, :, -self.needs_queries :, None]
         return self.attention(slots, fold).log() + lse.nan_to_num(neginf=0.0)
 

@@ -35,8 +35,9 @@ def pool(name: str) -> Callable[[PoolClass], PoolClass]:
     notebook is run twice.
 
     Raises:
-        WeirError: the name cannot be written in a policy or belongs to another pool; or the class
-            is not a subclass of `Pool`, lacks a method, or is not a dataclass.
+        WeirError: the name cannot be written in a policy, is reserved (`WAITING`) or belongs to
+            another pool; or the class is not a subclass of `Pool`, lacks a method, or is not a
+            dataclass.
     """
     if isinstance(name, type):
         raise WeirError(

@@ -92,7 +92,9 @@ class Residue(SizedPool):
         return find_outside(state, a=LOG_WEIGHT, b=LOG_WEIGHT, spread=FROM_0, misled=FROM_0)
 
     def report(self, state: dict[str, Tensor], row: int) -> dict[str, Any]:
-        """Return `gate`, the share of their weight that the means of the layer get."""
+        """Return `gate`, the share of their weight that the means of the layer get. Empty if the
+        parameter `gate` is false.
+        """
         return {"gate": float(_best(state["misled"])[row])} if self.gate else {}
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:

@@ -41,13 +41,15 @@ class Tail(SizedPool, Sample):
     unbiased.
 
     The contribution of a token is the attention it received before it came here, times the length
-    of its value. Its weight is its contribution, but at least `floor` times the mean of all that
-    came so far. No token overflows.
+    of its value. If the output projection is known, this length is |W_o v|, as a mean over the
+    query heads of the group. The weight of a token is its contribution, but at least `floor` times
+    the mean contribution of all tokens that came so far. No token overflows.
 
     Attributes:
         n: number of tokens to keep.
         attention: whether received attention is in the weight.
-        value: whether the length of the value is; with neither, all have the same probability.
+        value: whether the length of the value is in the weight. With neither, all tokens have the
+            same probability.
         floor: from 0 to 1; above 0, no token counts for more than about 1 / floor times its count
             in a uniform sample.
         watch: how many of the last queries of each fold are used to estimate the error (`report`);
@@ -126,6 +128,7 @@ class Tail(SizedPool, Sample):
 
         It is the root mean square over the row's heads and all queries watched since the stream
         began, so the newest queries may have a larger error. None before the first watched query.
+        With `watch=0`, the report is empty.
         """
         if not self.watch:
             return {}
@@ -154,12 +157,12 @@ class Tail(SizedPool, Sample):
     def _watch(self, held: Slots, came: Slots, fold: Fold) -> None:
         """Add up the relative variances of the last queries' outputs over the sample as read.
 
-        Each token was in the sample with a probability π, the inverse of its weight. Without the
-        token, the output z would move by p / (1 - p) (z - v), with v its value and p the share of
-        attention that the token and those it represents received. So the variance of z is Σ (1 - π)
-        (p / (1 - p))² |v - z|², and the relative variance is this divided by |z|². This is the
-        jackknife estimate (Särndal, Swensson and Wretman 1992, sections 5.6 and 11.5). It assumes
-        that draws are independent, as they nearly are.
+        Each token was in the sample with a probability π, the inverse of the number of times that
+        it counts. Without the token, the output z would move by p / (1 - p) (z - v), with v its
+        value and p the share of attention that the token and those it represents received. So the
+        variance of z is Σ (1 - π) (p / (1 - p))² |v - z|², and the relative variance is this
+        divided by |z|². This is the jackknife estimate (Särndal, Swensson and Wretman 1992,
+        sections 5.6 and 11.5). It assumes that draws are independent, as they nearly are.
         """
         read = fold.observed
         share = read.attention(held, self.watch).double()

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from weir.serve.structured import GrammarConstraint
 
 _NO_SPACE = "[^\\s\u0120\u010a\u010d\u0109\u2581]"
-"""A character that is not white space, as written in tokenizers' token alphabets."""
+"""Pattern of a character that is not white space, in tokens as vocabularies spell them: with
+characters such as "\u0120" or "\u2581" for white space.
+"""
 _GOES_ON = re.compile(f">.*{_NO_SPACE}", re.DOTALL)
 
 
@@ -66,8 +68,8 @@ class ThoughtTokens:
 class AfterThoughts:
     """The grammar that one answer must follow after its thoughts.
 
-    An answer may begin with thoughts or without. Thoughts end with `</think>`, and the answer
-    cannot end before that.
+    An answer may begin with thoughts, but need not. Thoughts end with `</think>`, and an answer
+    that has thoughts cannot end before that.
 
     Args:
         inner: the grammar of what follows the thoughts.

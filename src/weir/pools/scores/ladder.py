@@ -46,8 +46,8 @@ class Ladder(SizedPool):
     def __post_init__(self) -> None:
         if not 1 <= self.keep < self.of:
             raise WeirError(
-                f"keep of ladder must be from 1 to {self.of - 1}, so that only a part of a group "
-                f"of {self.of} is kept, got {self.keep}"
+                f"keep of ladder must be at least 1 and less than of={self.of}, so that only a "
+                f"part of a group is kept, got {self.keep}"
             )
         if self.n < self.of:
             raise WeirError(

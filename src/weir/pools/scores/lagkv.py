@@ -34,8 +34,8 @@ class LagKV(Tallied):
     A token is scored once, when all tokens of the next segment have arrived. Its score is computed
     from the tokens of that segment that are still in the pool or in a `recent` before it. Until a
     token has a score, it is kept. Scores of all segments are compared, because the slots are for
-    the whole stream; the paper keeps the same number of tokens of each segment. A channel in which
-    the next segment does not vary is ignored.
+    the whole stream; the paper keeps the same number of tokens of each segment. In a channel in
+    which the next segment does not vary, scaled entries are 0.
 
     Attributes:
         n: number of tokens to keep.

@@ -29,9 +29,9 @@ ROWS = 512
 class RKV(Asking):
     """Keep tokens by weight * attention - (1 - weight) * redundancy, separately for each KV head.
 
-    Redundancy, and attention before it is pooled over neighbors, are shares that sum to 1 over the
-    tokens. Keys are compared as attention reads them. Tokens of the last `window` queries are kept
-    if they arrive here.
+    Redundancy is a share that sums to 1 over all tokens. So is attention before it is pooled over
+    neighbors, but without the tokens of the last `window` queries. These tokens are kept if they
+    arrive here. Keys are compared as attention reads them.
 
     Attributes:
         n: number of tokens to keep.
@@ -71,11 +71,12 @@ class RKV(Asking):
 
 
 def redundant(keys: Tensor, among: Tensor, alike: float) -> Tensor:
-    """Compute the mean cosine of each key with all others, as a softmax [batch, kv_heads, n].
+    """Compute the mean cosine of each key with all keys, as a softmax [batch, kv_heads, n].
 
-    Keys are in order from the oldest on; `among` says which count. Two keys are similar if their
-    cosine is above `alike`. The mean of a key leaves out the keys for which it is the newest
-    similar key. So the newest of several similar keys is not redundant.
+    Keys are in order from the oldest on; `among` says which count. In the mean, a key's cosine with
+    itself counts as 0. Two keys are similar if their cosine is above `alike`. In the mean of a key,
+    the keys for which it is the newest similar key also count as 0. So the newest of several
+    similar keys is not redundant.
     """
     keys = F.normalize(keys, dim=-1).masked_fill(~among[..., None], 0.0)
     place = torch.arange(keys.shape[2], device=keys.device)

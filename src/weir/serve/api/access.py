@@ -80,7 +80,8 @@ class Access:
             return APIError(
                 421,
                 f"the request was sent to the host {shown!r}, and a server without keys answers "
-                "only requests to localhost. Start weir serve with --allow-host "
+                "only requests to localhost and to hosts named with --allow-host. "
+                "Start weir serve with --allow-host "
                 f"{shown or 'NAME'}, or with --keys FILE.",
                 code="wrong_host",
             )

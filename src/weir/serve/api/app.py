@@ -207,7 +207,7 @@ def bind(host: str, port: int, keys: Keys) -> socket.socket:
         made.close()
         raise WeirError(
             f"cannot serve at {host}:{port}: {error.strerror}. Use another --port, or --port 0 "
-            "for any free port."
+            "for any free port. The --host must be an address of this machine."
         ) from None
     return made
 

@@ -83,7 +83,10 @@ def find_key(authorization: str, x_api_key: str) -> str:
 
 
 async def authorize(request: Request) -> str:
-    """Return the owner of a request. Raises APIError if the key is missing or wrong."""
+    """Return the owner of a request, which is empty if the server has no keys.
+
+    Raises APIError if the key is missing or wrong.
+    """
     keys: Keys = request.app.state.keys
     if not keys:
         return ""
@@ -162,7 +165,10 @@ class PageQuery:
     what: ClassVar[str] = "item"
 
     def cut(self, items: Sequence[Item]) -> list[Item]:
-        """Cut the page from items in oldest-first order, plus the item after it if there is one."""
+        """Return the page, plus the item after it if there is one. `items` are oldest first.
+
+        Raises APIError if no item has the id `after`.
+        """
         wanted = list(items) if self.order == "asc" else list(reversed(items))
         if self.after is not None:
             at = next((n for n, item in enumerate(wanted) if item["id"] == self.after), None)

@@ -2,7 +2,7 @@
 
 Every server is like that of `weir serve`, with all its limits. The front limits connections and
 request heads, chooses a server, and copies bytes as fast as the receiver takes them. It does not
-use Ray, and does not read bodies.
+use Ray, and does not parse bodies.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ OF_HOP = frozenset(
 CHECKED = 2.0
 """Seconds between checks of the servers."""
 PATIENCE = 10.0
-"""Seconds in which a server must accept a connection, or report its health."""
+"""Seconds to wait for a server to accept a connection, or to report its health."""
 READ = 65_536
 BUFFER = 65_536
 """Bytes that the system buffers of an answer between a server and the front.
@@ -123,7 +123,7 @@ class Front:
         servers: number of servers.
         locate: finds the address of each server.
         secret: the secret by which servers recognize the front.
-        has_keys: whether the servers accept requests with API keys only.
+        has_keys: whether the servers accept only requests with an API key.
     """
 
     def __init__(self, servers: int, locate: Locate, secret: str, *, has_keys: bool = True) -> None:
@@ -146,7 +146,7 @@ class Front:
                 await error.response(scope["path"])(scope, receive, send)
 
     def end(self) -> None:
-        """Stop checking the servers, because all of them are shutting down."""
+        """Start no server again from now on, because all of them are shutting down."""
         self._is_ending = True
 
     # --- servers

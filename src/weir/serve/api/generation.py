@@ -38,7 +38,8 @@ from weir.serve.structured import BadSchema
 
 WARNING_HEADER = "x-weir-warning"
 FORGOTTEN_HEADER = "x-weir-forgotten"
-"""Header with the number of tokens of the conversation that were in no slot after the last answer.
+"""Header with the number of tokens of the conversation that were in no slot after the previous
+answer.
 """
 WARNINGS = 16
 """The most parts of a request that a warning names."""
@@ -69,7 +70,7 @@ class Renderer(ABC):
     media_type = "text/event-stream"
 
     def keep_alive(self, generation: Generation) -> bytes:
-        """Write something that clients ignore, while there is no answer yet.
+        """Write something that clients ignore, for a stream to which nothing was added for a while.
 
         Proxies and clients close a connection on which nothing arrives for about a minute.
         """
@@ -264,8 +265,9 @@ def warn(http: Request, skipped: Sequence[str], other: str = "") -> dict[str, st
 async def warn_query(request: Request, response: Response) -> None:
     """Add the warning header to a GET with query parameters that have no effect.
 
-    All routes that need a key depend on this. The parameters are not refused, because clients send
-    some on their own: Codex adds its version to `/v1/models`.
+    All routes that need a key depend on this. Only the routes that depend on `check_query` refuse
+    such parameters. The others do not, because clients send some on their own: Codex adds its
+    version to `/v1/models`.
     """
     if request.method == "GET":
         response.headers.update(warn(request, [*map(show_name, unknown_query(request))]))
@@ -369,9 +371,10 @@ def progress_of(generation: Generation) -> dict[str, Any]:
 def usage_of(generation: Generation, so_far: int | None = None) -> dict[str, Any]:
     """Return the token usage of a request: OpenAI's fields, and the state of its streams in `weir`.
 
-    For several answers, `bytes` and `folds` are sums, `tools` lists the calls of all answers, and
-    the other numbers are the largest of any answer.
-    `so_far` is the number of tokens of all answers so far; None if all answers have ended.
+    Only answers that have ended count, except that `so_far`, if given, is the number of tokens of
+    all answers so far. If there are several answers, `bytes` and `folds` in `weir` are sums,
+    `tools` lists the calls of all answers, `forgotten_turns` is the longest list of any answer, and
+    the other numbers that can differ between answers are the largest of any answer.
     """
     prompt = generation.prompt
     answered = generation.tokens if so_far is None else so_far

@@ -23,9 +23,10 @@ router = APIRouter(dependencies=[Depends(check_query)])
 Inspections = WeakKeyDictionary[TokenSequence, RowInspection]
 """The last inspection of each running sequence."""
 PATIENCE = 5.0
-"""Seconds to wait for the first inspection of a sequence. A step of the engine takes less."""
+"""Seconds to wait for the first inspection of a sequence. A step of the engine usually takes less.
+"""
 SOON = 0.2
-"""Seconds to wait for a later inspection. After that, the last one is reported, a step old."""
+"""Seconds to wait for a later inspection. After that, the last one is reported again."""
 
 
 @router.get("/v1/sessions/{name}/memory")

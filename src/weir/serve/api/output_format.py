@@ -70,7 +70,9 @@ def refuse_own_tools(body: GenerationBody) -> None:
 def check_tools(client: EngineClient, offer: ToolOffer) -> None:
     """Check the tools that a client offers.
 
-    Raises APIError if they contradict each other, or if the model's call format is not known.
+    Raises APIError if two tools have the same name, if the parameters of a tool are not an object,
+    if the request requires or names a tool that it does not have, if the model's call format is not
+    known, or if the server cannot run its own tools with this model.
     """
     tools = offer.tools
     if not tools:

@@ -67,8 +67,8 @@ async def index(request: Request) -> Response:
 
 @public.get("/page/{number}/{name}", include_in_schema=False)
 async def file(number: str, name: str) -> Response:
-    """Return a file of the page, which browsers may keep forever: its URL contains a hash of all
-    files.
+    """Return a file of the page, which browsers may keep for a year without asking again: its URL
+    contains a hash of all files.
     """
     known, found = contents()
     if number != known or name not in found or name == INDEX:

@@ -17,7 +17,7 @@ from weir.serve.api.errors import APIError
 from weir.serve.limits import share_of
 
 MAX_CONNECTIONS = 1024
-"""The most connections that are open at once. Further requests get status 503."""
+"""From this many open connections on, every new request gets status 503."""
 HEAD_SECONDS = 10.0
 """Seconds in which the head of a request should arrive. It may take up to twice as long."""
 SMALL_CHUNK = re.compile(rb"\r\n0*[0-9a-fA-F]{1,2}\r\n")

@@ -304,7 +304,8 @@ async def read_content(
     Args:
         field: the field with the content. If the body is large, it is returned with None there.
         what: the property of the body that is its content.
-        numbers: entries of lists that are allowed besides `MAX_NODES`, for prompts of token ids.
+        numbers: how many more entries of lists are allowed than in other bodies, for prompts of
+            token ids.
     """
     data, counter = await _read(request, kind, owner, numbers)
     if len(data) < LARGE:
