@@ -101,6 +101,16 @@ def test_who_points_away_most_stays_and_of_equals_the_older():
     assert once(Outliers(4), torch.ones(30, 2))[0] == [0, 1, 2, 3]
 
 
+def test_an_empty_slot_changes_nothing():
+    pool, keys = Outliers(2, over=4, dilate=1, below=0.0), torch.ones(1, 1, 5, 2)
+    kept = []
+    for places in ([0, 1, 2, 3, 4], [-1, 0, 1, 2, 3, 4], [0, 1, -1, 2, 3, 4]):
+        new = at(keys, torch.tensor([[places]]))
+        held, _ = pool.fold(new.part(0, 0), new, replace(FOLD, state=pool.state(new.part(0, 0))))
+        kept.append(held.position[0, 0].tolist())
+    assert kept == [[4]] * 3
+
+
 def test_the_mean_forgets():
     # A key like the old ones points away from the newer ones.
     keys = torch.tensor([1.0, 0.0]).repeat(120, 1)

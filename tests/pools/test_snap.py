@@ -383,14 +383,15 @@ def test_arrivals_in_disorder_and_holes_are_put_in_order():
 def test_pooling_is_over_places_of_the_stream(data):
     places = sorted(data.draw(st.sets(st.integers(0, 40), min_size=1, max_size=14)))
     votes = [data.draw(st.integers(0, 64)) / 64 for _ in places]
-    holes = data.draw(st.integers(0, 3))
+    slots = data.draw(st.permutations([-1] * data.draw(st.integers(0, 3)) + [0] * len(places)))
+    at = [index for index, slot in enumerate(slots) if slot == 0]
+    filled = torch.zeros(2, len(slots))
+    filled[1] = -1
+    filled[:, at] = torch.tensor([votes, [float(place) for place in places]])
     kernel, average = data.draw(st.sampled_from([1, 3, 5, 7, 9])), data.draw(st.booleans())
     found = pool_neighbors(
-        torch.tensor([[[0.0] * holes + votes]]),
-        torch.tensor([[[-1] * holes + places]]),
-        kernel,
-        average=average,
-    )[0, 0, holes:]
+        filled[0][None, None], filled[1].long()[None, None], kernel, average=average
+    )[0, 0, at]
     by_place = dict(zip(places, votes, strict=True))
     wanted = [pooled_at(place, by_place, kernel, average) for place in places]
     close(found, torch.tensor(wanted, dtype=torch.float64), terms=kernel)

@@ -110,7 +110,7 @@ def measure_away(new: Slots, total: Tensor, fade: float) -> tuple[Tensor, Tensor
 
     `total` is the sum of the keys so far [batch, kv_heads, key_dim]. It is multiplied by `fade`
     whenever a key is added. Returns the new sum, and 1 minus the cosine of each key with the sum
-    that includes it [batch, kv_heads, slots], between 0 and 2, in float64.
+    that includes it [batch, kv_heads, slots], between 0 and 2, in float64; 0 for empty slots.
     """
     parts = []
     for start in range(0, len(new), PIECE):
@@ -120,6 +120,7 @@ def measure_away(new: Slots, total: Tensor, fade: float) -> tuple[Tensor, Tensor
         sums = left * (total[:, :, None] + (keys / left).cumsum(dim=2))
         total = sums[:, :, -1]
         cosine = F.cosine_similarity(keys, sums, dim=3, eps=1e-30)
+        cosine = cosine.masked_fill(~piece.held, 1.0)  # an empty slot is far from nothing
         # Rounded, so that cosines that differ only by rounding of their sums are ties.
         parts.append((1 - cosine).clamp(0, 2).round(decimals=9))
     return total, torch.cat(parts, dim=2)

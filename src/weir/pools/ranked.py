@@ -237,11 +237,20 @@ def pool_neighbors(votes: Tensor, position: Tensor, kernel: int, *, average: boo
     Votes must not be negative; places without a token count as 0. Positions must be ascending along
     the slots, -1 where a slot is empty.
     """
+    empty = position < 0
+    if bool((empty[:, :, 1:] & ~empty[:, :, :-1]).any()):
+        # Empty slots between tokens, as after tokens were dropped, would hide neighbors.
+        order = position.argsort(dim=2, stable=True)
+        found = pool_neighbors(
+            votes.gather(2, order), position.gather(2, order), kernel, average=average
+        )
+        return torch.zeros_like(found).scatter(2, order, found)
     reach = kernel // 2
     # In double precision, the sum does not depend on its order, so ties remain ties.
     votes = votes.double()
     total = votes.clone()
-    # Places are distinct, so the slots of two tokens are at most as far apart as their places.
+    # No empty slot is between tokens, and places are distinct. So the slots of two tokens are at
+    # most as far apart as their places.
     for step in range(1, min(reach, votes.shape[2] - 1) + 1):
         near = position[:, :, step:] - position[:, :, :-step] <= reach
         older, newer = votes[:, :, :-step] * near, votes[:, :, step:] * near
