@@ -378,7 +378,7 @@ def test_quantized_slots_count(capsys, model):
     assert int8["stream_bytes"] < exact["stream_bytes"]
     assert int8["step_bytes"]["each_stream"] < exact["step_bytes"]["each_stream"]
     ended = run(capsys, "size", model, "--policy", policy, "--slots", "int7")
-    sentence = "unknown format of slots 'int7'. Use one of int8, int4, k8v4, fp8, or slots=exact"
+    sentence = "unknown format of slots 'int7'. Use one of int8, int4, k8v4, fp8. For exact slots"
     assert ended.code == 1 and sentence in ended.err
     ended = run(capsys, "size", model, "--policy", policy, "--slots", "k8v4")
     assert ended.code == 1 and "in groups of 32 numbers" in ended.err

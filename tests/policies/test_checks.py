@@ -164,7 +164,7 @@ def test_slots_whose_tensors_do_not_go_together_are_refused(change, flows):
         return (held, bad) if flows else (bad, new)
 
     ANSWERS["fold"] = answer
-    what = "evicted" if flows else "kept"
+    what = "passed on" if flows else "kept"
     with pytest.raises(
         WeirError, match=(f"^[a-z]+ of the slots that the pool odd {what} .*{problem}")
     ):

@@ -186,9 +186,10 @@ def format_policy_file(
     """Write a policy file as text.
 
     Args:
-        facts: what was measured and how, for people: numbers, texts, and tables of these, by name.
+        facts: what was measured and how, by name: numbers, texts, and tables of these. Only `chunk`
+            is read again, as `PolicyFile.chunk`; the others are for people.
         model: the fingerprint of the model.
-        layers: for each layer its `policy`, and more facts for people.
+        layers: for each layer its `policy` as text, and more facts for people.
     """
     tables = {key: value for key, value in facts.items() if isinstance(value, Mapping)}
     plain = {key: value for key, value in facts.items() if key not in tables}

@@ -25,7 +25,7 @@ from weir.slab import FORMATS
 
 NUMBER = re.compile(r"[-+]?([0-9]+(_[0-9]+)*(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
 LIST = "["
-"""Begins a list with a policy for each layer."""
+"""Begins a list with a policy for each layer or, inside that list, for each KV head."""
 DEEPEST = 8
 """The deepest nesting of policies: quantized(pinned(pyramid(sink(4) | snap(252)))) has depth 3."""
 _SPACE = re.compile(r"\s*")
@@ -85,8 +85,9 @@ def from_file(path: str) -> Layered:
 def parse_call(text: str) -> PolicyCall | None:
     """Read the call of a named policy without making the policy, which may still need a budget.
 
-    Returns None for a pipe of pools, a list of policies or a policy file, and for arguments that
-    the policy does not have. Raises PolicyError if the first call cannot be read.
+    Returns None for a pipe of pools, a list of policies or a policy file, for a name that no policy
+    has, and for arguments that the policy does not have. Raises PolicyError if the first call
+    cannot be read.
     """
     parser = Parser(text)
     if is_file(text) or parser.take(LIST):
@@ -130,8 +131,8 @@ class ParsedPolicy(typing.NamedTuple):
     Attributes:
         calls: the calls of a pipe; empty for a list.
         formats: the format of each call's slots, "" for exact ones.
-        text: the whole text.
-        at: the character of the parsed text at which it begins.
+        text: the text of this pipe or list.
+        at: the index of its first character in the text that the parser reads.
         layers: the policies of a list.
     """
 
@@ -160,7 +161,7 @@ class Parser:
         saved: whether weir wrote the text, rather than a user.
         depth: how many policies are open around the one that is being read.
         name: the pattern of names.
-        kind: the meaning of a call, for error messages.
+        kind: what the name of a call can stand for, as error messages say it.
     """
 
     name: ClassVar[re.Pattern[str]] = WORD

@@ -197,8 +197,8 @@ class Pipe(Policy):
 
     @cached_property
     def front(self) -> tuple[int, ...]:
-        """The places of all other pools. As the stream goes on, their tokens are moved up to the
-        newest ones (the rolling frame).
+        """The places of all other pools. As the stream goes on, the positions of their tokens are
+        moved up to those of the newest tokens (the rolling frame).
         """
         return tuple(i for i in range(len(self.pools)) if i not in self.run)
 
@@ -341,8 +341,9 @@ def check_format(name: object) -> str:
     """Return the name of a format of slots, if there is such a format."""
     if not isinstance(name, str) or name not in FORMATS:
         raise WeirError(
-            f"unknown format of slots {quote(name)}. Use one of {', '.join(FORMATS)}, or "
-            "slots=exact for unquantized slots"
+            f"unknown format of slots {quote(name)}. Use one of {', '.join(FORMATS)}. For exact "
+            "slots, use slots=exact in weir, centers or --slots; elsewhere, leave the format or "
+            "quantized out"
         )
     return name
 
@@ -398,7 +399,7 @@ def _check_fold(
             f"the fold of the pool {name} must return two Slots, (kept, overflow), got {found}"
         )
     kept, overflow = parts
-    for what, slots in (("kept", kept), ("evicted", overflow)):
+    for what, slots in (("kept", kept), ("passed on", overflow)):
         if slots is not held and slots is not new:
             _check_tensors(f"the slots that the pool {name} {what}", slots, held, like)
     limit = pool.slots()
@@ -454,8 +455,8 @@ def _check_tensors(owner: str, slots: Slots, held: Slots, like: Mapping[str, Ten
             )
     if "mass" not in like and slots.mass is not None:
         raise WeirError(
-            f"mass of {owner} is not stored, because the class does not set needs_mass = True. "
-            "Set it, or leave mass out."
+            f"mass of {owner} is not stored, because the pool does not set needs_mass = True. "
+            "Set it in the pool's class, or leave mass out."
         )
 
 

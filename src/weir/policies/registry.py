@@ -30,7 +30,7 @@ VARIABLE = "WEIR_IMPORT"
 
 @dataclass(frozen=True)
 class NamedPolicy:
-    """A function registered as a policy (`make`), and where the policy comes from."""
+    """A function registered as a policy (`make`), and where the policy comes from (`paper`)."""
 
     make: Callable[..., Any]
     paper: str
@@ -107,7 +107,8 @@ class PolicyCall:
 def named(paper: str) -> Callable[[Make], Make]:
     """Register a function as the policy with its name, and the paper that it comes from.
 
-    Reports cite the paper if it is written as `Authors YEAR, "Title", arXiv:NUMBER`.
+    Reports cite the paper if the text has its arXiv number, as in `Authors YEAR, "Title",
+    arXiv:NUMBER`.
 
     The function may be defined again, for example when a cell of a notebook is run twice. The
     policy that it returns records how it was called (`Policy.called`).

@@ -101,7 +101,8 @@ def fit_budgets(
             the same budget in all heads.
         shift: by how many nats 4-bit slots shift attention.
         most: the most slots that fit in the model's window; None for any number. No head gets more
-            than this, unless the user gave a larger budget. Then every head gets that budget.
+            than this, unless the user gave a larger budget. Then every head gets that budget. If
+            the limit leaves slots over, the other heads get them.
     """
     assert policy.called is not None
     given = dict(policy.called.given)
@@ -147,8 +148,8 @@ def centers(
 ) -> Policy:
     """Keep exact sinks, and in 8 bits the newest tokens and tokens whose keys are far apart.
 
-    A third of the budget is for tokens whose keys are far apart. For small models that look up
-    single tokens. `quiet` and `half_life` are those of the pool `kcenter`.
+    A third of the budget is for tokens whose keys are far apart. Use this policy with small models
+    that look up single tokens. `quiet` and `half_life` are those of the pool `kcenter`.
 
     Args:
         newest: how many of the newest tokens stay exact, as sinks do.

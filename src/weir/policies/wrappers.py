@@ -63,7 +63,7 @@ class PolicyWrapper(Policy):
 
     @property
     def stands_for(self) -> str:
-        """Its pools, or the wrapper around the other policy's text if that is not a pipe."""
+        """Its pools, or the wrapper around the other policy's pools if that is not a pipe."""
         if isinstance(self.policy, Pipe):
             return self.pipes[0].stands_for
         return f"{self.verb}({self.policy.stands_for}, {self.options})"
@@ -106,8 +106,8 @@ class Pinned(PolicyWrapper):
         policy: the policy that holds everything else.
         n: slots of each KV head that the beginning and the tokens that must be kept share.
         header: slots of each KV head for the header.
-        format: the format of the slots for the beginning, by the names of `slab.FORMATS`; "same"
-            for that of the policy's quantized slots, or int8 if it has none.
+        format: the format of these `n` slots: "exact", a name in `slab.FORMATS`, or "same" for that
+            of the policy's quantized slots (int8 if it has none).
     """
 
     verb = "pinned"
@@ -134,7 +134,8 @@ class Pinned(PolicyWrapper):
         """Add the pools; refuse a pipe that has such pools, or no limit."""
         if pipe.needs_marks:
             raise WeirError(
-                f"{self.policy} already keeps the beginning of a stream. Use it without pinned."
+                f"{self.policy} already keeps the beginning of a stream or the header of a turn. "
+                "Use it without pinned."
             )
         if pipe.slots is None:
             raise WeirError(
@@ -262,7 +263,9 @@ class Pyramid(Policy):
                 "a limit."
             )
         if not 1 <= self.beta < math.inf:
-            raise WeirError(f"beta of a pyramid must be at least 1, got {self.beta}")
+            raise WeirError(
+                f"beta of a pyramid must be a finite number of at least 1, got {self.beta}"
+            )
         for layer in range(2):  # top layers have equally few slots, however many layers there are
             self.for_layer(layer, 2)
         if not self.text:
@@ -352,8 +355,8 @@ class Quantized(PolicyWrapper):
         if not any(pipe.quantized for pipe in self.pipes):
             if self.newest is not None:
                 raise WeirError(
-                    f"{self.policy} holds only the first tokens and the newest {self.newest}, "
-                    "which stay exact. Use a smaller newest."
+                    f"with newest={self.newest}, all slots of {self.policy} stay exact. Use a "
+                    "smaller newest."
                 )
             raise WeirError(
                 f"{self.policy} has no slots that can be quantized: first and newest tokens stay "
@@ -461,5 +464,5 @@ def with_slots(policy: Policy, slots: str | None) -> Policy:
 def _has_own_format(policy: Policy) -> WeirError:
     return WeirError(
         f"{policy} already sets the format of its slots. Use another policy, or leave out slots= "
-        "(--slots)."
+        "(--slots) or the outer quantized."
     )

@@ -78,8 +78,8 @@ def wrong_ranges(kept: Any) -> str | None:
         whole = isinstance(one, tuple | list) and len(one) == 2 and all(fits(n, int) for n in one)
         if not whole or not last <= one[0] < one[1] <= 2**53:
             return (
-                "must be ranges of places in the stream, in order and apart, as in ((100, 150), "
-                f"(200, 230)), got {quote(one)}"
+                "must be ranges of places in the stream, in order and without overlap, as in "
+                f"((100, 150), (200, 230)), got {quote(one)}"
             )
         last = one[1]
     return None
@@ -111,7 +111,7 @@ class Fold:
         kept: places of tokens to keep, the first and the one after the last of each range
             [batch, ranges, 2], int64; None if there are none.
         state: the pool's state in addition to its slots (`Pool.state`). A fold replaces its tensors
-            by new ones of the same shape, and never writes into them.
+            by new ones, which are longer only if the pool has no limit, and never writes into them.
     """
 
     draws: CounterRNG

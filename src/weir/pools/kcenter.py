@@ -44,8 +44,8 @@ class KCenter(SizedPool):
     is kept. Keys are compared at their places in the stream, by Euclidean distance in float32.
     Among equally far keys, the oldest is picked; distances are equal if they differ only by
     rounding (`kernels.ALIKE`). The paper picks once, from a whole prompt. In a stream, centers are
-    picked again at every fold, from those of the last fold and the arrivals since. Weights do not
-    change.
+    picked again at every fold, from those of the last fold and the arrivals since. Weights
+    change only with `quiet`.
 
     Attributes:
         k: number of tokens to keep.
@@ -53,9 +53,10 @@ class KCenter(SizedPool):
             available. They take slots, so fewer tokens are picked.
         use: distances of a token are multiplied by this power of the attention that it received per
             query since it arrived; 0 to ignore attention.
-        fresh: a center is replaced by the newest of the tokens that are closer to it than this
-            share of the radius, the distance within which every key has a center; 0 for never. The
-            first center is never replaced. These distances are between keys without rotation.
+        fresh: a center is replaced by the newest token near it, if that is newer than the center; 0
+            for never. Near means within this share of the radius, which is the distance within
+            which every key has a center. The first center is never replaced. These distances are
+            between keys without rotation.
         quiet: how much lower the log-weight of every center but the first is, once a token was
             evicted; 0 for unchanged weights.
         half_life: number of tokens after which the distances of a token have halved; none for

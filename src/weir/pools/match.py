@@ -82,7 +82,9 @@ class Match(PoolWrapper):
 
 
 LEAST = 1e-30
-"""Sums of squares below this count as zero, and are not used as divisors."""
+"""The smallest divisor of values, and the smallest mean of the diagonal of the least-squares
+matrix. It replaces a smaller number, which could be 0.
+"""
 
 
 def fit_weights(

@@ -246,7 +246,8 @@ class ObservedAttention:
         """Compute |W_o v| of values [batch, kv_heads, n, value_dim] for each query head.
 
         It is [batch, kv_heads, group, n], float32. W_o is the part of the output projection that
-        reads the head. If the projection is not known, |v| is returned.
+        reads the head. If the projection is not known, |v| is returned, for one head per group if
+        there are no queries.
         """
         if self.output is None:
             group = 1 if self.queries is None else self.queries.shape[2]

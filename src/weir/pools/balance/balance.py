@@ -247,7 +247,9 @@ def doubled(new: Slots) -> Slots:
 
 
 def bucket(values: Tensor) -> Tensor:
-    """Return the i with 2^(i-1) < ‖v‖ <= 2^i for values [..., value_dim], int64."""
+    """Return the i with 2^(i-1) < ‖v‖ <= 2^i for values [..., value_dim], int64; `NO_BUCKET` for a
+    length of 0.
+    """
     length = values.double().norm(dim=-1)
     mantissa, exponent = torch.frexp(length)
     return torch.where(length > 0, exponent - (mantissa == 0.5).long(), NO_BUCKET).long()

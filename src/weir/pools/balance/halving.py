@@ -83,7 +83,10 @@ class Gram:
     Attributes:
         keys: the keys minus the mean of their block [blocks, tokens, key_dim], float32.
         sums: what tokens add to both sums: e^a v divided by the largest e^a, and e^b divided by the
-            largest, times the root of the constant [blocks, tokens, value_dim + 1], float32.
+            largest, times the root of the constant [blocks, tokens, value_dim + 1], float32. In the
+            rule of the authors' code, tokens of the numerator count 1 instead of e^b in the
+            denominator. Both sums are then divided by the largest e^a, or e^b of a token that is
+            only in the denominator.
         rate: the factor of <k_i, k_j>.
         top: the largest <k, k> times the rate [blocks].
         weight: for the rule of the authors' code, the logarithm of the number by which dividing the
@@ -219,7 +222,7 @@ class Halving:
 
     def _signs(self, sets: Sets, scale: float, u: Tensor, free: Tensor) -> Tensor:
         """Compute the signs of tokens, or of pairs, by a walk through each block [sets, blocks, n],
-        bool.
+        float32, 0 for none.
 
         `free` says which ones take part.
         """

@@ -4,8 +4,8 @@ All blocks of a level are halved at once, those of all heads and rows of a batch
 tokens share a block depends only on the order in which they came, so tokens that come together give
 the same result as tokens that come one after the other. There are two exceptions. For a prompt that
 is folded whole (`prefill="full"`), there is a different plan, `schedule.at_once`. And if fewer than
-half of a block's tokens stay, the places of the missing ones are freed when the next fold begins,
-so the result depends on where folds begin.
+half of a block's tokens stay, the places of the missing ones are freed when the next fold begins
+(unless the pool is `eager`), so the result depends on where folds begin.
 """
 
 from __future__ import annotations

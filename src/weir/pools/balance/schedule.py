@@ -159,7 +159,8 @@ class Head:
         slots, block, eager: as in `make_room`.
         groups: the levels of the denominator, and then those of each bucket of the numerator.
         open: for each bucket in use, the number of its group in `groups`.
-        tokens: the number of each token's group; -1 for a token that was erased.
+        tokens: the number of each token's group; -1 where there is no token, or for one that was
+            erased.
     """
 
     slots: int
