@@ -172,8 +172,8 @@ class PinnedOutput:
         call: the id of the call.
         tokens: how many tokens it has.
         again: whether it had been pinned before.
-        reread: whether some of its tokens have left the cache. Then the next answer reads the whole
-            output again.
+        reread: whether some of its tokens have left the cache, or may have. If they have, the next
+            answer reads the whole output again.
     """
 
     call: str
@@ -425,7 +425,7 @@ class EngineClient:
             self._fail_all(error)
 
     def _fail_all(self, error: Exception) -> list[Generation]:
-        """Tell all waiting requests that their answers have failed."""
+        """Tell all requests in progress that their answers have failed."""
         with self._lock:
             generations = list(self._generations)
         for generation in generations:
@@ -567,9 +567,9 @@ class EngineClient:
     def _on_stop(
         self, request: GenerationRequest, prompt: Prompt, processor: OutputProcessor
     ) -> str | None:
-        """If a part of an answer ended with a call of one of the server's tools, have the call
-        executed, and return None. Otherwise, return the reason why the answer ends
-        (`TokenSequence.on_stop`).
+        """If a part of an answer ended with a call of one of the server's tools, and the answer may
+        have more tokens, have the call executed, and return None. Otherwise, return the reason why
+        the answer ends (`TokenSequence.on_stop`).
         """
         sequence, text = processor.sequence, processor.finish()
         parser = self.make_parser(request)
