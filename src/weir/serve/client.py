@@ -436,8 +436,11 @@ class EngineClient:
     # --- answers
 
     def match(self, request: GenerationRequest) -> Prompt:
-        """Find the prompt of a request, and check that its turns can be saved. Called in a
+        """Find the prompt of a request, and check that there is room for its turns. Called in a
         thread.
+
+        Raises StorageFull if the turns can neither be saved nor stay in memory. Turns of a hidden
+        session are then not saved, and nothing is raised.
         """
         prompt = request.match()
         if prompt.session is None:
@@ -748,6 +751,7 @@ class EngineClient:
             UnknownSession: the owner has no such session.
             NoOutput: the session has no such output, or the place of its tokens is not known.
             CannotDrop: this server cannot drop outputs.
+            WeirError: the owner has dropped too many outputs.
         """
         outputs, sequence = self.list_outputs(owner, session)
         found = next((one for one in outputs if one.call == call), None)
@@ -866,6 +870,7 @@ class EngineClient:
             UnknownSession: the owner has no such session.
             NoOutput: the session has no such output, or the place of its tokens is not known.
             CannotPin: the output was dropped, there is no room, or outputs cannot be pinned here.
+            WeirError: the owner has pinned too many outputs.
         """
         self.check_pins()
         outputs, sequence = self.list_outputs(owner, session)
