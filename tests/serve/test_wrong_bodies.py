@@ -96,9 +96,9 @@ def test_of_a_schema_what_is_missing_is_named():
     def of(**form: Any) -> str:
         return said(response(text={"format": form}))
 
-    assert "name and schema is missing" in of(type="json_schema")
-    assert "schema is missing" in of(type="json_schema", name="x")
-    assert "name is missing" in of(type="json_schema", schema={})
+    assert "Missing: name and schema" in of(type="json_schema")
+    assert "Missing: schema" in of(type="json_schema", name="x")
+    assert "Missing: name" in of(type="json_schema", schema={})
     assert "allowed only with type: json_schema" in of(type="text", name="x")
 
 

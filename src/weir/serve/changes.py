@@ -20,7 +20,9 @@ MOST_NOTED = 2000
 MOST_LINES = 5000
 """The most lines of system messages that are compared."""
 AROUND = 40
-"""Number of characters before and after a change within a long line that a note repeats."""
+"""A note about a change within a long text repeats about this many characters before the change,
+and as many after it.
+"""
 MOST_KEPT = 4096
 """Number of turns that are remembered, of all owners together."""
 
@@ -83,7 +85,7 @@ class ChangedPrefixes:
 def describe_change(old: Sequence[str], new: Sequence[str]) -> str | None:
     """Write the note that tells a model how its system messages have changed.
 
-    Returns None if the note would be too long.
+    Returns None if the note would be too long, or if there are too many lines to compare.
     """
     before = [line for text in old for line in text.splitlines()]
     after = [line for text in new for line in text.splitlines()]

@@ -172,8 +172,8 @@ class PinnedOutput:
         call: the id of the call.
         tokens: how many tokens it has.
         again: whether it had been pinned before.
-        reread: whether some of its tokens have left the cache. Then the next answer reads the whole
-            output again.
+        reread: whether some of its tokens have left the cache, or may have. If they have, the next
+            answer reads the whole output again.
     """
 
     call: str
@@ -425,7 +425,7 @@ class EngineClient:
             self._fail_all(error)
 
     def _fail_all(self, error: Exception) -> list[Generation]:
-        """Tell all waiting requests that their answers have failed."""
+        """Tell all requests in progress that their answers have failed."""
         with self._lock:
             generations = list(self._generations)
         for generation in generations:
@@ -436,8 +436,11 @@ class EngineClient:
     # --- answers
 
     def match(self, request: GenerationRequest) -> Prompt:
-        """Find the prompt of a request, and check that its turns can be saved. Called in a
+        """Find the prompt of a request, and check that there is room for its turns. Called in a
         thread.
+
+        Raises StorageFull if the turns can neither be saved nor stay in memory. Turns of a hidden
+        session are then not saved, and nothing is raised.
         """
         prompt = request.match()
         if prompt.session is None:
@@ -567,9 +570,9 @@ class EngineClient:
     def _on_stop(
         self, request: GenerationRequest, prompt: Prompt, processor: OutputProcessor
     ) -> str | None:
-        """If a part of an answer ended with a call of one of the server's tools, have the call
-        executed, and return None. Otherwise, return the reason why the answer ends
-        (`TokenSequence.on_stop`).
+        """If a part of an answer ended with a call of one of the server's tools, and the answer may
+        have more tokens, have the call executed, and return None. Otherwise, return the reason why
+        the answer ends (`TokenSequence.on_stop`).
         """
         sequence, text = processor.sequence, processor.finish()
         parser = self.make_parser(request)
@@ -748,6 +751,7 @@ class EngineClient:
             UnknownSession: the owner has no such session.
             NoOutput: the session has no such output, or the place of its tokens is not known.
             CannotDrop: this server cannot drop outputs.
+            WeirError: the owner has dropped too many outputs.
         """
         outputs, sequence = self.list_outputs(owner, session)
         found = next((one for one in outputs if one.call == call), None)
@@ -866,6 +870,7 @@ class EngineClient:
             UnknownSession: the owner has no such session.
             NoOutput: the session has no such output, or the place of its tokens is not known.
             CannotPin: the output was dropped, there is no room, or outputs cannot be pinned here.
+            WeirError: the owner has pinned too many outputs.
         """
         self.check_pins()
         outputs, sequence = self.list_outputs(owner, session)

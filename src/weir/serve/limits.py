@@ -80,5 +80,6 @@ class Limits:
             value = getattr(self, field.name)
             if isinstance(value, bool) or not 0 < value < 2**53:
                 raise WeirError(
-                    f"the limit {field.name} must be a number greater than 0, got {value!r}"
+                    f"the limit {field.name} must be a number greater than 0 and less than 2**53, "
+                    f"got {value!r}"
                 )

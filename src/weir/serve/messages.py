@@ -181,7 +181,7 @@ class StrayResult(WeirError):
             if twice
             else (
                 f"there is no call {quote(call)}. A result must have the id of a call in the "
-                "latest assistant message before it"
+                "latest message with calls before it"
             )
         )
         self.number = number

@@ -109,7 +109,8 @@ class Prompt:
         header: how many at the end of `ids` are the header of the answer.
         prefill: the beginning of the answer, which the client has written.
         reread: the part of the history that is read again, and the reason; None if none is.
-        note: a text before the new messages that says how the system messages have changed.
+        note: a text before the new messages. It says how the system messages have changed and what
+            has left the cache, and repeats pinned results. Empty if there is nothing to say.
         systems: the system messages before the first answer.
         outline: hash of the history without `systems`; empty if it is not needed.
         places: where results of tools are in `ids`, each with the number that marked it.
@@ -630,9 +631,11 @@ class PromptMatcher:
         recall: int = 0,
         pins: Sequence[str] = (),
     ) -> Prompt | None:
-        """Make a prompt that continues a saved turn, in its session if no other is named.
+        """Make a prompt that continues a saved turn, in its session if no other is named. If the
+        session of the turn is hidden, the prompt gets a new one.
 
-        `drops`, `tell`, `recall` and `pins` are as for `match`.
+        `drops`, `tell`, `recall` and `pins` are as for `match`. Returns None if the template cannot
+        render the messages without the earlier ones.
         """
         held = self.hold(messages)
         chains: dict[str, str] = {}
@@ -871,8 +874,10 @@ def _render_rest(
     quoted: str = "",
     repeated: Sequence[Message] = (),
 ) -> Prompt | None:
-    """Make the prompt of the messages after the `known` ones, the last of which ends with the token
-    `last`.
+    """Make the prompt of the messages after the first `known` ones. The answer before them ended
+    with the token `last`.
+
+    Returns None if the template cannot render these messages without the earlier ones.
 
     A note in front has the text of `repeated` results, which are kept.
     """

@@ -38,7 +38,8 @@ class ResponseTurn:
         items: the items of the input, without those up to its last compaction.
         instructions: a system message before the history; None for none.
         previous: the id of the response that is continued; None for none.
-        conversation: the conversation that is continued, locked until the request ends.
+        conversation: the conversation that is continued; None for none. It is locked while a
+            response is being created in it.
         session: the session of the turn, if the HTTP client names one.
         is_stored: whether the response can be continued and retrieved.
         tools: all tools that are described to the model.
@@ -94,10 +95,12 @@ class ResponseTurn:
         return self.client.tell_forgotten if self.tells_forgotten else None
 
     def find_saved(self) -> tuple[TurnRecord | None, list[Item]]:
-        """Return the saved turn that covers most of the history, and the items after it.
+        """Return the newest saved turn of the history, and the items of the input after it.
 
-        Raises StrayResult for a result without a call, and PreviousNotFound if the previous
-        response does not exist.
+        If no turn is found, returns None and all items of the input.
+
+        Raises StrayResult for a result without a call, PreviousNotFound if the previous response
+        does not exist, and HistoryNotKept if earlier messages are needed that are no longer kept.
         """
         client, before = self.client, list[Message]()
         if self.previous is not None:
@@ -135,7 +138,8 @@ class ResponseTurn:
         return replace(prompt, session=f"{HIDDEN}{secrets.token_hex(16)}")
 
     def store(self, session: str | None, body: dict[str, Any]) -> None:
-        """Store the response, before the client is told of it, if its turn is saved in a session.
+        """Store the response, before the client is told of it. Does nothing if `is_stored` is false
+        or the turn is not saved in a session.
 
         If it cannot be stored, forgets the turn, too, and raises WeirError.
         """

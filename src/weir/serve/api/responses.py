@@ -383,7 +383,9 @@ class ResponseRenderer(Renderer):
         return "completed" if self._generation.finished[0].reason == "stop" else "incomplete"
 
     async def _finish(self, status: str) -> dict[str, Any]:
-        """Return the finished response. It is stored before the client receives it."""
+        """Return the finished response. If it must be stored, this happens before the client
+        receives it.
+        """
         whole = self._response(status, self._items.done)
         try:
             await asyncio.to_thread(self._turn.store, self._generation.prompt.session, whole)

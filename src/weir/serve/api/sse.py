@@ -101,7 +101,7 @@ class EventStream(Response):
         self._sent = clock()
 
     def _probe(self, send: Send, keep_alive: KeepAlive) -> None:
-        """Send a frame that the client ignores, to see whether the client is still there."""
+        """Send the keep-alive frame, to see whether the client is still there."""
         if self._started and self._sending_since is None:
             self._probing = asyncio.ensure_future(self._send_frame(send, keep_alive.frame()))
 

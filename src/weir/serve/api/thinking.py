@@ -29,8 +29,8 @@ SWITCHES = ("enable_thinking", "thinking")
 def find_variables(client: EngineClient, body: GenerationBody) -> dict[str, Any]:
     """Find the template variables that a request sets.
 
-    Raises APIError for a variable that the template does not use, and for `enable_thinking` if the
-    template cannot turn thoughts on and off.
+    Raises APIError for a variable that the template does not use or that clients cannot set, and
+    for `enable_thinking` if the template cannot turn thoughts on and off.
 
     A reasoning effort is passed to the template's variable for efforts. If the template can only
     turn thoughts on and off, the effort "none" turns them off, and any other effort turns them on.
@@ -45,7 +45,8 @@ def find_variables(client: EngineClient, body: GenerationBody) -> dict[str, Any]
             has = ", ".join(sorted(known & {*SWITCHES, "reasoning_effort"})) or "none"
             raise APIError(
                 400,
-                f"the chat template of this model does not use {shorten(name)!r}. Leave it out. "
+                f"the chat template of this model has no variable {shorten(name)!r} that a request "
+                "can set. Leave it out. "
                 f"Variables about thoughts that the template uses: {has}.",
                 param=f"chat_template_kwargs.{shorten(name)}",
                 code="unsupported",

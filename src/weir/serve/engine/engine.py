@@ -1,9 +1,9 @@
 """The engine: run endless sequences of many owners through one model, in rows allocated once.
 
 A step gives free rows to waiting sequences, makes one decode call over the rows that answer, and
-makes one more call that reads a chunk of a prompt, or several short prompts. A long prompt thus
-delays the others by at most one chunk. A sequence keeps its row until it ends: rows do not
-grow, so none has to be taken away to make room for others. This file works with tokens and
+makes one more call that reads a chunk of a prompt, or several short prompts. In each step, a long
+prompt thus delays the others by at most one chunk. A sequence keeps its row until it ends: rows do
+not grow, so none has to be taken away to make room for others. This file works with tokens and
 checkpoints, and does not use text, HTTP or disks.
 """
 
@@ -45,7 +45,7 @@ PREFILL_CHUNK = 128
 PREFIXES = 8
 """Number of prompt states that are kept in memory (`PrefixStates`)."""
 IDLE_SECONDS = 0.05
-"""The longest time that the engine waits while all its sequences wait for tool calls to finish."""
+"""The longest pause between two steps while all sequences wait for tool calls to finish."""
 GROWTH = 4
 """Decode calls are compiled for some numbers of rows. Each is this many times the one before.
 
@@ -258,7 +258,7 @@ class Engine:
     def resume(self, sequence: TokenSequence, found: Continuation | Exception) -> None:
         """Continue a sequence whose `on_stop` returned None, or fail it.
 
-        Does nothing if it has been cancelled.
+        Does nothing if the sequence has ended, for example because it was cancelled.
         """
         with self._changed:
             self._resumed.append((sequence, found))
@@ -279,7 +279,7 @@ class Engine:
         """Keep a tool result of a running sequence from its next step on.
 
         The future says whether it is kept. It is not kept if some of its tokens have left the
-        window, if it does not fit, or if the sequence is no longer running.
+        window, if it does not fit, or if the sequence is not running.
         """
         future: Future[bool] = Future()
         with self._changed:
@@ -288,7 +288,7 @@ class Engine:
         return future
 
     def inspect(self, sequence: TokenSequence) -> Future[RowInspection | None]:
-        """Inspect a sequence's row between two steps; the result is None if it no longer has a row.
+        """Inspect a sequence's row between two steps; the result is None if it is not running then.
 
         A step inspects at most one row, so that frequent requests do not slow down answers. All
         requests for one sequence share one inspection.
@@ -487,8 +487,8 @@ class Engine:
         self.cache.mark(sequence.row, marks)
 
     def _find_prefix(self, sequence: TokenSequence) -> PrefixState | None:
-        """Return the kept state that has read most of a prompt that is about to be read, if there
-        is one.
+        """Return, for a prompt that is about to be read, the kept state that has read the most of
+        its tokens. None if there is no such state.
 
         The state must not have read tokens of the answer's header, which are marked for this
         prompt.

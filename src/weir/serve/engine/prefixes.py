@@ -110,7 +110,7 @@ class PrefixStates:
         return found
 
     def add(self, new: PrefixState) -> None:
-        """Keep a state, and drop states that have read less of the same prompt.
+        """Keep a state, and drop states that have read the same tokens or a first part of them.
 
         A state at the end of a beginning is not replaced by a longer one, because other
         conversations with the same beginning start from it.

@@ -1,6 +1,7 @@
 """A sequence: a prompt that is fed to a row of the cache, and the answer sampled after it.
 
-A sequence starts at a checkpoint, the end of an earlier turn, and its end is a new checkpoint.
+A sequence starts at a checkpoint (the end of an earlier turn), or at the beginning of a new stream.
+If the sequence is saved, its end is a new checkpoint.
 Checkpoints never change, so any of them can be continued more than once, and again after a failure.
 """
 
@@ -68,10 +69,10 @@ class TokenSequence:
         forks: other answers to the same prompt, which start when this sequence has read it.
         record: makes the record that is saved with its end, from the sequence and the reason why it
             ended (`Listener.on_finish`); None if the end is not saved.
-        on_stop: called in the engine's thread when a token ends the answer. Returns the reason why
-            it ends, or None if it continues with tokens from `Engine.resume`. Until then the
-            sequence keeps its row and waits. Without this function, such a token always ends the
-            answer.
+        on_stop: called in the engine's thread when a token would end the answer with the reason
+            "stop". Returns the reason why the answer ends, or None if it continues with tokens from
+            `Engine.resume`. Until then, the sequence keeps its row and waits. Without this
+            function, such a token always ends the answer.
         dropped: places in the stream of tokens that are dropped from the row. The engine adds those
             of later calls of `Engine.drop`.
         kept: places of results that the row keeps permanently, in order. The engine adds those of
@@ -81,8 +82,8 @@ class TokenSequence:
         row: the row of the cache; None before the sequence has one.
         pending: tokens of `parent` that are fed before those of the prompt.
         unread: tokens still to be fed before the answer.
-        num_read: tokens that the row has read, including `pending` ones and those of a
-            `PrefixState`.
+        num_read: how many tokens before the answer have been read, including `pending` ones and
+            those of a `PrefixState`. Tokens that `Engine.resume` has brought count, too.
         reused: tokens of the prompt that a `PrefixState` had read already.
         alone: whether its prompt must be read in a separate call.
         output_ids: the answer so far, with the tokens that `Engine.resume` has brought; the last

@@ -300,7 +300,9 @@ class GenerationBody(Strict):
     @model_validator(mode="before")
     @classmethod
     def _rename(cls, value: Any) -> Any:
-        """Rename options of llama.cpp and Ollama to the names of OpenAI's API."""
+        """Give options of llama.cpp and Ollama the names of this body's fields, and move the
+        entries of Ollama's `options` into the body.
+        """
         if not isinstance(value, dict):
             return value
         value, options = dict(value), value.get("options")

@@ -325,7 +325,8 @@ AnyItem = Annotated[
 def _check_calls(items: list[Any]) -> list[Any]:
     """Refuse two calls with the same id in one answer.
 
-    An answer is a run of calls, skipped items and messages of the assistant.
+    An answer is a run of calls, skipped items and messages of the assistant. An `mcp_call` contains
+    its result, so it is not part of a run.
     """
     answers = groupby(
         items,
@@ -406,9 +407,7 @@ class TextFormat(Strict):
         fields = {"name": self.name, "schema": self.schema_}
         missing = " and ".join(name for name, value in fields.items() if value is None)
         if self.type == "json_schema" and missing:
-            raise unsupported(
-                f"type: json_schema needs a name and a schema, and {missing} is missing"
-            )
+            raise unsupported(f"type: json_schema needs a name and a schema. Missing: {missing}")
         if self.type != "json_schema" and missing != "name and schema":
             raise unsupported("name and schema are allowed only with type: json_schema")
         return self
