@@ -75,7 +75,7 @@ class Entry:
         about: the first paragraph of the docstring, in one line.
         paper: the paper or other origin of a policy; None for a pool.
         pipe: the pipe or pyramid that a policy stands for by default; None for a pool, and for a
-            policy that is not made of pools.
+            policy that is not made of pools or comes from a plugin.
         explains: the docstring's sentences about parameters, by parameter.
     """
 
