@@ -33,6 +33,8 @@ def test_a_layer_of_a_pyramid_is_that_layer():
     pyramid = weir.policy("pyramid(recent(4) | heavy(12), beta=4)")
     mixed = weir.policy("[pyramid(recent(4) | heavy(12), beta=4), h2o(8)]")
     assert mixed.pipes == (pyramid.for_layer(0, 2), weir.policy("h2o(8)"))
+    heads = weir.policy("[h2o(8), [h2o(8), pyramid(recent(4) | heavy(12), beta=4)]]")
+    assert heads.pipes[1:] == heads.for_heads(1, 2, 2) == (heads.pipes[0], pyramid.for_layer(1, 2))
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,11 @@ def test_a_home_that_nobody_knows_is_no_traceback():
         weir.policy("~nobody-of-this-name/x.toml")
 
 
+def test_a_path_with_a_nul_character_is_no_traceback():
+    with pytest.raises(WeirError, match="is not a path: it contains a NUL character"):
+        weir.policy("a\0b.toml")
+
+
 def test_what_is_no_regular_file_is_not_even_opened(tmp_path):
     os.mkfifo(tmp_path / "pipe.toml")  # opening it would wait for a writer
     (tmp_path / "folder.toml").mkdir()

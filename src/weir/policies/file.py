@@ -86,6 +86,8 @@ def is_file(text: str) -> bool:
 
 def expand_home(name: str | Path) -> Path:
     """Expand the ~ of a path."""
+    if "\0" in str(name):
+        raise WeirError(f"{quote(str(name))} is not a path: it contains a NUL character")
     try:
         return Path(name).expanduser()
     except RuntimeError:

@@ -61,7 +61,9 @@ class Layered(Policy):
         """The pipe of every layer, or of every KV head in layers with a pipe for each head."""
         count = len(self.policies)
         each = (
-            policy.pipes if isinstance(policy, ByHead) else (policy.for_layer(layer, count),)
+            policy.for_heads(layer, count, len(policy.policies))
+            if isinstance(policy, ByHead)
+            else (policy.for_layer(layer, count),)
             for layer, policy in enumerate(self.policies)
         )
         return tuple(pipe for pipes in each for pipe in pipes)
@@ -103,6 +105,11 @@ class ByHead(Layered):
                 "lists of policies can be nested at most two deep: a list for layers, with lists "
                 "for KV heads"
             )
+
+    @property
+    def pipes(self) -> tuple[Pipe, ...]:
+        """The pipe of every KV head, as in a model of one layer; a `Layered` knows the layer."""
+        return self.for_heads(0, 1, len(self.policies))
 
     def for_layer(self, layer: int, layers: int) -> Pipe:
         """Refuse to return one pipe for the whole layer."""

@@ -358,10 +358,15 @@ class Quantized(PolicyWrapper):
                     f"with newest={self.newest}, all slots of {self.policy} stay exact. Use a "
                     "smaller newest."
                 )
+            most = max(sum(pipe.pools[n].slots() or 0 for n in pipe.run) for pipe in self.pipes)
+            newest = 64 if most > 64 else most // 2
+            remedy = (
+                f"quantized({self.policy}, newest={newest}) to quantize those older than the "
+                f"newest {newest}"
+            )
             raise WeirError(
                 f"{self.policy} has no slots that can be quantized: first and newest tokens stay "
-                f"exact. Use quantized({self.policy}, newest=64) to quantize those older than the "
-                "newest 64."
+                f"exact. Use {remedy if most > 1 else 'another policy'}."
             )
         self._write()
 

@@ -141,7 +141,8 @@ class KCenter(SizedPool):
             weights.append((slots.mass.double() / age).clamp_min(LEAST_USE).pow(self.use))
         if self.half_life:
             weights.append(torch.exp2(-age / self.half_life).clamp_min(LEAST_AGED))
-        return reduce(torch.mul, weights).float()
+        least = torch.finfo(torch.float32).tiny
+        return reduce(torch.mul, weights).clamp_min(least).float()
 
 
 def farthest_first(keys: Tensor, among: Tensor, k: int, weight: Tensor | None = None) -> Tensor:
