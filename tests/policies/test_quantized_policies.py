@@ -116,7 +116,7 @@ def test_a_policy_with_a_word_for_its_slots_is_given_it_there(slots):
         ("sink(4) | recent(4):int8 | recent(4)", "not the reverse", 0),
         ("quantized(kcenter(16), slots=int5)", "unknown format of slots 'int5'", 0),
         ("quantized(kcenter(16), newest=-1)", "newest must be at least 0", 0),
-        ("quantized(streaming_llm(16))", r"newest=6\) to quantize those older than the newest 6", 0),
+        ("quantized(streaming_llm(16))", r"newest=6\) .* older than the newest 6", 0),
         ("quantized(streaming_llm(96))", r"newest=64\) to quantize those older", 0),
         ("quantized(sink(4))", r"stay exact\. Use another policy", 0),
         ("quantized(streaming_llm(16), newest=12)", "Use a smaller newest", 0),

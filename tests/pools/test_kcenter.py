@@ -193,7 +193,8 @@ def test_use_is_attention_by_query_and_not_by_age():
         assert kept.position[0, 0].tolist() == [0, second]
     slots.mass[0, 0] = 1e-5
     assert (KCenter(2, use=10.0)._weight(slots, fold) > 0).all()
-    slots.mass[0, 0] = torch.tensor([50.0, 90.0, 1.0, 0.1])  # 1 per query, and token 95 gets only 0.2 per query
+    # Token 10 gets 1 per query, and token 95 only 0.2 per query.
+    slots.mass[0, 0] = torch.tensor([50.0, 90.0, 1.0, 0.1])
     kept, _ = KCenter(2, use=1.0).fold(slots.part(0, 0), slots, fold)
     assert kept.position[0, 0].tolist() == [0, 10]
 
