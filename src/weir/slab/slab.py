@@ -46,8 +46,9 @@ class Slab:
         keys: the keys of exact slots, as attention reads them [batch, kv_heads, slots, key_dim].
         values: the values of exact slots [batch, kv_heads, slots, value_dim].
         quantized: keys and values of quantized slots; None if there are none.
-        masters: original keys of the front [batch, kv_heads, front, key_dim]; None if keys never
-            move (`positions="original"`, or a model without RoPE).
+        masters: original keys of the exact slots of the front [batch, kv_heads, masters, key_dim];
+            None if there are no such slots, or if keys never move (`positions="original"`, or a
+            model without RoPE).
         mask, numerator, denominator: a and b in the form of `split_weights` [batch, kv_heads,
             slots], for pipes that use two weights; None otherwise.
         frame: positions in the rolling frame [batch, kv_heads, slots], int64, for a bias that needs

@@ -136,7 +136,7 @@ class CallParser:
         """Parse the end of the answer.
 
         If the answer ends after the name of a call, but before its arguments, the call is returned
-        without arguments, or dropped if the server would run it. A call whose name is not complete
+        without arguments, or dropped if it is a call of `own`. A call whose name is not complete
         is dropped. In a format without a trigger, such an answer is text, unless it was cut or must
         consist of calls.
 
