@@ -1,8 +1,8 @@
 """The store of sessions: turns of all owners, in memory or in another place.
 
-A turn is saved completely, state and record, or not at all. No client is told that it ended before
-it is safely saved. When there is no more room, the least recently used turns are deleted. A session
-exists as long as it has a turn.
+A turn is saved completely, state and record, or not at all. If it must be saved, the client is told
+only afterwards that the turn has ended. When there is no more room, the least recently used turns
+are deleted. A session exists as long as it has a turn.
 
 A turn may be in several sessions, because a fork shares its turns with the other session (but in
 storage that replicas share, a fork has copies). A turn is deleted when it is no longer in any
