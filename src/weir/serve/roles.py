@@ -62,10 +62,10 @@ class SystemPlaces:
     def place(self, messages: Sequence[Message], *, at_start: bool) -> list[Message]:
         """Move system messages to places that the template accepts.
 
-        If the template accepts a system message at the beginning, the system messages before the
-        first answer are moved there. Some agents send a system message after the first user
-        message, with the same text in all conversations. At the beginning, it is part of what the
-        conversations share, and is read only once.
+        If the conversation begins with these messages, and the template accepts a system message at
+        the beginning, the system messages before the first answer are moved there. Some agents send
+        a system message after the first user message, with the same text in all conversations. At
+        the beginning, it is part of what the conversations share, and is read only once.
 
         If the template accepts only one system message at the beginning, those at the beginning are
         joined. Any other system message that the template does not accept is appended to the user
@@ -105,8 +105,8 @@ class SystemPlaces:
         return placed
 
     def _takes(self, placed: list[Message], *, began: bool) -> bool:
-        """Return whether a system message may come next. `began` says whether another message has
-        come before.
+        """Return whether a system message may come next. `began` says whether a message that is not
+        a system message has come before.
         """
         if began:
             return self.later

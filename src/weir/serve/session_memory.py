@@ -179,7 +179,9 @@ class MemoryReporter:
             yield from ((place, texts[place - first]) for place in inside)
 
     def _decode(self, ids: tuple[int | None, ...]) -> list[tuple[str, bool]]:
-        """Decode neighboring tokens. None stands for a token whose text is not needed."""
+        """Decode neighboring tokens. None stands for a token that is unknown, or whose text is not
+        needed.
+        """
         found: list[tuple[str, bool]] = []
         for gap, run in groupby(ids, key=lambda token: token is None):
             some = [token or 0 for token in run]

@@ -152,7 +152,7 @@ class GrammarConstraint:
         return matcher.is_stopped() or (self._eager and matcher.is_accepting())
 
     def allow(self, logits: Tensor) -> Tensor:
-        """Set the logits [vocabulary] of tokens that are not allowed next to -inf, in place."""
+        """Set the logits [vocabulary] to -inf, in place, for all tokens that must not come next."""
         began = time.thread_time()
         fill_next_token_bitmask(self._matcher, self._bits)
         self._check()
@@ -233,13 +233,13 @@ def check_schema(schema: Any) -> None:
         for value in (node.get("const"), *(listed if isinstance(listed, list) else ())):
             if isinstance(value, int) and abs(value) > EXACT:
                 raise BadSchema(
-                    f"the number {value} is beyond {EXACT}, the largest whole number that is "
-                    "exact. Write it as a string."
+                    f"the number {value} is not exact: only whole numbers from -{EXACT} to {EXACT} "
+                    "are. Write it as a string."
                 )
 
 
 EXACT = 2**53
-"""The largest whole number that llguidance does not round."""
+"""llguidance does not round whole numbers from -EXACT to EXACT, but may round any other."""
 _TOO_DEEP = f"it is nested deeper than {MAX_DEPTH} levels, the limit"
 
 

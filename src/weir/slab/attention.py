@@ -25,7 +25,7 @@ class AttentionParams:
     """Parameters of one layer's attention.
 
     Attributes:
-        scale: factor of the logits, usually 1/sqrt(key_dim).
+        scale: factor of the products of queries and keys, usually 1/sqrt(key_dim).
         softcap: logits become softcap * tanh(logits / softcap); None for no capping.
         sinks: logits in the denominator only [kv_heads, group], float32; None for none. gpt-oss has
             learned its own; zeros are a Zero Sink (StreamingLLM, section 3.3).
@@ -46,7 +46,8 @@ class AttentionParams:
     ) -> AttentionParams:
         """Read the parameters from a call of a transformers attention function.
 
-        `query` and `key` are [batch, heads, length, key_dim], and `sinks` [heads].
+        `query` is [batch, heads, length, key_dim], `key` [batch, kv_heads, length, key_dim], and
+        `sinks` [heads].
         """
         return cls(
             scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
@@ -155,7 +156,7 @@ def observed_attention(
     params: AttentionParams,
     bias: Tensor | None,
 ) -> AttentionResult | None:
-    """Compute answers and received attention with plain products around one softmax.
+    """Compute answers, received attention and shares with plain products around one softmax.
 
     On a CPU, this takes as long as `fused_attention`, and the mass is bit-identical to
     `attention_mass`. It is for float32 without capping and sinks, with a = b. The bias can leave
@@ -184,7 +185,7 @@ def attention_weights(logits: Tensor, b: Tensor, params: AttentionParams) -> tup
 
     Returns shares of the shape of `logits` (`compute_logits` over all slots), and the logarithm of
     each denominator, including sinks [batch, kv_heads, group, length], both float32. For a query
-    that sees nothing, shares are 0 and the logarithm is -inf.
+    that sees nothing, shares are 0, and the logarithm is -inf or, with sinks, the sink logit.
     """
     below = logits + _per_slot(b)
     top = below.amax(dim=-1, keepdim=True)
@@ -226,11 +227,11 @@ def fused_attention(
     params: AttentionParams,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Compute attention with PyTorch's fused function, for a = b. The log-weights must be part of
-    `bias`.
+    """Compute attention with PyTorch's fused function, for a = b and logits without a cap. The
+    log-weights must be part of `bias`.
 
-    With sink logits, which PyTorch's function does not support, it is a softmax over one more
-    column.
+    PyTorch's function does not support sink logits. With these, attention is computed by a softmax
+    over one more column.
     """
     batch, kv_heads, group, length, _ = queries.shape
     if params.sinks is not None:
@@ -322,8 +323,10 @@ def _flat_logits(
 ) -> Tensor:
     """Compute logits without capping, as a new tensor [batch * kv_heads, group * length, slots].
 
-    It has three dimensions, because PyTorch multiplies these with less overhead than four, which
-    matters in a decode step. A bias for fewer slots than the keys have belongs to the last slots.
+    The log-weights `mask` [batch, kv_heads, slots] and the bias are added. The result has three
+    dimensions, because PyTorch multiplies tensors of three dimensions with less overhead than
+    tensors of four, which matters in a decode step. A bias for fewer slots than the keys have
+    belongs to the last slots.
     """
     batch, kv_heads, group, length, key_dim = queries.shape
     slots = keys.shape[2]

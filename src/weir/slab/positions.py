@@ -215,11 +215,12 @@ def shift_spans(positions: Tensor, spans: Tensor, begin: Tensor) -> Tensor:
     """Compute the shifts of front tokens in the rolling frame on three axes [batch, kv_heads,
     front].
 
-    The distance between a token and the run is the sum of the extents of the text tokens and images
-    between them. An image counts in full while one of its patches is held. For text only, the
-    result is the same as for `roll_positions`. The shift is 0 for patches of the image with which
-    the run begins, and undefined for empty slots. `spans` are [batch, kv_heads, front, 2], int64;
-    the run begins at `begin` [batch] on the axes.
+    The distance from a token to the run is the extent of the token, or of the image that it is a
+    part of, plus the extents of all text tokens and images between it and the run. An image counts
+    in full while one of its patches is held. For text only, the shifts lead to the positions of
+    `roll_positions`. The shift is 0 for patches of the image with which the run begins, and
+    undefined for empty slots. `spans` are [batch, kv_heads, front, 2], int64; the run begins at
+    `begin` [batch] on the axes.
     """
     empty = positions < 0
     first, reach = spans[..., 0].masked_fill(empty, -1), spans[..., 1].masked_fill(empty, 0)

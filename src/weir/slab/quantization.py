@@ -33,7 +33,7 @@ PEAK = torch.bfloat16
 _LARGEST = {torch.float16: 65280.0, torch.float64: torch.finfo(torch.bfloat16).max}
 """By dtype, the largest number of bfloat16 that is also in the range of the dtype."""
 _LEAST = 2.0**-100
-"""The smallest peak."""
+"""The smallest peak, except in float16 (see `_low`)."""
 _LARGEST_BLOCK = 256
 """Largest number of numbers that are rotated together. With more, the rounding to bfloat16 when a
 vector is read could move its peak to a neighboring value (see `_coarse`).

@@ -104,9 +104,9 @@ class AttendedSlots:
         """Return these slots for kernels that read vectors of 8 bits without dequantizing them.
 
         Returns:
-            Exact keys and values, and the quantized slots before them as they are stored. If the
-            slots are not stored in whole numbers of 8 bits, the second is None, and the first has
-            all slots, dequantized.
+            Exact keys and values, and the quantized slots before them as they are stored. If no
+            slots are stored in whole numbers of 8 bits, the second is None, and the first has all
+            slots, dequantized if necessary.
         """
         stored = None
         if self.quantized is not None and self.start < self.first:
@@ -141,9 +141,11 @@ def compute_attention(
             kv_heads, group, length, slots up to `stop`], or a shape that broadcasts to it; None for
             none.
         causal: whether the queries belong to the last slots, and each sees all slots up to its own.
+            The bias must then hide later slots, too, because only some functions use `causal`.
         observe: what to observe in addition to the answers. The result has it only if a function
-            can observe it while it computes the answers: in float32 on a CPU, if a equals b, there
-            are no cap and no sinks, and at most `AT_ONCE` logits.
+            can observe it while it computes the answers: in float32 on a CPU, for pipes in which a
+            always equals b, without a cap or sinks, with at most `AT_ONCE` logits, if every query
+            sees something, and if kernels are allowed.
         by: which functions are allowed: weir's kernels and PyTorch, or only PyTorch, as in a step
             under `torch.compile`.
 
@@ -200,8 +202,8 @@ def _observed(
 ) -> AttentionResult | None:
     """Compute answers and what to observe at once. None if this is not possible.
 
-    It is possible in float32 on a CPU if a equals b in every slot, the logits fit in memory, and
-    every query sees something.
+    It is possible in float32 on a CPU, for pipes in which a always equals b, with at most `AT_ONCE`
+    logits, and if every query sees something.
     """
     fits = queries.dtype == torch.float32 and queries.device.type == "cpu"
     if not observe or slots.split is not None or not fits:
@@ -218,8 +220,8 @@ def _observed(
         result = None if counted is None else AttentionResult(*counted)
     if result is None:
         if bias is not None and bias.shape[4] > 1:
-            # The bias is cropped to the slots that are read. If the queries are causal, it is also
-            # zero before the queries' own slots, because each query sees everything there.
+            # The bias is cropped to the slots that are read. If the queries are causal, only the
+            # part for their own slots is left, because each query sees everything before these.
             bias = bias[..., -queries.shape[3] if causal else slots.start :]
         result = observed_attention(queries, *slots.read(), b, params, bias)
     if result is None or not slots.start:

@@ -46,8 +46,9 @@ class Slab:
         keys: the keys of exact slots, as attention reads them [batch, kv_heads, slots, key_dim].
         values: the values of exact slots [batch, kv_heads, slots, value_dim].
         quantized: keys and values of quantized slots; None if there are none.
-        masters: original keys of the front [batch, kv_heads, front, key_dim]; None if keys never
-            move (`positions="original"`, or a model without RoPE).
+        masters: original keys of the exact slots of the front [batch, kv_heads, masters, key_dim];
+            None if there are no such slots, or if keys never move (`positions="original"`, or a
+            model without RoPE).
         mask, numerator, denominator: a and b in the form of `split_weights` [batch, kv_heads,
             slots], for pipes that use two weights; None otherwise.
         frame: positions in the rolling frame [batch, kv_heads, slots], int64, for a bias that needs
@@ -190,8 +191,8 @@ class Slab:
         Args:
             keys: the keys.
             values: the values.
-            lines: the `slot_lines` of the slots. Slots are numbered from the first quantized slot
-                on, and `size` is the number of slots in `self.keys`.
+            lines: what `slot_lines` returns for these slots if its `size` is the number of slots in
+                `self.keys`. Slots are numbered from the first quantized slot on.
         """
         if self.first:
             lines = lines - self.first
@@ -242,11 +243,11 @@ class Slab:
                 start += piece[0].shape[2]
 
     def open_tail(self, start: int, seen: Tensor, chunk: int) -> None:
-        """Prepare `chunk` slots from `start` on for the next tokens, and empty the rest.
+        """Prepare `chunk` slots from `start` on for the next tokens, and empty all later slots.
 
-        These slots already get the positions of their tokens, counted from the position of each
-        row's next token, `seen` [batch]. Until a slot has its token, its position is in the future
-        of every query.
+        The prepared slots already get the positions of their tokens, counted from the position of
+        each row's next token, `seen` [batch]. Until a slot has its token, its position is in the
+        future of every query.
         """
         stop = start + chunk
         steps = torch.arange(chunk, device=self.position.device)
@@ -398,8 +399,8 @@ class Slab:
 def slot_lines(slots: Tensor, kv_heads: int, size: int) -> Tensor:
     """Return the lines of one slot of each row: from `slots` [batch] to [batch * kv_heads], int64.
 
-    A line is the entry of one slot and KV head in a buffer with `size` slots per row that is viewed
-    as one long list, as in `put_lines`.
+    If a buffer with `size` slots for each KV head of each row is viewed as one long list, a line is
+    the index of one slot and KV head in it, as in `put_lines`.
     """
     heads = torch.arange(slots.shape[0] * kv_heads, device=slots.device).view(-1, kv_heads)
     return (heads * size + slots[:, None]).flatten()

@@ -56,8 +56,9 @@ class Slots:
         span: where the token, or the image that it is a part of, begins on the axes, and its length
             there [batch, kv_heads, slots, 2], int64; None unless the model has three axes of
             positions and slots are moved.
-        slab: the `Slab` of which these slots are a view; None for slots that are not in a slab, or
-            whose tensors were replaced (`dataclasses.replace`, which is how a pool sets weights).
+        slab: the `Slab` of which these slots are a view; None for slots of its front, for slots
+            that are not in a slab or are quantized, and for slots whose tensors were replaced
+            (`dataclasses.replace`, which is how a pool sets weights).
         place: the first slot of that view in the slab; None without a slab.
     """
 
@@ -98,8 +99,8 @@ class Slots:
         return {name: own[name] for name in _OTHERS if own[name] is not None}
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Slots:
-        """Return new slots, not a view of a slab, with `change` applied to each tensor [batch,
-        kv_heads, slots, ...].
+        """Return new slots, with `change` applied to each tensor [batch, kv_heads, slots, ...]. The
+        attribute `slab` of the new slots is None.
         """
         return Slots(**{name: change(t) for name, t in self.tensors().items()})
 
@@ -199,7 +200,9 @@ def pick(t: Tensor, index: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _starts(batch: int, heads: int, row: int, head: int, device: torch.device) -> Tensor:
-    """Return where the slots of each head begin, given the strides [batch, heads, 1], int64."""
+    """Return where the slots of each head begin [batch, heads, 1], int64. `row` and `head` are the
+    strides, counted in vectors.
+    """
     with torch.inference_mode(False):
         starts = torch.arange(batch, device=device)[:, None] * row
         return (starts + torch.arange(heads, device=device) * head)[..., None]

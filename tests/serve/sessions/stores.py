@@ -182,7 +182,7 @@ class PlainStore:
         if not path:
             raise WeirError("the turn does not exist")
         if self.list_turns(owner, session):
-            raise WeirError("a session with this name already exists")
+            raise WeirError("a session with this name already exists. Use another name")
         self.members += [(owner, session, each) for each in reversed(path)]
         return self.get_session(owner, session)
 

@@ -2,8 +2,10 @@
 
 The order of writes makes a crash safe at any point. The snapshot file is written and synced, gets
 its name, and the folder is synced. Only then is the table row that names it committed. A file
-without a table row belongs to a turn that was never reported to a client as finished, and is
-deleted at the next start. A crash never leaves a table row without its file.
+without a table row belongs to a turn that was deleted, or that was never reported to a client as
+finished. It is deleted at the next start. Turns are deleted in the opposite order, first the table
+row and then the file. So a crash never leaves a table row without its file, except while turns are
+deleted on a full disk: then the files are deleted first, and the next start deletes the rows.
 """
 
 from __future__ import annotations
@@ -61,8 +63,8 @@ class DiskTurns(TurnTables):
         folder: created if missing.
         limit: bytes of all snapshots. New snapshots are written before old ones are deleted, so
             there can be more for a short time. Above the limit, or when the disk is full before
-            that, the least recently used turns are deleted. None for no limit, in which case
-            nothing is ever deleted.
+            that, the least recently used turns are deleted. None for no limit, in which case no
+            turn is deleted to make room.
     """
 
     unit = "bytes"
@@ -200,11 +202,13 @@ class DiskTurns(TurnTables):
         return self._files.has_room(size)
 
     def make_room(self, size: int, keep: int) -> bool:
-        """Delete old turns until the disk has room for this many bytes.
+        """Delete old turns until the disk has room for this many bytes. Returns whether it has room
+        now.
 
         The `keep` most recently used turns stay. Nothing is deleted if the folder has no limit,
-        because only a limit allows deletion. Nothing is deleted either if that would not help:
-        because there are too few turns, or because the disk refuses bytes that it reports as free.
+        because only a limit allows deletion. Nothing is deleted either if deleting all other turns
+        would not free enough bytes, or if the disk already reports enough free bytes, but refuses
+        to provide them.
         """
         if self.has_room(size) or self._limit is None:
             return self.has_room(size)

@@ -77,8 +77,8 @@ def write_export(path: Path, turns: Sequence[Turn], store_format: StoreFormat) -
     metadata = {KEY: json.dumps(said)}
     if len(metadata[KEY]) > MAX_FACTS:
         raise WeirError(
-            f"the messages take {len(metadata[KEY]):,} bytes, and a file can have at most "
-            f"{MAX_FACTS:,} bytes of messages. To make it smaller, {FEWER}."
+            f"the messages and their tokens take {len(metadata[KEY]):,} bytes, and a file can have "
+            f"at most {MAX_FACTS:,} bytes of these. To make it smaller, {FEWER}."
         )
     try:
         with replace_atomically(path) as new:
@@ -95,7 +95,8 @@ def write_export(path: Path, turns: Sequence[Turn], store_format: StoreFormat) -
 def read_export(path: Path, store_format: StoreFormat, limit: int | None, owner: str) -> list[Turn]:
     """Read turns from a file of at most `limit` bytes, for a new session, under new names.
 
-    Raises WeirError if the file is missing or damaged, or a turn in it cannot be continued here.
+    Raises WeirError if the file is missing, too large or damaged, or if a turn in it cannot be
+    continued here.
     """
     with _opened(path, limit) as (facts, file):
         turns = _validated(facts, file, store_format)

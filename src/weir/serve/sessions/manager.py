@@ -42,9 +42,9 @@ class HeldByConversation(WeirError):
 class SessionManager:
     """The sessions of all owners.
 
-    Methods raise `UnknownSession` if the owner has no such session or turn, `HeldByConversation` if
-    the session belongs to a conversation and so cannot be changed separately, and a WeirError if
-    the disk cannot be written.
+    Unless their docstrings say otherwise, methods raise `UnknownSession` if the owner has no such
+    session or turn, `HeldByConversation` if the session belongs to a conversation and so cannot be
+    changed separately, and a WeirError if the disk cannot be written.
     """
 
     def __init__(
@@ -86,7 +86,9 @@ class SessionManager:
         return found
 
     def rewind(self, owner: str, session: str, node: str) -> SessionSummary:
-        """Make a turn the newest of its session by removing all turns except its ancestors."""
+        """Make a turn the newest of its session by removing all turns except this turn and its
+        ancestors.
+        """
         records = self._records(owner, session)
         stay = _path(records, _find(records, node))
         self._require_free(owner, session)

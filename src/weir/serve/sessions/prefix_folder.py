@@ -133,7 +133,7 @@ class PrefixFolder:
         key = PrefixKey(about.owner, None, about.beginning, about.seed)
         found = PrefixState(key, array("I", about.ids), state)
         if not found.is_beginning:
-            raise WeirError("it has not read the whole beginning")
+            raise WeirError("its row has not read the whole beginning")
         return found
 
     def _touch(self, state: PrefixState) -> None:

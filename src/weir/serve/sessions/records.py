@@ -16,7 +16,9 @@ from weir.policies import FileFacts, ListOf, Whole, read_facts
 from weir.serve.messages import Message, ResultPlace
 
 OnSaved = Callable[[Exception | None], None]
-"""Called once: with None when a turn is safely saved, or with the reason why it cannot be."""
+"""Called once: with None when a turn is safely saved, or when it is kept in memory because the disk
+is full; otherwise with the reason why the turn cannot be saved.
+"""
 TOPIC = 80
 """Length of `TurnRecord.topic` in characters."""
 

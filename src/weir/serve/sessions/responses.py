@@ -88,6 +88,9 @@ class StoredConversation:
     """A stored conversation.
 
     Attributes:
+        id: the id of the conversation.
+        created: when it was created, in seconds since 1970.
+        metadata: the client's texts by name.
         head: the id of the newest response, from whose turn the next one continues; None if the
             next response must read all items.
         read: number of the last item that the turn of `head` has read; 0 if there is no head.

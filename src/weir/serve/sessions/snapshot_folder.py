@@ -157,14 +157,14 @@ class SnapshotFolder:
             fd = os.open(name, flags, dir_fd=self._fd)
         except OSError as error:
             if error.errno == errno.ELOOP:
-                raise WeirError("a link has replaced it") from None
+                raise WeirError("the file was replaced by a link") from None
             raise
         try:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode):
-                raise WeirError("it is not an ordinary file")
+                raise WeirError("the file is not an ordinary file")
             if found.st_size != size:
-                raise WeirError(f"it has {found.st_size:,} bytes, but {size:,} were written")
+                raise WeirError(f"the file has {found.st_size:,} bytes, but {size:,} were written")
             with open(fd, "rb", closefd=False) as file:
                 return file.read(size)
         finally:

@@ -1,8 +1,8 @@
 """The store of sessions: turns of all owners, in memory or in another place.
 
-A turn is saved completely, state and record, or not at all. No client is told that it ended before
-it is safely saved. When there is no more room, the least recently used turns are deleted. A session
-exists as long as it has a turn.
+A turn is saved completely, state and record, or not at all. If it must be saved, the client is told
+only afterwards that the turn has ended. When there is no more room, the least recently used turns
+are deleted. A session exists as long as it has a turn.
 
 A turn may be in several sessions, because a fork shares its turns with the other session (but in
 storage that replicas share, a fork has copies). A turn is deleted when it is no longer in any
@@ -55,7 +55,8 @@ class SessionStore:
             place, this many of the most recently used turns are not deleted when the disk is full,
             and up to this many turns that do not fit on the disk stay in memory until there is room
             (None: 0).
-        queue: number of turns that can wait to be written. If there are more, `save` waits.
+        queue: largest number of turns that are accepted, but not completely written yet. While
+            there are this many, `save` waits.
     """
 
     def __init__(
@@ -94,8 +95,9 @@ class SessionStore:
     # --- saving
 
     def load(self, node: str) -> Checkpoint:
-        """Return the checkpoint of a turn, if it is kept. A state on disk is read when it is
-        needed.
+        """Return the checkpoint of a turn. A state on disk is read when it is needed.
+
+        Raises WeirError if the turn is not kept.
         """
         for place in reversed(self._places):
             if (found := place.load(node)) is not None:
@@ -133,7 +135,8 @@ class SessionStore:
     ) -> None:
         """Save a turn as the newest of its session, and call `done`, perhaps in another thread.
 
-        Waits while `queue` turns are being written, so that no engine runs ahead of the disk.
+        Waits while `queue` earlier turns are not completely written, so that no engine runs ahead
+        of the disk.
         """
         if self._writer is None:
             self._memory.add([(checkpoint, record)])
@@ -160,7 +163,7 @@ class SessionStore:
             _log.exception("the callback of a saved turn has failed")
 
     def _write(self, turn: Turn) -> None:
-        """Write a turn. While the disk is full, the turn stays in memory."""
+        """Write a turn. While the disk is full, the turn stays in memory, unless `keep` is 0."""
         try:
             try:
                 self._write_remembered(turn)
@@ -174,7 +177,7 @@ class SessionStore:
             self._memory.add([turn])
 
     def _write_remembered(self, *more: Turn) -> None:
-        """Write the turns that stayed in memory, the oldest first, and then the new one."""
+        """Write the turns that stayed in memory, the oldest first, and then the turns `more`."""
         with self._lock:
             for record in self._memory.list_all():
                 self.place.add([(self.load(record.node), record)])
@@ -213,7 +216,7 @@ class SessionStore:
         return next((record for record in found if record is not None), None)
 
     def ancestry(self, owner: str, node: str) -> list[TurnTokens]:
-        """Return the tokens that led to a turn of the owner, the oldest first.
+        """Return the tokens of a turn of the owner and of its ancestors, the oldest first.
 
         They begin at the start of the stream. If some of these turns are not kept, or their tokens
         are unknown, they begin after the last such turn.

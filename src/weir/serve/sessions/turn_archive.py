@@ -215,7 +215,9 @@ def _query_of(db: sqlite3.Connection) -> Callable[..., list[sqlite3.Row]]:
 
 
 def _turns_of(record: TurnRecord, encode: Encode) -> Iterator[ArchivedTurn]:
-    """Return the texts of a turn, with their places in the stream."""
+    """Yield the texts of a turn's messages with their places in the stream. System messages and
+    messages without text are left out.
+    """
     ids = unpack_ids(record.ids)
     texts = [_text_of(message) for message in record.messages]
     start = record.seen - len(ids)

@@ -50,7 +50,7 @@ class Tool:
 
 
 def describe_tools(tools: Iterable[Tool]) -> str:
-    """Return a text with everything about some tools, to compare or hash.
+    """Return a text with everything that a model reads about some tools, to compare or hash.
 
     It does not depend on the order of tools or of the keys in their schemas, or on the notation of
     numbers.

@@ -39,8 +39,8 @@ def tool_grammar(
         special: the texts of the format that are special tokens, with their ids.
         schema: the schema of an answer without calls, in llguidance's form; None for text.
         own: functions that the server runs. A call of such a function ends a part of the answer,
-            and the next part begins after its result. Each part has calls of `tools`, or one call
-            of `own`.
+            and the next part begins after its result. A part can have calls of `tools`, or one
+            call of `own`, but not both.
     """
     trigger, close, between = (
         f"<[{special[text]}]>" if text in special else json.dumps(text) if text else ""
@@ -91,7 +91,8 @@ def tool_grammar(
 
 
 def _close(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Allow only the properties that the schema of arguments lists, unless it says otherwise.
+    """Allow only the properties that the schema of arguments lists, unless it lists none or says
+    otherwise.
 
     By JSON Schema, an object may have any other properties, too. Functions fail on those, and a
     small model may add them until its answer is cut off.

@@ -1,8 +1,8 @@
 """Incremental parser of the tool calls in an answer.
 
 A grammar (`grammar.py`) makes an answer follow its call format, so a call that has begun continues
-in that format until it is complete or the answer ends. Everything else is text, and none of it is
-lost.
+in that format until it is complete or the answer ends. Everything else is text. None of it is lost,
+except white space around calls.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ class CallParser:
             in no `AnswerPart`.
         num_complete: number of complete calls of the client's functions.
         own_calls: name and arguments of each complete call of the server's functions in the current
-            round. A round is what the model writes until the server runs functions that it called.
+            round. A round is what the model writes until the server runs the functions that the
+            model has called.
     """
 
     form: CallFormat
@@ -135,12 +136,16 @@ class CallParser:
         """Parse the end of the answer.
 
         If the answer ends after the name of a call, but before its arguments, the call is returned
-        without arguments. A call whose name is not complete is dropped. Text that was held back
-        because it could have been the beginning of a trigger is returned as text.
+        without arguments, or dropped if it is a call of `own`. A call whose name is not complete
+        is dropped. In a format without a trigger, such an answer is text, unless it was cut or must
+        consist of calls.
+
+        Text that was held back because it could have been the beginning of a trigger is returned as
+        text. If the answer was cut or must consist of calls, this text belongs to a call, and is
+        dropped.
 
         Args:
-            cut: whether the answer ran into its limit. If so, the beginning of a trigger at the end
-                of the answer belongs to a call, and is dropped.
+            cut: whether the answer ran into its limit.
         """
         cut = cut or self.calls_only
         rest, self._rest = self._rest, ""
@@ -243,7 +248,7 @@ class CallParser:
         return [TextDelta(own, self._started - 1)]
 
     def _between(self) -> list[AnswerPart]:
-        """Skip the text between calls, or after the last."""
+        """Skip what the format has between calls, or after the last. Anything else is text."""
         rest = self._rest.lstrip(" \n}")
         form = self.form
         if form.is_list and rest.startswith(","):
