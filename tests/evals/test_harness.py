@@ -213,6 +213,7 @@ def test_what_cannot_be_is_one_clear_line(nano: tuple[Any, Any]) -> None:
     for said, given in [
         ("unknown model argument 'budget'", {"budget": 3}),
         ("batch_size must be a whole number of at least 1, got 'auto'", {"batch_size": "auto"}),
+        ("batch_size must be a whole number of at least 1, got '²'", {"batch_size": "²"}),
         ("needs its tokenizer", {"tokenizer": None}),
     ]:
         with pytest.raises(WeirError, match=said):

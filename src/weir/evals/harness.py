@@ -153,7 +153,7 @@ class WeirLM(TemplateLM):
                 "policy, chunk, seed, positions, prefill, dtype, device, device_map, revision, "
                 "trust_remote_code, batch_size and max_gen_toks."
             )
-        if not str(batch_size).isdigit() or int(batch_size) < 1:
+        if not str(batch_size).isdecimal() or int(batch_size) < 1:
             raise WeirError(f"batch_size must be a whole number of at least 1, got {batch_size!r}")
         self.policy = parse_policy(policy)
         if device is not None and device.startswith("cuda") and not torch.cuda.is_available():

@@ -112,6 +112,8 @@ def test_what_is_not_in_the_format_is_named(tmp_path: Path) -> None:
     ]:
         with pytest.raises(WeirError, match=f"line 1: the field 'ctxs' {said}"):
             DocumentQA(file=str(OFFICIAL), **options).run(stranger(), quiet)
+    with pytest.raises(WeirError, match=r'gold must be places like 4 or "0 4 9", got .²'):
+        DocumentQA(file=str(OFFICIAL), gold="²")
     for options in ({"gold": "first"}, {"gold": 2, "documents": 2}, {"samples": 0}):
         with pytest.raises(WeirError):
             DocumentQA(file=str(OFFICIAL), **options)

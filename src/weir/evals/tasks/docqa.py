@@ -78,7 +78,7 @@ class DocumentQA(Task):
     def places(self) -> list[int]:
         """The places of `gold`; empty if documents stay in the file's order."""
         words = [] if self.gold is None else str(self.gold).split()
-        if not all(word.isdigit() for word in words):
+        if not all(word.isdecimal() for word in words):
             raise WeirError(f'gold must be places like 4 or "0 4 9", got {self.gold!r}')
         return [int(word) for word in words]
 
