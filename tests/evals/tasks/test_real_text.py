@@ -177,6 +177,17 @@ def test_an_answer_without_words_is_not_judged():
     }
 
 
+def test_a_run_whose_answers_are_all_empty_has_no_figures_of_them(tmp_path, monkeypatch):
+    model, tokenizer = weir.load("nano")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    path = tmp_path / "bench.jsonl"
+    path.write_text("\n".join(json.dumps({"turns": ["Tell me."]}) for _ in range(4)))
+    monkeypatch.setattr(mtbench.Conversation, "say", lambda *_, **__: iter([""]))
+    found = MTBench(str(path)).run(Subject("nano", model, tokenizer, weir.policy("dense")), quiet)
+    assert (found["nll_last"], found["distinct_last"], found["nll_first_reach"]) == (None,) * 3
+    assert (found["nll"], found["repeated_last"], found["asked"]) == ([None] * 4, 1.0, 4)
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [

@@ -62,7 +62,8 @@ class MTBench(Task):
             (nats per token), "distinct_first" and "distinct_last" (share of different runs of 3
             tokens), "repeated_first" and "repeated_last" (share of answers that equal an earlier
             answer, word for word). Each comes with half the width of its 95 % interval (Student's),
-            as in "nll_first_reach"; None for one answer. Also "nll" and "distinct" of each answer,
+            as in "nll_first_reach"; None for one answer. If every answer is empty, all
+            of these are None, except those of "repeated". Also "nll" and "distinct" of each answer,
             None for an empty one; "asked", the number of answers; "answers"; "recalls", the number
             of dialogues in which something was recalled for the first turn, for the second turn and
             so on; "recalled", the recalled texts for each answer; "tokens" of all streams, and
@@ -119,14 +120,15 @@ class MTBench(Task):
 
 def _compare_ends(name: str, figures: Sequence[float | None]) -> dict[str, float | None]:
     """Return the mean of a figure over the first and the last quarter of the answers, and half
-    the width of its 95 % interval.
+    the width of its 95 % interval; None if no answer was judged.
     """
     judged = [figure for figure in figures if figure is not None]
     quarter = max(1, len(judged) // 4)
     ends = {"first": judged[:quarter], "last": judged[-quarter:]}
     found: dict[str, float | None] = {}
     for end, some in ends.items():
-        found[f"{name}_{end}"], found[f"{name}_{end}_reach"] = mean_interval(some)
+        figures_of_end = mean_interval(some) if some else (None, None)
+        found[f"{name}_{end}"], found[f"{name}_{end}_reach"] = figures_of_end
     return found
 
 
