@@ -134,6 +134,10 @@ def test_wrong_parameters_are_refused():
         Recalled(forms="once twice")
     with pytest.raises(WeirError, match="ways of recalled contains the unknown word 'maybe'"):
         Recalled(ways="maybe")
+    with pytest.raises(WeirError, match="ways of recalled must name at least one of .*, got ' '"):
+        Recalled(ways=" ")
+    with pytest.raises(WeirError, match="forms of recalled must name at least one of .*, got ''"):
+        Recalled(forms="")
     with pytest.raises(WeirError, match="distances of recalled must be numbers"):
         Recalled(distances="far")
 

@@ -173,6 +173,11 @@ class Recalled(Task):
 
     def __post_init__(self) -> None:
         for name, known in (("forms", FORMS), ("ways", WAYS)):
+            if not getattr(self, name).split():
+                raise WeirError(
+                    f"{name} of recalled must name at least one of {', '.join(known)}, separated "
+                    f"by spaces, got {getattr(self, name)!r}"
+                )
             wrong = [word for word in getattr(self, name).split() if word not in known]
             if wrong:
                 raise WeirError(
