@@ -13,7 +13,15 @@ from weir.errors import WeirError
 from weir.evals.task import Subject
 from weir.evals.tasks.found_facts import FoundFacts
 from weir.evals.tasks.lines import ADJECTIVES, NOUNS
-from weir.evals.tasks.recalled_facts import Recalled, RecalledFact, draw_recalled, judge
+from weir.evals.tasks.recalled_facts import (
+    FORMS,
+    USUAL,
+    Recalled,
+    RecalledFact,
+    draw_recalled,
+    judge,
+    most_facts,
+)
 from weir.stream.archive.questions import find_terms
 
 
@@ -129,14 +137,36 @@ def test_the_search_finds_what_was_told_and_nothing_of_what_was_not(nano):
     assert found["search_ms"] > 0 and 4 < found["archive_bytes"] < 40
 
 
+@pytest.mark.parametrize("forms", [USUAL, FORMS, [*USUAL, "sessions"], [*USUAL, "order"]])
+def test_as_many_facts_are_drawn_as_there_are_names(forms):
+    most = most_facts(forms)
+    draw_recalled(most, np.random.default_rng(0), forms)
+    with pytest.raises(StopIteration):
+        draw_recalled(most + 1, np.random.default_rng(0), forms)
+    words = " ".join(forms)
+    Recalled(forms=words, samples=10 * most, per_stream=most)
+    Recalled(forms=words, samples=most, per_stream=10 * most)
+    advice = f"Use per_stream={most} or less"
+    with pytest.raises(WeirError, match=f"per_stream of recalled is {most + 1}, .*{advice}"):
+        Recalled(forms=words, samples=10 * most, per_stream=most + 1)
+    with pytest.raises(WeirError, match=f"samples of recalled is {most + 1}, .*{advice}"):
+        Recalled(forms=words, samples=most + 1, per_stream=10 * most)
+
+
+def test_found_refuses_more_facts_than_there_are_names():
+    FoundFacts(samples=528)
+    with pytest.raises(WeirError, match=r"samples of found is 529, .* Use samples=528 or less"):
+        FoundFacts(samples=529)
+
+
 def test_wrong_parameters_are_refused():
     with pytest.raises(WeirError, match="forms of recalled contains the unknown word 'twice'"):
         Recalled(forms="once twice")
     with pytest.raises(WeirError, match="ways of recalled contains the unknown word 'maybe'"):
         Recalled(ways="maybe")
-    with pytest.raises(WeirError, match="ways of recalled must name at least one of .*, got ' '"):
+    with pytest.raises(WeirError, match=r"ways of recalled must name at least one of .*, got ' '"):
         Recalled(ways=" ")
-    with pytest.raises(WeirError, match="forms of recalled must name at least one of .*, got ''"):
+    with pytest.raises(WeirError, match=r"forms of recalled must name at least one of .*, got ''"):
         Recalled(forms="")
     with pytest.raises(WeirError, match="distances of recalled must be numbers"):
         Recalled(distances="far")

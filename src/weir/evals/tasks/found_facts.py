@@ -19,7 +19,13 @@ from weir.errors import WeirError
 from weir.evals.records import read_records
 from weir.evals.scores import wilson
 from weir.evals.task import Better, Progress, Subject, Task, task
-from weir.evals.tasks.recalled_facts import THANKS, RecalledFact, draw_recalled, read_pages
+from weir.evals.tasks.recalled_facts import (
+    THANKS,
+    RecalledFact,
+    draw_recalled,
+    most_facts,
+    read_pages,
+)
 from weir.pools import Count
 from weir.stream.archive import Archive, Excerpt
 
@@ -50,6 +56,13 @@ class FoundFacts(Task):
     pages: str | None = None
 
     metrics: ClassVar[dict[str, Better]] = {"found": "higher", "false_recalls": "lower"}
+
+    def __post_init__(self) -> None:
+        if self.samples > (most := most_facts()):
+            raise WeirError(
+                f"samples of found is {self.samples:,}, but there are names for only {most} facts "
+                f"of each form. Use samples={most} or less."
+            )
 
     def run(self, subject: Subject, progress: Progress) -> dict[str, Any]:
         """Fill archives and search them.

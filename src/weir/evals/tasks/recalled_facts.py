@@ -186,6 +186,12 @@ class Recalled(Task):
                 )
         if not self.tokens_back:
             raise WeirError("distances of recalled must be numbers of tokens, separated by spaces")
+        if min(self.samples, self.per_stream) > (most := most_facts(self.forms.split())):
+            name = "samples" if self.samples <= self.per_stream else "per_stream"
+            raise WeirError(
+                f"{name} of recalled is {getattr(self, name):,}, but there are names for only "
+                f"{most} facts of each form in one stream. Use per_stream={most} or less."
+            )
 
     @property
     def tokens_back(self) -> tuple[int, ...]:
@@ -245,6 +251,12 @@ class Recalled(Task):
             "false_by": dict(false),
             **{name: sums[-1][name] for name in sums[-1] if name != "false"},
         }
+
+
+def most_facts(forms: Collection[str] = USUAL) -> int:
+    """Return how many facts of each form `draw_recalled` can draw, each about another person."""
+    # Each of the usual forms needs one name, whether it is asked for or not.
+    return len(NAMES) * len(SURNAMES) // (4 + ("sessions" in forms) + 2 * ("order" in forms))
 
 
 def draw_recalled(
