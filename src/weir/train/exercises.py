@@ -129,7 +129,12 @@ def book_sample(
 
 
 def passage(book: np.ndarray, length: int, rng: np.random.Generator) -> np.ndarray:
-    """Return `length` tokens from a random place of a book."""
+    """Return `length` tokens from a random place of a book; WeirError if the book is too short."""
+    if len(book) <= length:
+        raise WeirError(
+            f"the text has only {len(book):,} tokens, but a passage of {length:,} tokens must be "
+            "shorter than its text. Use a longer text."
+        )
     place = int(rng.integers(0, len(book) - length))
     return book[place : place + length].astype(np.int64)
 

@@ -16,6 +16,7 @@ from weir.evals.tasks import babi, loop, mtbench
 from weir.evals.tasks.babi import Babi, answer_beginning, read_stories
 from weir.evals.tasks.loop import Loop
 from weir.evals.tasks.mtbench import MTBench, share_distinct
+from weir.evals.tasks.natural_facts import Facts
 
 STORIES = """1 Mary moved to the hallway.
 2 John went to the garden.
@@ -81,6 +82,20 @@ def test_facts_are_scattered_in_order_and_the_question_comes_last(file, monkeypa
     assert subject.tokenizer.decode(asked[0]) == "\n\nWhere is Mary? Mary is in the"
     with pytest.raises(WeirError, match="line 1, is not in the format of bAbI"):
         read_stories(__file__, 1)
+
+
+def test_a_text_that_is_shorter_than_a_passage_is_refused(file, tmp_path):
+    short = tmp_path / "short.txt"
+    short.write_text("It was a dark night.")
+    subject = stranger()
+    said = r"length of babi is 1,000, but the text has only \d+ tokens\. Use a longer text or"
+    with pytest.raises(WeirError, match=said):
+        Babi(file, text=str(short)).run(subject, quiet)
+    said = r"the text has only \d+ tokens, but a passage of {} tokens .* Use a longer text"
+    with pytest.raises(WeirError, match=said.format(100)):
+        Loop(tokens=250, text=str(short)).run(subject, quiet)
+    with pytest.raises(WeirError, match=said.format(r"\d+")):
+        Facts(text=str(short)).run(subject, quiet)
 
 
 def test_distinct_runs_are_counted():

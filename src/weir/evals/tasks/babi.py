@@ -124,6 +124,11 @@ class Babi(Task):
                 f"the {len(sentences)} facts of a babi story take more than {self.length} tokens. "
                 "Use a larger length."
             )
+        if len(book) <= room:
+            raise WeirError(
+                f"length of babi is {self.length:,}, but the text has only {len(book):,} tokens. "
+                "Use a longer text or a smaller length."
+            )
         cuts = np.sort(rng.integers(0, room + 1, size=len(sentences)))
         parts = np.split(passage(book, room, rng), cuts)
         mixed = [piece for pair in zip(parts, sentences, strict=False) for piece in pair]
