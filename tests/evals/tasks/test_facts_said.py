@@ -241,6 +241,13 @@ def test_where_there_is_no_room_that_is_said(nano, tmp_path):
     book.write_text("It was a dark night. " * 20)
     with pytest.raises(WeirError, match="is needed, but this one gives only"):
         Repeated(text=str(book), **FEW).run(reader(nano), silent)
+    said = r"with {} needs a stream of 2\d\d,\d+ tokens, but at most 200,000 .* a smaller {}\."
+    given = said.format("farthest=262144 and before=256", "farthest or before")
+    with pytest.raises(WeirError, match=f"verbatim {given}"):
+        Verbatim(farthest=262_144, samples=1).run(reader(nano), silent)
+    given = said.format("farthest=262144", "farthest")
+    with pytest.raises(WeirError, match=f"instruction {given}"):
+        Instruction(farthest=262_144, samples=1).run(reader(nano), silent)
 
 
 @pytest.mark.slow

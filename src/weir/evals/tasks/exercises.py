@@ -169,8 +169,7 @@ def fill_in(material: Material, facts: StreamFacts, layout: StreamLayout) -> np.
     if len(material.book) <= length:
         raise WeirError(
             f"a text of more than {length:,} tokens is needed, but this one gives only "
-            f"{len(material.book):,} (at most {BOOK_TOKENS:,} tokens are read). Use a longer text "
-            "or a smaller farthest."
+            f"{len(material.book):,}. Use a longer text or a smaller farthest."
         )
     row = np.concatenate([front, passage(material.book, length - len(front), material.rng)])
     for told, places, answer in zip(facts, layout.statements, layout.answers, strict=True):
@@ -262,6 +261,14 @@ class ExerciseTask(Task):
         while done < self.samples:
             rows = min(self.at_once, self.samples - done)
             drawn, layout = self.draw(material, distances, rows)
+            if layout.length >= BOOK_TOKENS:
+                sizes = [n for n in ("farthest", "before") if n in vars(self)]
+                given = " and ".join(f"{n}={getattr(self, n)}" for n in sizes)
+                raise WeirError(
+                    f"{self.name} with {given} needs a stream of {layout.length:,} tokens, but at "
+                    f"most {BOOK_TOKENS:,} tokens of a text are read. Use a smaller "
+                    f"{' or '.join(sizes)}."
+                )
             # Facts may be drawn one stream at a time, together with the text of each.
             facts, ids = zip(*((f, fill_in(material, f, layout)) for f in drawn), strict=True)
             stream, text, fed = subject.stream(), torch.from_numpy(np.stack(ids)), 0
