@@ -277,8 +277,8 @@ def _with_rate(name: str, rate: float, setup: ErrorSetup) -> str:
     call = parse_call(name)
     if call is None or not call.takes_budget:
         raise WeirError(
-            f"--rates needs a policy that takes a budget, and {name} does not. Use a named policy "
-            "without a budget, such as uniform, or leave out the rates."
+            f"a rate needs a policy that takes a budget, and {name} does not. Use a named policy "
+            "without a budget, such as uniform, or leave out the rate."
         )
     budget = setup.exact + max(1, round(rate * setup.middle))
     ends = {"sinks", "recent"}

@@ -252,7 +252,11 @@ def test_what_is_too_small_is_left_out_with_the_reason():
 @pytest.mark.parametrize(
     ("names", "rates", "reason"),
     [
-        (["dense"], [0.5], "needs a policy that takes a budget, and dense does not"),
+        (
+            ["dense"],
+            [0.5],
+            "^a rate needs a policy that takes a budget, and dense does not.*leave out the rate",
+        ),
         (["uniform(budget=20)"], [0.5], "that takes a budget, and .* does not"),
         (["recent(4) | uniform(8)"], [0.5], "that takes a budget, and .* does not"),
         (["uniform"], [1.0], "between 0 and 1, got 1"),
