@@ -47,7 +47,7 @@ demo: $(VENV)/.installed ## a model reads a book far past its window; figures an
 	$(call stage,weir demo)
 	$(BIN)/weir demo --out demo-out
 
-smollm2: $(VENV)/.installed-smollm2 ## the same on SmolLM2-135M-Instruct (98 MB), which is also told facts and asked for them; in demo-smollm2/; minutes
+smollm2: $(VENV)/.installed-smollm2 ## the same on SmolLM2-135M-Instruct (98 MB), which is also told facts and asked for them; results in demo-smollm2/; takes minutes
 	$(call stage,weir demo --model smollm2 --dtype float32)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$(nproc)} $(BIN)/weir demo --model smollm2 --dtype float32 --out demo-smollm2
 

@@ -55,7 +55,10 @@ def attention_error(
     layers: Annotated[str, Option(help="Comma-separated layers, such as 0,1 [default: all]")] = "",
     tokens: Annotated[
         int | None,
-        Option(min=2, help="Length of the text [default: the model's window, at most 4096]"),
+        Option(
+            min=2,
+            help="Number of tokens of the text to use [default: the model's window, at most 4096]",
+        ),
     ] = None,
     queries: Annotated[
         int | None,

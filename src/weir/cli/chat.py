@@ -100,11 +100,11 @@ def chat(
     policy: Annotated[
         str | None,
         Option(
-            help=f"{options.POLICY_FORMS}. If you give no budget, the policy gets as many slots as "
-            "the model's window and the memory allow, at most "
-            f"{MOST_SLOTS:,}. weir serve and weir size use the policy's default budget instead, "
-            "because their memory is for many conversations. [default: weir.toml next to the "
-            f"model, or else {options.DEFAULT}]"
+            help=f"{options.POLICY_FORMS}. If the policy takes a budget and you give none, it gets "
+            "as many slots as fit in the model's window and in a quarter of the free memory, at "
+            f"most {MOST_SLOTS:,}. weir serve and weir size use the policy's default budget "
+            "instead, because their memory is for many conversations. [default: weir.toml next to "
+            f"the model, or else {options.DEFAULT}]"
         ),
     ] = None,
     budget: options.Budget = None,
@@ -121,8 +121,8 @@ def chat(
     system: Annotated[
         str | None,
         Option(
-            help="System message; it is never evicted from the cache, except under recompute and "
-            "policies with pools of their own for it, such as pinned."
+            help="System message; it is never evicted from the cache, except under recompute, and "
+            "under policies such as pinned, whose own pools determine how much of it stays."
         ),
     ] = None,
     temperature: Annotated[
@@ -144,7 +144,8 @@ def chat(
         Option(
             min=0.0,
             max=1.0,
-            help="Leave out tokens that are less likely than this share of the likeliest token.",
+            help="Leave out tokens whose probability is less than this fraction of the "
+            "likeliest token's.",
         ),
     ] = None,
     repetition_penalty: Annotated[

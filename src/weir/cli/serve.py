@@ -58,7 +58,7 @@ def serve(
         Option(
             help="Number of tokens of the system message and the tools that are never evicted. "
             "Each takes a separate slot in every row. auto: as many as fit in half of the free "
-            "memory; 0: none [default: a quarter of the policy's slots]",
+            "memory, at most 32,768; 0: none [default: a quarter of the policy's slots]",
         ),
     ] = None,
     pin_slots: PinSlots = None,

@@ -35,13 +35,14 @@ def size(
     policy: Annotated[
         str | None,
         Option(
-            help=f"{options.POLICY_FORMS} [default: weir.toml in the "
-            f"model's folder, or else {options.DEFAULT}]"
+            help=f"{options.POLICY_FORMS} [default: weir.toml next to the "
+            f"model, or else {options.DEFAULT}]"
         ),
     ] = None,
     budget: options.Budget = None,
     tokens: Annotated[
-        int | None, Option(min=1, help="Length of a stream, for policies without a limit.")
+        int | None,
+        Option(min=1, help="Tokens of a stream, for policies without a limit, such as dense."),
     ] = None,
     slots: options.SlotsName = None,
     chunk: options.PolicyChunk = None,
