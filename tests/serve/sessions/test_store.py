@@ -38,7 +38,7 @@ from stores import (
 )
 
 from weir.errors import WeirError
-from weir.serve.messages import Message
+from weir.serve.messages import Message, ResultPlace
 from weir.serve.sessions import export
 from weir.serve.sessions import snapshot_folder as folder_file
 from weir.serve.sessions.records import SessionSummary, TurnRecord, pack_ids, unpack_ids
@@ -209,6 +209,44 @@ def test_a_damaged_turn_is_not_found_again(tmp_path):
         with pytest.raises(WeirError, match="turn 'a' cannot be continued"):
             _ = its.load("a").state
         assert its.find_history("me", made.chain) is None
+
+
+def test_a_turn_in_memory_finds_what_its_parents_on_disk_have_read(tmp_path, monkeypatch):
+    def full(*given):
+        raise OSError(28, "No space left on device")
+
+    def read(name: str, number: int, parent: str | None) -> ResultPlace:
+        """Save a turn that has read the result of a call, and return the place of the result."""
+        place = ResultPlace(10 * number, 10 * number + 5, f"{number + 7:064x}")
+        question = Message("user", f"The code of vault {number} is 4821{number}.")
+        result = Message("tool", f"text {number}", result=f"call_{number}", where=place)
+        saved(its, name, number, parent=parent, messages=(question, result))
+        return place
+
+    with store(tmp_path, keep=3) as its:
+        its.place.open_archive(10**6)
+        first, second = read("a", 0, None), read("b", 1, "a")
+        monkeypatch.setattr(its.place._files, "write", full)
+        third, fourth = read("c", 2, "b"), read("d", 3, "c")
+        assert [turn.node for turn in its._memory.list_all()] == ["c", "d"]
+        every = [fourth, third, second, first]
+        assert [place for _, place in its.list_results("me", "d")] == every
+        assert its.list_results("me", "d", most=3) == its.list_results("me", "d")[:3]
+        assert its.list_results("me", "d", "call_0") == [("call_0", first)]
+        assert its.list_results("you", "d") == []
+        found = [its.read_result("me", "d", place.chain) for place in every]
+        assert [one and one.content for one in found] == [f"text {n}" for n in (3, 2, 1, 0)]
+        said = [one.text for one in its.search_archive("me", "d", "What is the code of vault 1?")]
+        assert "The code of vault 1 is 48211." in said
+        for place in (first, fourth):
+            its.drop_result("me", place.chain)
+        assert sorted(its.dropped_places("me", "d")) == [first[:2], fourth[:2]]
+        assert its.dropped_places("me", "b") == [first[:2]]
+        monkeypatch.undo()
+        saved(its, "e", 4, parent="d")
+        assert its._memory.list_all() == []
+        assert [place for _, place in its.list_results("me", "e")] == every
+        assert sorted(its.dropped_places("me", "e")) == [first[:2], fourth[:2]]
 
 
 # --- sessions that travel
