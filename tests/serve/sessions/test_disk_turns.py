@@ -406,9 +406,17 @@ def test_a_folder_that_is_none_of_ours_is_refused_and_left_alone(tmp_path):
     assert len(files(tmp_path / "a")) == 1
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "nodes").symlink_to(tmp_path / "a" / "nodes")
-    with pytest.raises(WeirError, match=r"cannot use .*b: "):
+    with pytest.raises(WeirError, match="b/nodes must be a folder, not a file or a link"):
         store(tmp_path / "b")
-    (tmp_path / "c").mkdir()
+    (tmp_path / "b" / "nodes").unlink()
+    (tmp_path / "b" / "nodes").write_text("x")
+    with pytest.raises(WeirError, match="b/nodes must be a folder, not a file or a link"):
+        store(tmp_path / "b")
+    assert (tmp_path / "b" / "nodes").read_text() == "x"
+    (tmp_path / "c" / "lock").mkdir(parents=True)
+    with pytest.raises(WeirError, match=r"cannot use .*c/lock: Is a directory"):
+        store(tmp_path / "c")
+    (tmp_path / "c" / "lock").rmdir()
     (tmp_path / "c" / "weir.db").symlink_to(tmp_path / "file")
     with pytest.raises(WeirError, match="not an ordinary file"):
         store(tmp_path / "c")
