@@ -327,7 +327,7 @@ CALLED = ["user", "x", None]
 LIES = [
     ("it has the format 1", (("format",), 1)),
     ("turns must be a list", (("turns",), {})),
-    ("it has 2 checkpoints for 0 turns", (("turns",), [])),
+    ("it has no turns", (("turns",), [])),
     (r"turns\[1\]: last must be a token id from 0 to 60", ((*TURN, "last"), 61)),
     (r"turns\[1\]: it is the end of another turn", ((*TURN, "last"), 7)),
     (r"turns\[1\]: it does not end where", ((*TURN, "seen"), 7)),
@@ -378,6 +378,30 @@ def forged(path: Path, change: Any) -> None:
     tensors["1"] = torch.tensor(list(data), dtype=torch.uint8)
     save_file(tensors, path.with_suffix(".new"), metadata={export.KEY: json.dumps(said)})
     path.with_suffix(".new").replace(path)
+
+
+@pytest.mark.parametrize(
+    ("renamed", "sentence"),
+    [
+        ({"1": "2"}, r"'1' of turns\[1\] is missing, and the checkpoint '2' belongs to no turn"),
+        (
+            {"0": "00", "1": "a"},
+            r"'0' of turns\[0\] is missing, and the checkpoint '00' belongs to no",
+        ),
+        ({"1": None}, "it has 1 checkpoint for 2 turns"),
+    ],
+)
+def test_checkpoints_with_wrong_names_are_refused_by_name(tmp_path, renamed, sentence):
+    path = exported(tmp_path)
+    with safe_open(path, framework="pt") as file:
+        said = file.metadata()
+        names = {name: renamed.get(name, name) for name in file.keys()}  # noqa: SIM118
+        tensors = {new: file.get_tensor(old).clone() for old, new in names.items() if new}
+    save_file(tensors, path, metadata=said)
+    with store(tmp_path / "two") as its:
+        with pytest.raises(WeirError, match=sentence):
+            unpack(its, "me", path)
+        assert its.list_sessions("me") == []
 
 
 def said_otherwise(old: str, new: str) -> Any:
