@@ -168,6 +168,29 @@ def test_a_full_disk_refuses_a_node_and_loses_none(tmp_path, monkeypatch, call):
         assert has(one, "n1", NODES[1])
 
 
+def test_a_full_disk_is_remembered_whatever_fails_next(tmp_path, monkeypatch):
+    """A quota can refuse bytes that are reported as free, until `has_room` can reserve them."""
+
+    def failing(number: int):
+        def fail(*given, **named):
+            raise OSError(number, os.strerror(number))
+
+        return fail
+
+    folder = folder_file.SnapshotFolder(tmp_path / "nodes")
+    monkeypatch.setattr(folder_file.os, "posix_fallocate", failing(errno.EDQUOT), raising=False)
+    assert folder.has_room(1)  # no write has failed, so the free bytes are trusted
+    for number in (errno.EDQUOT, errno.EIO):
+        monkeypatch.setattr(folder_file.os, "fsync", failing(number))
+        with pytest.raises(OSError, match=os.strerror(number)):
+            folder.write(folder_file.new_name(), b"x")
+        assert not folder.has_room(1)
+    monkeypatch.undo()
+    assert folder.has_room(1)
+    folder.close()
+    assert files(tmp_path) == []
+
+
 def test_tables_that_cannot_be_written_refuse_a_node_and_lose_none(tmp_path):
     with store(tmp_path) as one:
         kept(one, "n0", NODES[0])

@@ -152,7 +152,8 @@ class SnapshotFolder:
             os.rename(part, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
             os.fsync(self._fd)
         except Exception as error:
-            self._refused = is_full(error)
+            # An error of another kind does not show that there is room again.
+            self._refused = self._refused or is_full(error)
             for left_over in (part, name):
                 with contextlib.suppress(OSError):
                     self._unlink(left_over)
