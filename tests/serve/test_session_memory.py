@@ -105,6 +105,14 @@ def test_of_a_long_stream_only_what_is_held_and_its_end_are_told(server):
     assert all(token == whole[token["at"]] for one in (few, usual) for token in one["tokens"])
 
 
+def test_all_held_tokens_are_listed_if_there_are_fewer_than_asked_for(server):
+    talk(server, "few", 2)
+    held = [token.token for token in head_holding(server, "few").tokens()]
+    for most in (len(held), len(held) + 1, 2 * len(held) - 1, 2 * len(held)):
+        found = memory(server, "few", latest=0, most=most)
+        assert [token["at"] for token in found["tokens"]] == held
+
+
 def test_a_turn_under_way_is_looked_at_while_it_answers(server):
     talk(server, "live", 1)
     body = {

@@ -132,7 +132,8 @@ class MemoryReporter:
             for number, name in enumerate(holding.pools)
         ]
         last = range(max(0, seen - latest), seen)
-        listed = sorted(held, key=lambda token: (token.pairs, token.token))[len(held) - most :]
+        listed = sorted(held, key=lambda token: (token.pairs, token.token))
+        listed = listed[max(0, len(held) - most) :]
         by_place = {token.token: token.pools for token in held if token.token in last}
         by_place |= {token.token: token.pools for token in listed}
         places = sorted(by_place.keys() | set(last))

@@ -168,6 +168,29 @@ def test_a_full_disk_refuses_a_node_and_loses_none(tmp_path, monkeypatch, call):
         assert has(one, "n1", NODES[1])
 
 
+def test_a_full_disk_is_remembered_whatever_fails_next(tmp_path, monkeypatch):
+    """A quota can refuse bytes that are reported as free, until `has_room` can reserve them."""
+
+    def failing(number: int):
+        def fail(*given, **named):
+            raise OSError(number, os.strerror(number))
+
+        return fail
+
+    folder = folder_file.SnapshotFolder(tmp_path / "nodes")
+    monkeypatch.setattr(folder_file.os, "posix_fallocate", failing(errno.EDQUOT), raising=False)
+    assert folder.has_room(1)  # no write has failed, so the free bytes are trusted
+    for number in (errno.EDQUOT, errno.EIO):
+        monkeypatch.setattr(folder_file.os, "fsync", failing(number))
+        with pytest.raises(OSError, match=os.strerror(number)):
+            folder.write(folder_file.new_name(), b"x")
+        assert not folder.has_room(1)
+    monkeypatch.undo()
+    assert folder.has_room(1)
+    folder.close()
+    assert files(tmp_path) == []
+
+
 def test_tables_that_cannot_be_written_refuse_a_node_and_lose_none(tmp_path):
     with store(tmp_path) as one:
         kept(one, "n0", NODES[0])
@@ -406,9 +429,17 @@ def test_a_folder_that_is_none_of_ours_is_refused_and_left_alone(tmp_path):
     assert len(files(tmp_path / "a")) == 1
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "nodes").symlink_to(tmp_path / "a" / "nodes")
-    with pytest.raises(WeirError, match=r"cannot use .*b: "):
+    with pytest.raises(WeirError, match="b/nodes must be a folder, not a file or a link"):
         store(tmp_path / "b")
-    (tmp_path / "c").mkdir()
+    (tmp_path / "b" / "nodes").unlink()
+    (tmp_path / "b" / "nodes").write_text("x")
+    with pytest.raises(WeirError, match="b/nodes must be a folder, not a file or a link"):
+        store(tmp_path / "b")
+    assert (tmp_path / "b" / "nodes").read_text() == "x"
+    (tmp_path / "c" / "lock").mkdir(parents=True)
+    with pytest.raises(WeirError, match=r"cannot use .*c/lock: Is a directory"):
+        store(tmp_path / "c")
+    (tmp_path / "c" / "lock").rmdir()
     (tmp_path / "c" / "weir.db").symlink_to(tmp_path / "file")
     with pytest.raises(WeirError, match="not an ordinary file"):
         store(tmp_path / "c")

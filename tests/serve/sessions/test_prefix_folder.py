@@ -10,6 +10,7 @@ import pytest
 from test_engine import CHUNK, MODEL, engine, turn, words, work
 from test_prefixes import POLICY, cancelled
 
+from weir.errors import WeirError
 from weir.serve import Engine
 from weir.serve.sessions.prefix_folder import PrefixFolder
 from weir.serve.sessions.snapshot_folder import SnapshotFolder
@@ -127,6 +128,12 @@ def test_one_of_another_policy_is_ignored(tmp_path, caplog):
     assert place.read_all() == []
     assert "policy" in caplog.text
     place.close()
+
+
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
+    (tmp_path / "prefixes").write_text("x")
+    with pytest.raises(WeirError, match="prefixes must be a folder, not a file or a link"):
+        opened(tmp_path / "prefixes")
 
 
 def test_a_full_disk_costs_no_answer(tmp_path, caplog, monkeypatch):

@@ -83,6 +83,22 @@ def test_conversations_themselves_are_bounded_and_those_used_longest_ago_go():
     assert names[-1] in left and names[0] in left and names[1] not in left and len(left) < 13
 
 
+def test_all_text_counts_towards_the_limits():
+    book = ResponseStore(most=6000)
+    names = [book.create_conversation("me", {}, []).id for _ in range(8)]
+    other = book.create_conversation("you", {}, []).id
+    book.set_metadata("me", names[0], {"a": "x" * 3000})
+    left = [name for name in names if book.get_conversation("me", name)]
+    assert left == [names[0], *names[-len(left) + 1 :]] and len(left) == 4
+    assert book.get_conversation("you", other) is not None
+    book.set_metadata("me", names[0], {})  # makes room
+    more = [book.create_conversation("me", {}, []).id for _ in range(7)]
+    assert all(book.get_conversation("me", name) for name in [*left, *more])
+    for n in range(4):
+        book.save_response("me", response(f"resp_{n}", instructions="é" * 1000))
+    assert [n for n in range(4) if book.get_response("me", f"resp_{n}")] == [2, 3]
+
+
 def test_an_item_that_was_read_lets_the_head_go_when_it_goes():
     book = ResponseStore()
     started = book.create_conversation("me", {}, [])

@@ -38,7 +38,7 @@ from stores import (
 )
 
 from weir.errors import WeirError
-from weir.serve.messages import Message
+from weir.serve.messages import Message, ResultPlace
 from weir.serve.sessions import export
 from weir.serve.sessions import snapshot_folder as folder_file
 from weir.serve.sessions.records import SessionSummary, TurnRecord, pack_ids, unpack_ids
@@ -211,6 +211,44 @@ def test_a_damaged_turn_is_not_found_again(tmp_path):
         assert its.find_history("me", made.chain) is None
 
 
+def test_a_turn_in_memory_finds_what_its_parents_on_disk_have_read(tmp_path, monkeypatch):
+    def full(*given):
+        raise OSError(28, "No space left on device")
+
+    def read(name: str, number: int, parent: str | None) -> ResultPlace:
+        """Save a turn that has read the result of a call, and return the place of the result."""
+        place = ResultPlace(10 * number, 10 * number + 5, f"{number + 7:064x}")
+        question = Message("user", f"The code of vault {number} is 4821{number}.")
+        result = Message("tool", f"text {number}", result=f"call_{number}", where=place)
+        saved(its, name, number, parent=parent, messages=(question, result))
+        return place
+
+    with store(tmp_path, keep=3) as its:
+        its.place.open_archive(10**6)
+        first, second = read("a", 0, None), read("b", 1, "a")
+        monkeypatch.setattr(its.place._files, "write", full)
+        third, fourth = read("c", 2, "b"), read("d", 3, "c")
+        assert [turn.node for turn in its._memory.list_all()] == ["c", "d"]
+        every = [fourth, third, second, first]
+        assert [place for _, place in its.list_results("me", "d")] == every
+        assert its.list_results("me", "d", most=3) == its.list_results("me", "d")[:3]
+        assert its.list_results("me", "d", "call_0") == [("call_0", first)]
+        assert its.list_results("you", "d") == []
+        found = [its.read_result("me", "d", place.chain) for place in every]
+        assert [one and one.content for one in found] == [f"text {n}" for n in (3, 2, 1, 0)]
+        said = [one.text for one in its.search_archive("me", "d", "What is the code of vault 1?")]
+        assert "The code of vault 1 is 48211." in said
+        for place in (first, fourth):
+            its.drop_result("me", place.chain)
+        assert sorted(its.dropped_places("me", "d")) == [first[:2], fourth[:2]]
+        assert its.dropped_places("me", "b") == [first[:2]]
+        monkeypatch.undo()
+        saved(its, "e", 4, parent="d")
+        assert its._memory.list_all() == []
+        assert [place for _, place in its.list_results("me", "e")] == every
+        assert sorted(its.dropped_places("me", "e")) == [first[:2], fourth[:2]]
+
+
 # --- sessions that travel
 
 
@@ -289,7 +327,7 @@ CALLED = ["user", "x", None]
 LIES = [
     ("it has the format 1", (("format",), 1)),
     ("turns must be a list", (("turns",), {})),
-    ("it has 2 checkpoints for 0 turns", (("turns",), [])),
+    ("it has no turns", (("turns",), [])),
     (r"turns\[1\]: last must be a token id from 0 to 60", ((*TURN, "last"), 61)),
     (r"turns\[1\]: it is the end of another turn", ((*TURN, "last"), 7)),
     (r"turns\[1\]: it does not end where", ((*TURN, "seen"), 7)),
@@ -340,6 +378,30 @@ def forged(path: Path, change: Any) -> None:
     tensors["1"] = torch.tensor(list(data), dtype=torch.uint8)
     save_file(tensors, path.with_suffix(".new"), metadata={export.KEY: json.dumps(said)})
     path.with_suffix(".new").replace(path)
+
+
+@pytest.mark.parametrize(
+    ("renamed", "sentence"),
+    [
+        ({"1": "2"}, r"'1' of turns\[1\] is missing, and the checkpoint '2' belongs to no turn"),
+        (
+            {"0": "00", "1": "a"},
+            r"'0' of turns\[0\] is missing, and the checkpoint '00' belongs to no",
+        ),
+        ({"1": None}, "it has 1 checkpoint for 2 turns"),
+    ],
+)
+def test_checkpoints_with_wrong_names_are_refused_by_name(tmp_path, renamed, sentence):
+    path = exported(tmp_path)
+    with safe_open(path, framework="pt") as file:
+        said = file.metadata()
+        names = {name: renamed.get(name, name) for name in file.keys()}  # noqa: SIM118
+        tensors = {new: file.get_tensor(old).clone() for old, new in names.items() if new}
+    save_file(tensors, path, metadata=said)
+    with store(tmp_path / "two") as its:
+        with pytest.raises(WeirError, match=sentence):
+            unpack(its, "me", path)
+        assert its.list_sessions("me") == []
 
 
 def said_otherwise(old: str, new: str) -> Any:

@@ -53,7 +53,7 @@ def claim_folder(folder: Path) -> int:
     except FileExistsError:
         raise WeirError(f"{folder} is not a folder. Use another path.") from None
     except OSError as error:
-        raise WeirError(f"cannot use {folder}: {error.strerror}") from None
+        raise WeirError(f"cannot use {error.filename or folder}: {error.strerror}") from None
 
 
 class DiskTurns(TurnTables):
@@ -78,10 +78,10 @@ class DiskTurns(TurnTables):
             undo.callback(os.close, self._lock)
             try:
                 self._files = SnapshotFolder(folder / "nodes")
-            except FileExistsError:
-                raise WeirError(f"{folder}/nodes is not a folder. Use another path.") from None
             except OSError as error:
-                raise WeirError(f"cannot use {folder}: {error.strerror}") from None
+                raise WeirError(
+                    f"cannot use {error.filename or folder}: {error.strerror}"
+                ) from None
             undo.callback(self._files.close)
             shutil.rmtree(self.scratch, ignore_errors=True)  # left by a killed process
             self._reserve = DiskReserve(folder / "reserve")

@@ -166,10 +166,18 @@ def _validated(facts: Any, file: Any, store_format: StoreFormat) -> list[Turn]:
     """Validate the content of an open file, and make its turns one by one."""
     store_format.check(facts)
     turns = facts["turns"]
-    names = set(file.keys())
-    if names != {str(n) for n in range(len(turns))} or not turns:
+    names, wanted = set(file.keys()), [str(n) for n in range(len(turns))]
+    if not turns:
+        raise WeirError("it has no turns")
+    if len(names) != len(turns):
         raise WeirError(
             f"it has {in_words(len(names), 'checkpoint')} for {in_words(len(turns), 'turn')}"
+        )
+    if unknown := sorted(names - set(wanted)):
+        missing = next(name for name in wanted if name not in names)
+        raise WeirError(
+            f"the checkpoint {quote(missing)} of turns[{missing}] is missing, and the checkpoint "
+            f"{quote(unknown[0])} belongs to no turn"
         )
     found: list[Turn] = []
     known: set[str] = set()

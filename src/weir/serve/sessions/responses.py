@@ -152,7 +152,8 @@ class ResponseStore:
         """
         with self._tables.writing() as db:
             written = {"input": json.dumps(response.input), "body": json.dumps(response.body)}
-            size = sum(map(len, written.values())) + OVERHEAD
+            instructions = (response.instructions or "").encode()
+            size = sum(map(len, written.values())) + len(instructions) + OVERHEAD
             insert(db, "responses", **(vars(response) | written), owner=owner, bytes=size)
             self._trim(db, "responses", owner)
             if conversation is not None:
@@ -245,11 +246,15 @@ class ResponseStore:
 
     def set_metadata(self, owner: str, name: str, metadata: dict[str, str]) -> None:
         """Replace the metadata of a conversation."""
+        written = json.dumps(metadata)
         with self._tables.writing() as db:
             db.execute(
-                "UPDATE conversations SET metadata = ? WHERE id = ? AND owner = ?",
-                (json.dumps(metadata), name, owner),
+                "UPDATE conversations SET metadata = ?, bytes = ? WHERE id = ? AND owner = ?",
+                (written, len(written) + OVERHEAD, name, owner),
             )
+            # This counts as a use, so that other conversations are deleted first.
+            self._append(db, owner, name, [])
+            self._trim(db, "conversations", owner)
 
     def delete_conversation(self, owner: str, name: str) -> None:
         """Delete a conversation and its items."""

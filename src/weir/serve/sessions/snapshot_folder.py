@@ -50,12 +50,22 @@ def free_bytes(folder: Path | int) -> int:
 
 
 class SnapshotFolder:
-    """A folder, open until `close`. It is created if missing."""
+    """A folder, open until `close`. It is created if missing.
+
+    Raises WeirError if the path is a file or a link.
+    """
 
     def __init__(self, path: Path) -> None:
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700)
-        self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno not in (errno.ENOTDIR, errno.ELOOP):
+                raise
+            raise WeirError(
+                f"{path} must be a folder, not a file or a link. Remove it, or use another folder."
+            ) from None
         # Whether a write failed for lack of room, and `has_room` has not found any since.
         self._refused = False
 
@@ -142,7 +152,8 @@ class SnapshotFolder:
             os.rename(part, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
             os.fsync(self._fd)
         except Exception as error:
-            self._refused = is_full(error)
+            # An error of another kind does not show that there is room again.
+            self._refused = self._refused or is_full(error)
             for left_over in (part, name):
                 with contextlib.suppress(OSError):
                     self._unlink(left_over)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from tempfile import TemporaryDirectory
@@ -230,6 +230,20 @@ class SessionStore:
                     found, parent = before + found, further
         return found
 
+    def _lines(self, owner: str, node: str) -> Iterator[tuple[TurnTables, str]]:
+        """Yield the places that can have a turn and its ancestors, the newest first, each with the
+        turn at which to begin there. The turn itself can be in memory and its parent on disk.
+
+        If the writer moves a turn out of memory meanwhile, the turn can be found in both places.
+        """
+        at: str | None = node
+        for place in reversed(self._places):
+            if at is None:
+                return
+            yield place, at
+            if place is not self.place:
+                at = place.find_parent(owner, at)
+
     def list_results(
         self, owner: str, node: str, call: str | None = None, most: int = 256
     ) -> list[tuple[str, ResultPlace]]:
@@ -244,11 +258,12 @@ class SessionStore:
         Returns:
             For each result, the id of its call, and its place in the stream.
         """
-        return [
+        found = [
             each
-            for place in reversed(self._places)
-            for each in place.list_results(owner, node, call, most)
-        ][:most]
+            for place, at in self._lines(owner, node)
+            for each in place.list_results(owner, at, call, most)
+        ]
+        return list(dict.fromkeys(found))[:most]
 
     def drop_result(self, owner: str, chain: str) -> None:
         """Note that the result at the end of a history with this hash must not be read again.
@@ -280,12 +295,20 @@ class SessionStore:
         """Return the message of a result that a turn or one of its ancestors has read; None if it
         is not kept.
         """
-        found = (place.read_result(owner, node, chain) for place in reversed(self._places))
+        found = (place.read_result(owner, at, chain) for place, at in self._lines(owner, node))
         return next((message for message in found if message is not None), None)
 
     def dropped_places(self, owner: str, node: str) -> list[tuple[int, int]]:
         """Return the places of the dropped results that a turn and its ancestors have read."""
-        return [each for place in self._places for each in place.dropped_places(owner, node)]
+        if not (dropped := self.dropped_chains(owner)):
+            return []
+        found = [
+            (one.start, one.stop)
+            for place, at in self._lines(owner, node)
+            for one in place.read_places(owner, at)
+            if one.chain in dropped
+        ]
+        return list(dict.fromkeys(found))
 
     def search_archive(self, owner: str, node: str, text: str) -> list[Excerpt]:
         """Find answers to the questions in `text` in the archived text of a turn and its ancestors.
@@ -295,8 +318,10 @@ class SessionStore:
         """
         if self.archive is None:
             return []
-        dropped = self.dropped_places(owner, node) if self.dropped_chains(owner) else []
-        return self.archive.search(owner, node, text, dropped)
+        dropped = self.dropped_places(owner, node)
+        # The archive has no turns that are in memory, so it is searched from their parent.
+        *_, (_, archived) = self._lines(owner, node)
+        return self.archive.search(owner, archived, text, dropped)
 
     def get_session(self, owner: str, session: str) -> SessionSummary | None:
         """Return a session of the owner."""

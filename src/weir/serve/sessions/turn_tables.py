@@ -27,6 +27,7 @@ from weir.serve.sessions.records import (
     Turn,
     TurnRecord,
     TurnTokens,
+    find_path,
 )
 from weir.serve.sessions.snapshot_folder import new_name
 from weir.serve.sessions.turn_archive import TurnArchive
@@ -312,6 +313,15 @@ class TurnTables:
         found = [TurnTokens(row["node"], row["seen"], row["ids"]) for row in rows]
         return found, rows[0]["parent"] if rows else node
 
+    def find_parent(self, owner: str, node: str) -> str | None:
+        """Return the parent of the oldest turn that is stored of a turn and its ancestors. If not
+        even `node` is stored, return `node`.
+        """
+        rows = self.db.query(f"{_LINE} SELECT node, parent FROM line", node, owner)
+        parents = {row["node"]: row["parent"] for row in rows}
+        path = find_path(node, parents)
+        return parents[path[0]] if path else node
+
     def _unwritten_uses(self) -> dict[str, int]:
         with self._uses_lock:
             return dict(self._uses)
@@ -437,18 +447,16 @@ class TurnTables:
         )
         return [(row["call"], ResultPlace(row["start"], row["stop"], row["chain"])) for row in rows]
 
-    def dropped_places(self, owner: str, node: str) -> list[tuple[int, int]]:
-        """Return the places of the dropped results that a turn and its ancestors have read."""
+    def read_places(self, owner: str, node: str) -> list[ResultPlace]:
+        """Return all places where a turn and its ancestors have read results of tools."""
         rows = self.db.query(
-            f"{_LINE}, read (start, stop, chain) AS ("
+            f"{_LINE} "
             "SELECT start, stop, results.chain FROM line JOIN results ON results.node = line.node "
-            "UNION SELECT start, stop, kept.chain FROM line JOIN kept ON kept.node = line.node) "
-            "SELECT start, stop FROM read JOIN dropped ON owner = ?2 "
-            "AND dropped.chain = read.chain",
+            "UNION SELECT start, stop, kept.chain FROM line JOIN kept ON kept.node = line.node",
             node,
             owner,
         )
-        return [(row["start"], row["stop"]) for row in rows]
+        return [ResultPlace(row["start"], row["stop"], row["chain"]) for row in rows]
 
     def marked_chains(self, table: str, owner: str) -> frozenset[str]:
         """Return the hashes of the owner's histories that end with a result in the table `dropped`
