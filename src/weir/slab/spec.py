@@ -34,7 +34,7 @@ class Heads:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token's keys and values in transformers' `DynamicCache`."""
+        """Bytes of a token's keys and values of this layer in transformers' `DynamicCache`."""
         return self.kv_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
 
 

@@ -31,7 +31,7 @@ class DecodeSlots:
         keys, values: all exact slots [batch, kv_heads, slots, dim].
         quantized: quantized slots, which come first; None for none.
         a, b: log-weights [batch, kv_heads, slots]; a is None if it equals b everywhere.
-        split: both in the form that `split_attention` reads; None if a equals b.
+        split: a and b in the form that `split_attention` reads; None if a equals b.
         queries: the buffer of the queries that the next fold reads; None if it reads none.
         unasked: number of tokens at the start of a tail whose queries the fold does not read. All
             these queries are written to the first place of `queries`, each over the one before.
@@ -87,7 +87,7 @@ class DecodeSlots:
 
         Args:
             keys, values: [batch, kv_heads, 1, dim].
-            ends: the slot of each row's token [batch], int64.
+            ends: the slot in which each row's token is stored [batch], int64.
             waiting: number of tokens in each row's tail before this token [batch], int64.
             largest: output; the largest absolute key or value of each row [batch], float32.
         """
@@ -147,10 +147,9 @@ class StepSlots:
             rows are added.
         spans: for each part, the first slot that is read, and each row's first slot of the tail
             [parts, 1 + batch], int64.
-        program: the program that the engine has made for these slots; None if it has not made one
-            yet.
-        refused: the state for which the engine last refused a step, and the reason; None if it did
-            not refuse the last step.
+        program: the program that the engine has made for these slots; None if there is none.
+        refused: the state for which the engine last failed to make a program, and the reason; None
+            if it has not tried to make one, or if it made one the last time.
         asker: the model whose logits are wanted; None while only hidden states are wanted.
     """
 
@@ -172,7 +171,7 @@ class Step:
             token [parts, 1 + batch], int64.
         waiting: number of tokens in each row's tail before this token [batch], int64.
         places: the position of each row's token in its stream [batch], int64.
-        busy: the rows that have a token.
+        busy: the rows that have a token. The other rows, if any, only have padding.
         largest: output, float32; the largest absolute key or value. There is one number for each
             part of a layer and each row [parts, batch], or one for each of their heads [parts,
             batch, heads]. None until the step has taken effect in the slots.

@@ -36,8 +36,9 @@ MARK = "\ufdd0"
 use.
 """
 PIECE = 16_384
-"""Largest number of characters that are tokenized at once. Longer texts would take much memory and
-block other threads.
+"""Largest number of characters that are tokenized at once, unless the tokenizer makes other tokens
+of a text that is cut (`PromptEncoder._may_cut`). Longer texts take much memory and block other
+threads.
 """
 KNOWN = 32
 """Number of pieces whose tokens are cached, so that repeated text is tokenized once."""
@@ -102,7 +103,7 @@ def mark_text(text: str, name: int) -> str:
 
 
 def take_marks(text: str) -> tuple[str, list[TextPlace]]:
-    """Remove the marks from a text. Returns where the marked texts are, in characters."""
+    """Return a text without its marks, and where the marked texts are in it, in characters."""
     if _NONCE not in text:
         return text, []
     parts: list[str] = []
@@ -148,7 +149,7 @@ class PromptEncoder:
         self._named = _pattern(special | named)
 
     def mark(self, value: Any, *, trusted: bool = False) -> Any:
-        """Mark the control tokens in all texts of a value of JSON.
+        """Insert `MARK` into the control tokens in all texts of a value of JSON.
 
         In `trusted` texts, tokens that only the template uses as control tokens, such as `<think>`,
         are not marked.
@@ -296,8 +297,9 @@ def _mark(pattern: re.Pattern[str], text: str) -> str | None:
 
 
 def _find_cuts(pattern: re.Pattern[str], text: str) -> Iterator[list[int]]:
-    """Find where to cut a text so that the pattern matches nowhere: after the first character of
-    each match. Yields a list for each window that has matches.
+    """Find where to cut a text so that no match of the pattern stays whole: after the first
+    character of each match. Matches that overlap an earlier match are not found. Yields a list for
+    each window that has matches.
     """
     after = 0
     for start in range(0, len(text), WINDOW):
@@ -427,8 +429,8 @@ class ChatTemplate:
         last: int | None,
         found: list[TextPlace] | None = None,
     ) -> list[int] | None:
-        """Render messages that come after an answer, whose last token is `last`, up to the next
-        answer.
+        """Render messages that come after an answer, up to the next answer. `last` is the last
+        token of the answer before them; None if it has no id.
 
         `found` is filled with the places of texts that `mark_text` has marked.
 
@@ -463,7 +465,8 @@ class ChatTemplate:
         """Count the ids before the first message that is not an instruction: the start token, the
         system turn, the tools, and the template's tokens in front of a user's words.
 
-        `ids` are those that `whole` returned for the messages.
+        `ids` are those that `whole` returned for the messages. Returns 0 if the number is not
+        known.
         """
         roles = [message["role"] for message in messages]
         first = next((i for i, role in enumerate(roles) if role not in SYSTEM), None)

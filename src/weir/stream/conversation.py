@@ -33,7 +33,7 @@ first comes from the prompt's logits, and the second from the first step, which 
 compilation.
 """
 RECALL = 256
-"""Largest number of tokens of recalled text in a turn."""
+"""Largest number of tokens of recalled text in a turn, by default."""
 JOINT = 2
 """A quotation and the words after it, encoded together, can take this many tokens more than if each
 is encoded alone.
@@ -52,7 +52,7 @@ class Conversation:
     """A conversation of a user and a model, turn by turn.
 
     With a chat template, each turn is the text that the template adds for it. A model without a
-    template continues the text up to the end of a paragraph. The tokens of a learnable sink come
+    template continues the text up to the first line break. The tokens of a learnable sink come
     before the first turn. For a policy that keeps a stream's beginning (`pinned`), the beginning
     ends before the user's first words.
 
@@ -66,12 +66,12 @@ class Conversation:
             None for no recall.
         recall: largest number of tokens of recalled text in a turn; with 0, the archive is only
             filled.
-        warn: called once with a text if the archive can no longer be used; by default, raises a
+        warn: called once with a text if the archive can no longer be used; by default, issues a
             Python warning. The conversation goes on without the archive.
 
     Attributes:
         recalled: excerpts that were quoted in the last turn, the best first.
-        recalled_tokens: the number of tokens of that quotation.
+        recalled_tokens: the number of tokens that the quotation added to the last turn.
         held: a function that tells whether the cache still holds the archived text at given places
             of the stream; if None, the cache of `stream` is asked.
         repeats: length in tokens of the loop in which the last answer ended; 0 for none.
@@ -224,7 +224,7 @@ class Conversation:
     def _answer(self, answer: Turn, limit: int, **sampling: Any) -> Generator[str, None, None]:
         """Generate an answer, add it to the turn `answer`, and yield it piece by piece."""
         self.rate = 0.0
-        # Without a template, the model does not end its turn, so the first paragraph is the answer.
+        # Without a template, the model does not end its turn, so the first line is the answer.
         stops = ["\n"] if self.tokenizer.chat_template is None else []
         text, ends = Detokenizer(self.tokenizer, stops), self.stream.ends
         began = stepped = time.perf_counter()

@@ -20,8 +20,9 @@ class Detokenizer:
     """Converts the tokens of one answer to text, piece by piece.
 
     A piece has only whole characters, without special tokens. Text that may be the beginning of a
-    stop is held back. All pieces together are the text that the tokenizer makes of all tokens. If
-    later tokens change the text of earlier ones, the returned text stays as it was.
+    stop is held back until later tokens show whether it is one; if none follow, `end` returns it.
+    All pieces together are the text that the tokenizer makes of all tokens, up to a stop. If later
+    tokens change the text of earlier ones, the returned text stays as it was.
 
     Args:
         stops: texts that end the answer and are not part of it; empty ones are ignored.
@@ -52,7 +53,9 @@ class Detokenizer:
         self._held = ""  # text that may be the beginning of a stop
 
     def add(self, token: int) -> str:
-        """Return the text that one more token adds; empty while a character is incomplete."""
+        """Return the text that one more token adds; empty, for example, while a character is
+        incomplete.
+        """
         if self.stopped:
             return ""
         if token in self.special:
@@ -99,7 +102,8 @@ def describe_tokens(
     """Return the text of each token, and whether it is a special token.
 
     The text of a character that has several tokens is given to the last of them. Bytes that are not
-    a character, and control characters other than line breaks and tabs, are U+FFFD.
+    a character, and the control characters before U+0020 other than line feeds and tabs, are
+    U+FFFD.
     """
     text = Detokenizer(tokenizer)
     found = []

@@ -62,8 +62,9 @@ class Sampling:
         """Choose the next token of each row of logits [rows, vocabulary]; [rows, 1], int64.
 
         `generator`, on the CPU, is one for all rows or one for each. With one for each, a row's
-        tokens are bit-identical whatever the other rows are. Raises WeirError if logits are not
-        finite; no generator has advanced then.
+        tokens are bit-identical whatever the other rows are. Raises WeirError if a row has NaN or
+        +inf, or, at a temperature above 0, if all its logits are -inf. No generator has advanced
+        then.
         """
         temperature = float(min(self.temperature, HOTTEST))
         if temperature == 0:

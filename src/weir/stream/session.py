@@ -62,7 +62,7 @@ class Session:
     """State of a stream, apart from its model and the arguments it was made with.
 
     Attributes:
-        last: the last token of each row.
+        last: the last token of each row; None if it has no id.
         generator: the state of the stream's random generator.
         logits: logits after the last token [batch, vocabulary]; None before the first token.
         rows: the rows of the stream's cache; none before the first token.
@@ -104,7 +104,7 @@ class _SessionFacts(FileFacts):
         pools: the pipe that the name of the policy stood for when the session was saved.
         seed: the seed of the cache.
         made_with: the other arguments of the cache.
-        last: the last token of each row.
+        last: the last token of each row; None if it has no id.
     """
 
     format: int
@@ -172,8 +172,8 @@ class SessionFile:
     """
 
     def __init__(self, path: str | Path) -> None:
-        """Open a file. Raises WeirError if it does not exist, is damaged, is not a session, or has
-        invalid facts.
+        """Open a file. Raises WeirError if it does not exist, is damaged, is not a session, has
+        another version of the format, or has invalid facts.
         """
         self.path = _path(path)
         check_regular(self.path, "a session")
@@ -210,7 +210,7 @@ class SessionFile:
         """Return the policy of the session. If its name now stands for other pools than when the
         session was saved, return a policy with the old pools.
 
-        Raises WeirError if another policy was expected.
+        Raises WeirError if another policy was expected, or if weir does not know the policy.
         """
         name, pools = self.facts["policy"], self.facts["pools"]
         try:

@@ -26,9 +26,9 @@ from weir.stream.stream_text import StreamText
 from weir.stream.whole_text import WholeText, new_cache
 
 PIECE = 1024
-"""Number of tokens that the model reads in one call. Memory grows with this number. Smaller pieces
-take longer, because layers that keep a window attend and fold once for each piece
-(`weir.cache.layer.attention`).
+"""Largest number of tokens that the model reads in one call, except for the first call of a stream
+with `prefill="full"`. Memory grows with this number. Smaller pieces take longer, because layers
+that keep a window attend and fold once for each piece (`weir.cache.layer.attention`).
 """
 MOST_LOGITS = 1 << 25
 """Largest number of logits that are computed at once, 128 MB in float32."""
@@ -255,6 +255,8 @@ class Stream:
             NotFiniteError: the model computed keys or values of a token that are not finite. The
                 stream holds the tokens before it (see `seen`), and can continue from there. In a
                 batch, this holds only for that row: the other rows have read all their tokens.
+                Under `recompute`, this error means that the logits of a token are NaN, and all rows
+                hold only the tokens before it.
         """
         if isinstance(token_ids, Iterator):
             if embeddings is not None or offsets is not None:
@@ -287,7 +289,7 @@ class Stream:
         Returns:
             The negative log-likelihood of each token given everything before it, in nats
             [batch, length], float32. NaN for the first token of a stream, because nothing came
-            before it, and for the pieces of an image, which are not predicted.
+            before it, and for image tokens, which are not predicted.
 
         Raises:
             WeirError: as for `feed`.
@@ -397,7 +399,8 @@ class Stream:
 
     def report(self, row: int = 0) -> dict[str, Any]:
         """Report bytes, tokens seen, and what each layer holds of a row; see
-        `StreamingCache.report`.
+        `StreamingCache.report`. Under `recompute`, no layer holds anything, and `row` has no
+        effect.
 
         Raises:
             WeirError: there is no such row.

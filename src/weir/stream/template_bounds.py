@@ -84,8 +84,8 @@ _account: ContextVar[Account | None] = ContextVar("account", default=None)
 """The account of the rendering in this thread; without one, nothing is counted."""
 
 make_way: ContextVar[Callable[[], None] | None] = ContextVar("make_way", default=None)
-"""Called once by a slow rendering in this thread, so that others do not have to wait until it
-ends.
+"""Function that a slow rendering in this thread calls once, so that other work does not have to
+wait until the rendering ends; None to call nothing.
 """
 
 

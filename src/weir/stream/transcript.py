@@ -145,7 +145,9 @@ class Transcript:
         self._append(said)
 
     def whole_turns(self) -> Iterator[Turn]:
-        """Return all turns with all of their text, which is read from the file."""
+        """Yield all turns with all of their text, which is read from the file. Without a file, they
+        have only the first `SHOWN` characters.
+        """
         if self.path is None:
             yield from self.turns
             return
@@ -204,7 +206,7 @@ class Transcript:
     def find(
         self, text: str, holding: Holding, tokenizer: PreTrainedTokenizerBase
     ) -> Iterator[Found]:
-        """Find where a text was said, newest first, ignoring case."""
+        """Find where a text was said, the newest turn first, ignoring case."""
         shares, wanted = held_shares(holding), text.casefold()
         pools = {it.token: it.pools for it in holding.tokens()}
         for number, turn in reversed(list(self._numbered())):

@@ -50,8 +50,8 @@ def with_sinks(backend: Tokenizer, sinks: int) -> PreTrainedTokenizerBase:
     """Make the tokenizer of a model with `sinks` tokens in front of every sample; 0 for none.
 
     The first is `<|start|>`, which every vocabulary has; others are added at the vocabulary's end,
-    so that a text's ids are the same for any number. A literal "<|start|>" in a text is encoded as
-    ordinary characters.
+    so that a text's ids are the same for any number of them. A literal "<|start|>" in a text is
+    encoded as ordinary characters.
     """
     backend = Tokenizer.from_str(backend.to_str())
     front = [START, *(f"<|start {number}|>" for number in range(2, sinks + 1))][:sinks]

@@ -29,7 +29,8 @@ COLUMNS = (
 )
 """`loss` is the loss of the text alone, without predictions from sink tokens, so that models with
 different sinks can be compared. `objective` is the loss of text and exercises. Training minimizes
-the objective plus the weighted sink loss. The last two columns are filled at checkpoints.
+the objective plus the weighted sink loss. The last two columns are filled at checkpoints,
+`recall` only if there are exercises.
 """
 
 

@@ -139,7 +139,7 @@ def _exercise(
 def rate_at(recipe: TrainingRecipe, step: int) -> float:
     """Return a step's learning rate: linear warmup, constant, then linear decay to zero.
 
-    The warmup takes 100 steps, or a tenth of a shorter run.
+    The warmup takes 100 steps, or a tenth of the run if that is less.
     """
     warmup = min(100, max(1, recipe.steps // 10))
     left = (recipe.steps - step) / (recipe.falling * recipe.steps)
@@ -171,7 +171,7 @@ def losses(
 
 def sink_loss(model: PreTrainedModel, ids: torch.Tensor, share: float) -> torch.Tensor:
     """Compute how far attention on the start token is below `share`: the mean of log(share /
-    attention), in nats, or 0 where attention is above `share`.
+    (attention + 0.01)), in nats, where negative logarithms count as 0.
 
     Large models learn on their own to put unused attention on their first tokens; a model of four
     million parameters needs this loss. The mean is taken over all layers and heads, and over the
@@ -281,7 +281,7 @@ def restore_checkpoint(
 
 
 OnStep = Callable[[int, int, dict[str, Any]], None]
-"""Callback after every step, with its number, the number of steps, and the figures so far."""
+"""Callback after every step, with its number, the number of steps, and the figures of this step."""
 
 
 def figures(model: PreTrainedModel, lesson: Lesson, questions: int = 512) -> dict[str, Any]:

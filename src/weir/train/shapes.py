@@ -24,9 +24,10 @@ from weir.train.recipe import TrainingRecipe
 
 
 def new_model(recipe: TrainingRecipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """Make a model of the recipe's shape with random weights and its sink in the configuration.
+    """Make a model of the recipe's shape with random weights, and the recipe's sink in the
+    configuration.
 
-    The weights do not depend on the sink, except for the embeddings of its own tokens.
+    The weights do not depend on the sink, except for the embeddings of the sink's own tokens.
     """
     config = _config(recipe, tokenizer)
     front = front_of(tokenizer).tolist()

@@ -532,7 +532,7 @@ def test_another_version_is_refused(tmp_path):
     db = sqlite3.connect(path)
     db.execute("PRAGMA user_version = 99")
     db.close()
-    with pytest.raises(ArchiveProblem, match="it has version 99, but this version of weir reads 1"):
+    with pytest.raises(ArchiveProblem, match="this file has version 99"):
         weir.Archive(path)
 
 

@@ -86,9 +86,9 @@ class Archive:
                 db.execute(f"PRAGMA user_version = {ARCHIVE_VERSION}")
         elif version != ARCHIVE_VERSION or not self._has_tables():
             raise ArchiveProblem(
-                f"{self.path} is not an archive of this version of weir (it has version {version}, "
-                f"but this version of weir reads {ARCHIVE_VERSION}). Use another path, or remove "
-                "the file."
+                f"{self.path} is not an archive of this version of weir, which reads files of "
+                f"version {ARCHIVE_VERSION} that have the tables of an archive (this file has "
+                f"version {version}). Use another path, or remove the file."
             )
         self._db.execute("PRAGMA synchronous = NORMAL")
 
@@ -152,16 +152,16 @@ class Archive:
     def resume(self, seen: int) -> None:
         """Record that a stream of `seen` tokens continues this session.
 
-        Text that is archived at later positions was read by an earlier stream, so it is no longer
-        in a cache.
+        Text that is archived at position `seen` or later was read by an earlier stream, so it is no
+        longer in a cache.
         """
         with self._refusing(), self._writing() as db:
             if (end := self._find_end()) is not None:
                 self._tables.unplace(db, self._owner, end, seen)
 
     def rewind(self, seen: int) -> None:
-        """Remove the session's turns, from the first one on with a passage that begins at position
-        `seen` of the stream or later.
+        """Remove the session's first turn with a passage that begins at position `seen` of the
+        stream or later, and all turns of the session after it.
 
         Turns that other sessions see stay in the file.
         """
@@ -205,7 +205,7 @@ class Archive:
             text: any text; operators of SQLite's full-text search in it have no effect.
             is_held: tells whether a cache still holds the text at positions `start` to `stop` of
                 the stream. Held text is left out.
-            most: number of excerpts.
+            most: largest number of excerpts.
         """
         questions = find_inquiries(text)
         if not questions:

@@ -1,4 +1,5 @@
-"""Passages: the pieces of a text, ending where sentences end, that are indexed and found.
+"""Passages: the pieces of a text that are indexed and found. They end where sentences end, except
+in a sentence that is too long for one passage.
 
 The passages of a text, joined in order, are the text.
 """
@@ -9,7 +10,7 @@ import re
 from collections.abc import Iterator
 
 PASSAGE = 400
-"""Largest number of characters in a passage."""
+"""Largest number of characters in a passage, without white space at its end."""
 _END = re.compile(
     r"""
     (?<! [.!?…‽] ) [.!?…‽]+ ["'”’»)\]]* (?= \s ) \s*  # a sentence ends, and white space follows

@@ -16,7 +16,9 @@ Ids = np.ndarray[Any, np.dtype[np.int64]]
 ENDS = 16
 """Number of tokens at each end of a long text that are looked for."""
 SHORT = 3
-"""A text of at most this many tokens is searched for with its first token, its last, or both."""
+"""In the search for a text of at most this many tokens, its first and last token are not both left
+out, as they are for a longer text.
+"""
 
 
 def find_texts(ids: Sequence[int], texts: Sequence[str], encode: Encode) -> list[tuple[int, int]]:

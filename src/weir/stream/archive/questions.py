@@ -14,17 +14,22 @@ from weir.stream.archive.passages import cut_sentences
 from weir.stream.archive.words import FUNCTION_WORDS, has_number, split_words
 
 MOST_QUESTIONS = 6
-"""Number of questions of one turn that are searched for: the last ones."""
+"""Largest number of questions of one turn that are searched for. If there are more, the last ones
+are searched for.
+"""
 MOST_NAMES = 3
-"""Largest number of names of one question that are searched for one by one."""
+"""A question with at most this many names can also be searched for once for each name."""
 MOST_TERMS = 24
-"""Number of words of one question that are searched for."""
+"""Largest number of words of one question that are searched for."""
 EDGE = 400
-"""Number of characters at each end of a long turn. Only its first and its last sentence can be
-questions, if they are not longer than this. The text in between was probably pasted.
+"""In a turn of more than `LONGEST` characters, only the first and the last sentence can be
+questions, if they are not longer than this number of characters. The text in between was probably
+pasted.
 """
 SHORT = 12
-"""In a turn of at most this many words, every sentence counts as a question. It may be keywords."""
+"""In a turn of at most this many words, every sentence counts as a question, because it may consist
+of keywords.
+"""
 LONGEST = 600
 """Largest number of characters of a sentence that can be a question. A longer sentence is data."""
 _MARK = re.compile(r"[?？؟;]\s*[\"'”’»」』)]*\s*$")
@@ -46,7 +51,7 @@ class Term:
     """A word to search for, or a name of several words.
 
     Attributes:
-        strong: whether it is written like a name or a number.
+        strong: whether it is written like a name or a number, and is not a part of a longer name.
         part: whether it is part of a longer name that is also a term.
     """
 
@@ -70,7 +75,11 @@ class Inquiry:
 
 
 def find_inquiries(text: str) -> list[Inquiry]:
-    """Find the last questions of a turn, the last one first; none if it asks nothing."""
+    """Find the last questions of a turn, the last one first; none if it asks nothing.
+
+    In a turn that is not long, a question without a name is also searched for together with the
+    names in the sentence before it.
+    """
     if len(text) > LONGEST:
         # People ask before or after a pasted text. A sentence that is cut at `EDGE` is left out.
         sentences = [*cut_sentences(text[:EDGE])[:-1][:1], *cut_sentences(text[-EDGE:])[1:][-1:]]

@@ -24,7 +24,8 @@ def write_quotes(
     """Write as many excerpts as fit into `most` tokens, the best first. Returns the text, which is
     empty if none fits, and the excerpts in it.
 
-    An excerpt that does not fit is shortened to its first sentences, or left out.
+    `count` returns the number of tokens of a text. An excerpt that does not fit is shortened to its
+    first sentences, or left out.
     """
     parts: list[str] = []
     used: list[Excerpt] = []

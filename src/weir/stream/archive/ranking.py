@@ -50,7 +50,9 @@ SURPRISE = 2.0
 over the expected number of such passages.
 """
 NEAR = 0.12
-"""Scores that differ by at most this count as equal, and the later statement comes first."""
+"""Scores that differ by at most this count as equal. Passages with equal scores are sorted by who
+said them and when (`_in_order`).
+"""
 SAME = 0.6
 """Share of the words of the shorter of two statements that the other must also have, so that the
 later one can replace the earlier one.
@@ -94,8 +96,12 @@ class Excerpt:
 
 @dataclass(frozen=True)
 class _Hits:
-    """Passages with a word: all of them, or the newest if the word is common, and their total
-    number.
+    """Passages with a word: all of them, or the newest if the word is common.
+
+    Attributes:
+        passages: the numbers of these passages.
+        count: the number of all passages with the word, which is estimated if the word is common.
+        common: whether the word is in more than `COMMON` passages of an index.
     """
 
     passages: frozenset[int]
@@ -135,7 +141,8 @@ class ArchiveSearch:
         self._total = english + plain
         self._used = [INDEXES[True]] * bool(english) + [INDEXES[False]] * bool(plain)
         self._known: dict[str, _Hits] = {}
-        # If there is no other tree, as in the file of one chat, nothing needs to be filtered.
+        # If there is no other tree, as in the file of one chat, passages need not be filtered by
+        # tree and owner.
         ((others,),) = query(
             "SELECT EXISTS (SELECT 1 FROM archived_branches WHERE tree != ? OR owner != ?)",
             end.tree,
@@ -218,7 +225,8 @@ class ArchiveSearch:
                 partial[passage] += weights[term]
         common = [term for term in question.terms if hits[term].common]
         if len(partial) > CANDIDATES:
-            # Rare words alone select too many passages, so common words are required as well.
+            # Rare words alone select too many passages, so those that also have common words are
+            # read first.
             either = " OR ".join(f'"{term.word}"' for term in rare)
             for term in common:
                 for passage in self._find_all(f'({either}) AND "{term.word}"'):
@@ -306,7 +314,9 @@ class ArchiveSearch:
         return [row["number"] for row in rows if self._sees(row)]
 
     def _sees(self, row: sqlite3.Row) -> bool:
-        """Return whether a passage is visible from the end: not later or on another branch."""
+        """Return whether a passage is visible from the end: whether its branch is visible, and the
+        passage is not after the last visible turn of this branch.
+        """
         return bool(row["turn"] <= self._line.get(row["branch"], -1))
 
     def _load(self, numbers: Sequence[int], is_held: IsHeld) -> list[_Candidate]:

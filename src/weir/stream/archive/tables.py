@@ -1,8 +1,9 @@
 """The tables of an archive, and the functions that write to them.
 
 Turns are on branches. A branch begins with a conversation or at a fork, and a turn is visible from
-all branches that fork after it. Branches that fork from each other form a tree. Every row names its
-owner, and every query filters by owner, so that another owner's text looks absent.
+all branches that fork after it. Branches that fork from each other form a tree. Every row outside
+the full-text indexes names its owner, and every query that returns text or turns filters by owner,
+so that another owner's text looks absent.
 
 The functions take a SQLite connection instead of a path. A server keeps the archive in a separate
 file, which it attaches to the connection of its sessions to write both in one transaction.
@@ -80,7 +81,9 @@ CREATE VIRTUAL TABLE {{0}}archived_plain USING fts5({_INDEX.format(_WORDS)});
 """The tables; `format` inserts the prefix with the name of the database, such as "archive."."""
 
 TEXT_COST = 2.2
-"""Bytes in the file for each byte of text, including its share of the indexes (measured: 1.8)."""
+"""Bytes that each byte of text is assumed to take in the file, including its share of the indexes.
+The measured number is 1.8.
+"""
 ROW_COST = 220
 """Bytes in the file for each turn, and for each passage, apart from its text."""
 DROPPED = 64
@@ -362,9 +365,9 @@ class ArchiveTables:
     def rewind(
         self, db: sqlite3.Connection, owner: str, name: str, end: ArchiveEnd, start: int
     ) -> None:
-        """Let a session end before its first turn that is at or after a position, which can be on a
-        branch from which its branch was forked. Delete the later turns that are not visible from
-        another end.
+        """Let a session end before its first turn with a passage that begins at position `start` or
+        later. This turn can be on a branch from which the session's branch was forked. Delete this
+        turn and the session's later turns, except those that are visible from another end.
         """
         found = db.execute(
             f"{LINE} SELECT line.branch, archived_passages.turn FROM line JOIN archived_passages "
@@ -381,8 +384,8 @@ class ArchiveTables:
             self._prune(db, owner, end.tree)
 
     def unplace(self, db: sqlite3.Connection, owner: str, end: ArchiveEnd, start: int) -> None:
-        """Record that the turns that are visible from an end are no longer in a stream, from a
-        position on.
+        """Record that passages that begin at position `start` or later, and are visible from an
+        end, are no longer in a stream.
         """
         db.execute(
             f"{LINE} UPDATE archived_passages SET start = -1, stop = -1 WHERE start >= ?4 AND "
