@@ -11,6 +11,7 @@ import weir
 from weir.errors import NotFiniteError, PolicyError, WeirError
 from weir.policies.grammar import policy
 from weir.policies.library import Recompute, recompute
+from weir.stream.held import HeldPlaces
 from weir.stream import recomputation as module
 
 BUDGET = 16
@@ -120,3 +121,14 @@ def test_logits_that_are_no_numbers_are_refused_and_the_window_stays(fresh_llama
 def test_its_text_reads_back_as_the_same_policy(made):
     assert policy(str(made)) == made
     assert policy("recompute(16)") != policy("recompute(16, sinks=4)")
+
+
+@pytest.mark.parametrize("sinks", [0, 4])
+def test_what_it_holds_are_the_first_tokens_and_the_newest(llama, ids, sinks):
+    stream = weir.Stream(llama, recompute(BUDGET, sinks))
+    length = 3 * BUDGET
+    stream.feed(ids(1, length)[0])
+    is_held = HeldPlaces(stream)
+    newest = {*range(length - BUDGET + sinks, length)}
+    for place in range(length + 2):
+        assert is_held(place, place + 1) == (place < sinks or place in newest)

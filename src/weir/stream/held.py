@@ -49,8 +49,10 @@ class HeldPlaces:
             return False
         stream = self._stream
         if isinstance(stream.policy, Recompute):
-            first = max(0, stream.seen - stream.policy.budget)
-            return stop - max(start, first) >= HELD * (stop - start)
+            sinks = stream.policy.sinks
+            newest = max(sinks, stream.seen - (stream.policy.budget - sinks))
+            held = max(0, min(stop, sinks) - start) + max(0, stop - max(start, newest))
+            return held >= HELD * (stop - start)
         slots, pairs, places = self._slots
         inside = slots[(slots >= start * places) & (slots < stop * places)]
         least = HELD * (stop - start) * pairs
