@@ -11,8 +11,8 @@ import weir
 from weir.errors import NotFiniteError, PolicyError, WeirError
 from weir.policies.grammar import policy
 from weir.policies.library import Recompute, recompute
-from weir.stream.held import HeldPlaces
 from weir.stream import recomputation as module
+from weir.stream.held import HeldPlaces
 
 BUDGET = 16
 LENGTH = 50
