@@ -36,6 +36,7 @@ class ResponseTurn:
 
     Attributes:
         items: the items of the input, without those up to its last compaction.
+        places: for each item, the index of the request's item that it was made from, for errors.
         instructions: a system message before the history; None for none.
         previous: the id of the response that is continued; None for none.
         conversation: the conversation that is continued; None for none. It is locked while a
@@ -48,14 +49,15 @@ class ResponseTurn:
         pins: ids of calls whose outputs stay in the cache permanently.
         tells_forgotten: whether the model reads a note about what has left its cache.
         recall: the most tokens of forgotten text that the model may read again.
-        compacted: number of items of the input up to and including its last compaction; 0 if there
-            is no compaction. If there is one, `previous` is the response that it stands for, which
-            may be a response that is not stored.
+        compacted: number of items of the request up to and including its last compaction; 0 if
+            there is no compaction. If there is one, `previous` is the response that it stands for,
+            which may be a response that is not stored.
     """
 
     client: EngineClient
     owner: str
     items: list[Item]
+    places: Sequence[int]
     instructions: str | None = None
     previous: str | None = None
     conversation: str | None = None

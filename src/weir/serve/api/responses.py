@@ -45,6 +45,7 @@ from weir.serve.api.schemas.formats import ToolOffer
 from weir.serve.api.schemas.responses import (
     COMPACTED,
     SKIPPED_KINDS,
+    PlacedItem,
     ResponseBody,
     result_param,
     split_at_compaction,
@@ -120,7 +121,7 @@ async def compact(request: Request, client: Client, owner: Owner) -> JSONRespons
     except PreviousNotFound as error:
         raise _previous_not_found(turn, error, "previous_response_id") from None
     except StrayResult as error:
-        param = result_param("input", turn.items, error, turn.compacted)
+        param = result_param("input", turn.items, turn.places, error)
         raise APIError(400, str(error), param=param) from None
     first: list[Item] = []
     if found is not None:
@@ -189,24 +190,24 @@ async def _make_turn(
     owner: str,
     body: ResponseBody,
     offer: ToolOffer,
-    items: list[Item] | Handle,
+    items: list[PlacedItem] | Handle,
     session: str | None,
 ) -> ResponseTurn:
     """Return the turn of a new response. References in its input are replaced with the items
     that they name.
     """
-    given: list[Item] = items.get() if isinstance(items, Handle) else items
-    references = {item["id"] for item in given if item["type"] == "item_reference"}
+    given: list[PlacedItem] = items.get() if isinstance(items, Handle) else items
+    references = {item["id"] for item, _ in given if item["type"] == "item_reference"}
     if references:
         found = await run_in_thread(client.responses.find_items, owner, references)
-        for n, item in enumerate(given):
+        for item, place in given:
             if item["type"] == "item_reference" and item["id"] not in found:
                 message = f"Item with id '{item['id']}' not found."
-                raise APIError(404, message, param=f"input[{n}].id", code="item_not_found")
-        given = [found.get(item["id"], item) for item in given]
-        given = [item for item in given if item["type"] not in SKIPPED_KINDS]
-    whole = len(given)
-    compacted, given = split_at_compaction(given)
+                raise APIError(404, message, param=f"input[{place}].id", code="item_not_found")
+        given = [PlacedItem(found.get(item["id"], item), place) for item, place in given]
+        given = [one for one in given if one.item["type"] not in SKIPPED_KINDS]
+    compaction, given = split_at_compaction(given)
+    compacted = None if compaction is None else f"resp_{compaction.item['turn']}"
     if compacted is not None and (body.previous_response_id or body.named):
         raise APIError(
             400,
@@ -218,7 +219,8 @@ async def _make_turn(
     return ResponseTurn(
         client,
         owner,
-        given,
+        [one.item for one in given],
+        [one.place for one in given],
         body.instructions,
         body.previous_response_id or compacted,
         body.named,
@@ -226,7 +228,7 @@ async def _make_turn(
         body.is_stored,
         offer.tools,
         find_variables(client, body),
-        whole - len(given),
+        0 if compaction is None else compaction.place + 1,
         check_drops(client, body),
         body.tells_forgotten,
         recall=check_recall(client, body),
@@ -277,7 +279,7 @@ def _match(turn: ResponseTurn) -> Prompt:
         raise cannot_pin(error) from None
     except StrayResult as error:
         named = "input" if turn.compacted else named
-        param = result_param("input", turn.items, error, turn.compacted) or named
+        param = result_param("input", turn.items, turn.places, error) or named
         raise APIError(400, str(error), param=param) from None
     except HistoryNotKept as error:
         raise APIError(400, str(error), param="input", code="history_not_kept") from None
