@@ -450,6 +450,8 @@ def test_a_compaction_stands_for_the_turn_before_it(server, store):
     answer = server.post("/v1/responses", response(gone))
     assert answer.status_code == 404
     assert answer.json()["error"]["param"] == "input[0].encrypted_content"
+    again = {"type": "item_reference", "id": first.output[0].id}
+    assert server.post("/v1/responses", response([again, *items], **how)).status_code == 200
     stray = {"type": "function_call_output", "call_id": "c", "output": "x"}
     refused = server.post("/v1/responses", response([*items, stray])).json()["error"]
     assert refused["param"] == f"input[{len(items)}].call_id"

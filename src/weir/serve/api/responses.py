@@ -204,7 +204,7 @@ async def _make_turn(
             if item["type"] == "item_reference" and item["id"] not in found:
                 message = f"Item with id '{item['id']}' not found."
                 raise APIError(404, message, param=f"input[{place}].id", code="item_not_found")
-        given = [PlacedItem(found.get(item["id"], item), place) for item, place in given]
+        given = [PlacedItem(found.get(item.get("id", ""), item), place) for item, place in given]
         given = [one for one in given if one.item["type"] not in SKIPPED_KINDS]
     compaction, given = split_at_compaction(given)
     compacted = None if compaction is None else f"resp_{compaction.item['turn']}"
