@@ -6,8 +6,9 @@ A response is sent as one object, or as typed events with sequence numbers.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from functools import partial
 from typing import Annotated, Any
 
@@ -59,6 +60,7 @@ from weir.serve.pins import CannotPin
 from weir.serve.prompts import Prompt, UnknownOutput
 from weir.serve.response_turn import HistoryNotKept, PreviousNotFound, ResponseTurn, node_of
 from weir.serve.sessions.items import Item, new_id
+from weir.serve.sessions.records import TurnRecord
 from weir.serve.sessions.responses import StoredResponse
 from weir.serve.worker import Handle
 
@@ -116,13 +118,7 @@ async def compact(request: Request, client: Client, owner: Owner) -> JSONRespons
     _check(body, None)
     offer = add_own_tools(client, body, body.offer)
     turn = await _make_turn(client, owner, body, offer, items, None)
-    try:
-        found, rest = await run_in_thread(turn.find_saved, param="input")
-    except PreviousNotFound as error:
-        raise _previous_not_found(turn, error, "previous_response_id") from None
-    except StrayResult as error:
-        param = result_param("input", turn.items, turn.places, error)
-        raise APIError(400, str(error), param=param) from None
+    found, rest = await run_in_thread(_find_saved, turn, param="input")
     first: list[Item] = []
     if found is not None:
         content = f"{COMPACTED}{found.node}"
@@ -267,9 +263,22 @@ def _check(body: ResponseBody, session: str | None) -> None:
 
 def _match(turn: ResponseTurn) -> Prompt:
     """Find the prompt of a turn."""
+    with _errors_of(turn):
+        return turn.match()
+
+
+def _find_saved(turn: ResponseTurn) -> tuple[TurnRecord | None, list[Item]]:
+    """Find the newest saved turn of the history, and the items after it."""
+    with _errors_of(turn):
+        return turn.find_saved()
+
+
+@contextlib.contextmanager
+def _errors_of(turn: ResponseTurn) -> Iterator[None]:
+    """Turn errors about a response's turn into errors that name the wrong field."""
     named = "previous_response_id" if turn.conversation is None else "conversation"
     try:
-        return turn.match()
+        yield
     except PreviousNotFound as error:
         code = named.replace("_id", "") + "_not_found"
         raise _previous_not_found(turn, error, named, code) from None
@@ -286,7 +295,7 @@ def _match(turn: ResponseTurn) -> Prompt:
 
 
 def _previous_not_found(
-    turn: ResponseTurn, error: PreviousNotFound, param: str, code: str | None = None
+    turn: ResponseTurn, error: PreviousNotFound, param: str, code: str
 ) -> APIError:
     """Return the error for a field or a compaction that names a response that does not exist."""
     if not turn.compacted:
