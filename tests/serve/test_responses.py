@@ -226,6 +226,13 @@ def test_a_compaction_is_refused_as_the_response_would_be(client):
                 ask(model="small", input="More", previous_response_id=name)
             told = error.value.code, error.value.param
             assert told == ("previous_response_not_found", "previous_response_id")
+    with pytest.raises(openai.BadRequestError, match="Send its items as input") as error:
+        client.responses.compact(
+            model="small",
+            input="More",
+            extra_body={"conversation": client.conversations.create().id},
+        )
+    assert error.value.param == "conversation"
     stray = {"type": "function_call_output", "call_id": "c", "output": "x"}
     for ask in (client.responses.create, client.responses.compact):
         with pytest.raises(openai.BadRequestError) as error:

@@ -46,6 +46,7 @@ from weir.serve.api.schemas.formats import ToolOffer
 from weir.serve.api.schemas.responses import (
     COMPACTED,
     SKIPPED_KINDS,
+    CompactBody,
     PlacedItem,
     ResponseBody,
     result_param,
@@ -105,7 +106,7 @@ async def count(request: Request, client: Client, owner: Owner) -> JSONResponse:
     return JSONResponse(counted, headers=warn(request, body.skipped))
 
 
-@router.post("/v1/responses/compact", openapi_extra=describe_body(ResponseBody))
+@router.post("/v1/responses/compact", openapi_extra=describe_body(CompactBody))
 async def compact(request: Request, client: Client, owner: Owner) -> JSONResponse:
     """Replace the saved part of a history with one short item.
 
@@ -113,7 +114,7 @@ async def compact(request: Request, client: Client, owner: Owner) -> JSONRespons
     turn is small, however long the history is. Items after the turn are returned unchanged. If no
     turn of this history is saved, all items are returned unchanged.
     """
-    body, items = await read_content(request, ResponseBody, owner, "input", "items")
+    body, items = await read_content(request, CompactBody, owner, "input", "items")
     check_model(client, body.model)
     _check(body, None)
     offer = add_own_tools(client, body, body.offer)

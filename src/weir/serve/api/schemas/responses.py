@@ -584,6 +584,12 @@ class ResponseBody(GenerationBody):
         return items_of(self.input or ())
 
 
+class CompactBody(ResponseBody):
+    """Request body of `POST /v1/responses/compact`."""
+
+    conversation: Annotated[Any, Only(None, instead="Send its items as input instead")] = None
+
+
 def result_param(
     field: str, items: Sequence[Item], places: Sequence[int], error: StrayResult
 ) -> str | None:
