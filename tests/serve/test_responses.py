@@ -233,6 +233,12 @@ def test_a_compaction_is_refused_as_the_response_would_be(client):
             extra_body={"conversation": client.conversations.create().id},
         )
     assert error.value.param == "conversation"
+    for name in ("drop", "pin"):
+        with pytest.raises(openai.BadRequestError, match="changes no cache") as error:
+            client.responses.compact(
+                model="small", input="More", extra_body={"weir": {name: ["call_1"]}}
+            )
+        assert error.value.param == f"weir.{name}"
     stray = {"type": "function_call_output", "call_id": "c", "output": "x"}
     for ask in (client.responses.create, client.responses.compact):
         with pytest.raises(openai.BadRequestError) as error:

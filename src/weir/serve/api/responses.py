@@ -117,6 +117,13 @@ async def compact(request: Request, client: Client, owner: Owner) -> JSONRespons
     body, items = await read_content(request, CompactBody, owner, "input", "items")
     check_model(client, body.model)
     _check(body, None)
+    for name, calls in (("drop", body.drops), ("pin", body.pins)):
+        if calls:
+            message = (
+                f"a compaction changes no cache. Send weir.{name} with the request for the next "
+                "response."
+            )
+            raise APIError(400, message, param=f"weir.{name}", code="unsupported")
     offer = add_own_tools(client, body, body.offer)
     turn = await _make_turn(client, owner, body, offer, items, None)
     found, rest = await run_in_thread(_find_saved, turn, param="input")
