@@ -775,7 +775,8 @@ class EngineClient:
         """
         if sequence is not None:
             prompt = self.prompt_of(sequence)
-            own = [one.where for one in prompt.messages if one.result == call and one.where]
+            read = reversed(prompt.messages)
+            own = [one.where for one in read if one.result == call and one.where]
             node = None if prompt.parent is None else prompt.parent.node
         else:
             summary, own = self.store.get_session(owner, session), []
