@@ -890,8 +890,10 @@ class EngineClient:
             NoOutput: the session has no such output, or it is not pinned.
         """
         outputs, _ = self.list_outputs(owner, session)
-        found = next((one for one in outputs if one.call == call), None)
-        if found is None or found.place.chain not in self.store.pinned_chains(owner):
+        pinned = self.store.pinned_chains(owner)
+        own = (one for one in outputs if one.call == call and one.place.chain in pinned)
+        found = next(own, None)
+        if found is None:
             raise NoOutput(call, "pinned ")
         self.store.unpin_result(owner, found.place.chain)
 
