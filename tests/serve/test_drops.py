@@ -225,6 +225,24 @@ def test_while_an_answer_is_made(server):
     assert not gone.any()
 
 
+def test_while_an_answer_is_made_the_newest_output_of_a_call_is_found(server):
+    """A later call can have the same id, so an id can have several outputs."""
+    newer = "a newer and much longer output"
+    again = [answer(tool_calls=[CALL]), result(newer)]
+    body = {"model": "small", "messages": [*HISTORY, *again], "max_tokens": 400, "stream": True}
+    body |= {"tools": [TOOL], "tool_choice": "none"}
+    url, head = f"{server.url}/v1/chat/completions", {"x-session-id": "one"}
+    with httpx.stream("POST", url, json=body, headers=head, timeout=60) as stream:
+        lines = stream.iter_lines()
+        for _ in range(8):
+            next(lines)
+        dropped = [drop(server, "one").json() for _ in range(3)]
+    server.settled()
+    told = [(one["tokens"], one["again"]) for one in dropped]
+    # When all outputs are dropped, another request does nothing, and describes the newest.
+    assert told == [(len(newer), False), (len(SECRET), False), (len(newer), True)]
+
+
 def test_a_model_drops_an_output_itself():
     with serving(random_client(TAKES_TOOLS)) as server:
         name = {"type": "function", "function": {"name": "drop_tool_output"}}

@@ -364,6 +364,54 @@ def test_an_item_is_found_by_its_id(server):
         client.responses.create(**response([missing]))
 
 
+CALL = {"type": "mcp_call", "id": "m", "name": "roll", "arguments": "{}", "output": "x"}
+SKIPPED = {"type": "reasoning", "summary": []}
+STRAY = {"type": "function_call_output", "call_id": "c", "output": "x"}
+MISSING = {"type": "item_reference", "id": "msg_none"}
+
+
+@pytest.mark.parametrize(
+    ("items", "param"),
+    [
+        ([SKIPPED, STRAY], "input[1].call_id"),
+        ([CALL, STRAY], "input[1].call_id"),
+        ([SKIPPED, MISSING], "input[1].id"),
+        ([CALL, MISSING], "input[1].id"),
+        (["a compaction", SKIPPED, STRAY], "input[2].call_id"),
+        ([SKIPPED, "none", USER], "input[1].encrypted_content"),
+    ],
+)
+def test_an_error_names_the_place_that_an_item_has_in_the_request(server, items, param):
+    first = server.post("/v1/responses", response("Hello")).json()["id"].removeprefix("resp_")
+    turns = {"a compaction": first, "none": "none"}
+    given = [
+        {"type": "compaction", "encrypted_content": f"weir:{turns[item]}"}
+        if isinstance(item, str)
+        else item
+        for item in items
+    ]
+    assert server.post("/v1/responses", response(given)).json()["error"]["param"] == param
+
+
+def test_an_error_names_the_place_that_an_item_has_in_a_conversation(server):
+    answer = server.post("/v1/conversations", {"items": [CALL, STRAY]})
+    assert answer.json()["error"]["param"] == "items[1].call_id"
+    made = server.post("/v1/conversations", {}).json()["id"]
+    answer = server.post(f"/v1/conversations/{made}/items", {"items": [CALL, STRAY]})
+    assert answer.json()["error"]["param"] == "items[1].call_id"
+
+
+@pytest.mark.parametrize("parameters", [{"type": "array"}, {"properties": {"a": {"type": "king"}}}])
+def test_an_error_names_the_place_that_a_tool_has_in_the_request(server, parameters):
+    skipped, function = {"type": "web_search"}, {"name": "f", "parameters": parameters}
+    body = response("x", tools=[skipped, {"type": "function", **function}])
+    error = server.post("/v1/responses", body).json()["error"]
+    assert error["param"] == "tools[1].parameters", error
+    body = chat(USER, tools=[skipped, {"type": "function", "function": function}])
+    error = server.post("/v1/chat/completions", body).json()["error"]
+    assert error["param"] == "tools[1].function.parameters", error
+
+
 def test_tokens_are_counted_without_an_answer(server):
     client = server.client()
     first = client.responses.create(**response("Hello"))
@@ -402,6 +450,8 @@ def test_a_compaction_stands_for_the_turn_before_it(server, store):
     answer = server.post("/v1/responses", response(gone))
     assert answer.status_code == 404
     assert answer.json()["error"]["param"] == "input[0].encrypted_content"
+    again = {"type": "item_reference", "id": first.output[0].id}
+    assert server.post("/v1/responses", response([again, *items], **how)).status_code == 200
     stray = {"type": "function_call_output", "call_id": "c", "output": "x"}
     refused = server.post("/v1/responses", response([*items, stray])).json()["error"]
     assert refused["param"] == f"input[{len(items)}].call_id"

@@ -135,6 +135,16 @@ def test_what_is_unpinned_leaves_with_the_next_answers(server):
     assert pin(server, "one", method="DELETE").status_code == 404
 
 
+def test_the_pinned_one_of_two_outputs_of_an_id_is_unpinned(server):
+    first = ask(server, HISTORY, "one", weir={"pin": ["call_a/b"]})
+    again = [answer(tool_calls=[CALL]), result("another output")]
+    ask(server, [*HISTORY, said(first), USER, *again], "one")
+    assert [item["pinned"] for item in items(server, "one")] == [False, True]
+    assert pin(server, "one", method="DELETE").status_code == 200
+    assert [item["pinned"] for item in items(server, "one")] == [False, False]
+    assert pin(server, "one", method="DELETE").status_code == 404
+
+
 def test_it_stays_pinned_in_forks_and_after_a_restart(tmp_path):
     with start(data=tmp_path) as server:
         history, _ = talk(server, HISTORY, "one", weir={"pin": ["call_a/b"]})

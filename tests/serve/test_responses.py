@@ -194,6 +194,58 @@ def test_what_has_lost_its_state_is_read_again(server, client):
     assert error.value.code == "history_not_kept"
 
 
+@pytest.mark.parametrize("is_answered", [False, True])
+def test_a_compaction_leaves_out_only_what_it_stands_for(server, client, is_answered):
+    first = say(client, f"Further away {is_answered}")
+    second = say(client, "Two", previous_response_id=first.id)
+    more = [user("Three"), {"role": "assistant", "content": "x"}] if is_answered else []
+    given = {"model": "small", "previous_response_id": second.id, "input": [*more, user("Last")]}
+    new = ["Three", "x", "Last"] if is_answered else ["Last"]
+    said = [["Two", second.output_text], [f"Further away {is_answered}", first.output_text]]
+    wanted = say(client, given["input"], previous_response_id=second.id)
+    for told, before in ((None, []), (second, said[0]), (first, said[1] + said[0])):
+        if told is not None:
+            server.engine.forget(told.id.removeprefix("resp_"))
+        made = client.responses.compact(**given).output
+        assert [item.type for item in made].count("compaction") == (told is not first)
+        messages = [item for item in made if item.type == "message"]
+        assert [item.content[0].text for item in messages] == [*before, *new]
+        items = [item.model_dump(exclude_none=True) for item in made]
+        assert say(client, items).output_text == wanted.output_text
+    client.responses.delete(first.id)
+    with pytest.raises(openai.BadRequestError) as error:
+        client.responses.compact(**given)
+    assert error.value.code == "history_not_kept"
+
+
+def test_a_compaction_is_refused_as_the_response_would_be(client):
+    hidden = say(client, "Hidden", store=False)
+    for name in (hidden.id, "resp_none"):
+        for ask in (client.responses.create, client.responses.compact):
+            with pytest.raises(openai.NotFoundError) as error:
+                ask(model="small", input="More", previous_response_id=name)
+            told = error.value.code, error.value.param
+            assert told == ("previous_response_not_found", "previous_response_id")
+    with pytest.raises(openai.BadRequestError, match="Send its items as input") as error:
+        client.responses.compact(
+            model="small",
+            input="More",
+            extra_body={"conversation": client.conversations.create().id},
+        )
+    assert error.value.param == "conversation"
+    for name in ("drop", "pin"):
+        with pytest.raises(openai.BadRequestError, match="changes no cache") as error:
+            client.responses.compact(
+                model="small", input="More", extra_body={"weir": {name: ["call_1"]}}
+            )
+        assert error.value.param == f"weir.{name}"
+    stray = {"type": "function_call_output", "call_id": "c", "output": "x"}
+    for ask in (client.responses.create, client.responses.compact):
+        with pytest.raises(openai.BadRequestError) as error:
+            ask(model="small", input=[user("One"), stray])
+        assert error.value.param == "input[1].call_id"
+
+
 def test_a_turn_of_a_chat_is_gone_on_from_by_its_name(server, client):
     chat(client, [{"role": "system", "content": "Be kind."}, user("Chat")])
     headers = {"Authorization": f"Bearer {ALICE}"}

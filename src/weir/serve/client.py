@@ -775,7 +775,8 @@ class EngineClient:
         """
         if sequence is not None:
             prompt = self.prompt_of(sequence)
-            own = [one.where for one in prompt.messages if one.result == call and one.where]
+            read = reversed(prompt.messages)
+            own = [one.where for one in read if one.result == call and one.where]
             node = None if prompt.parent is None else prompt.parent.node
         else:
             summary, own = self.store.get_session(owner, session), []
@@ -889,8 +890,10 @@ class EngineClient:
             NoOutput: the session has no such output, or it is not pinned.
         """
         outputs, _ = self.list_outputs(owner, session)
-        found = next((one for one in outputs if one.call == call), None)
-        if found is None or found.place.chain not in self.store.pinned_chains(owner):
+        pinned = self.store.pinned_chains(owner)
+        own = (one for one in outputs if one.call == call and one.place.chain in pinned)
+        found = next(own, None)
+        if found is None:
             raise NoOutput(call, "pinned ")
         self.store.unpin_result(owner, found.place.chain)
 

@@ -36,6 +36,7 @@ class ResponseTurn:
 
     Attributes:
         items: the items of the input, without those up to its last compaction.
+        places: for each item, the index of the request's item that it was made from, for errors.
         instructions: a system message before the history; None for none.
         previous: the id of the response that is continued; None for none.
         conversation: the conversation that is continued; None for none. It is locked while a
@@ -48,14 +49,15 @@ class ResponseTurn:
         pins: ids of calls whose outputs stay in the cache permanently.
         tells_forgotten: whether the model reads a note about what has left its cache.
         recall: the most tokens of forgotten text that the model may read again.
-        compacted: number of items of the input up to and including its last compaction; 0 if there
-            is no compaction. If there is one, `previous` is the response that it stands for, which
-            may be a response that is not stored.
+        compacted: number of items of the request up to and including its last compaction; 0 if
+            there is no compaction. If there is one, `previous` is the response that it stands for,
+            which may be a response that is not stored.
     """
 
     client: EngineClient
     owner: str
     items: list[Item]
+    places: Sequence[int]
     instructions: str | None = None
     previous: str | None = None
     conversation: str | None = None
@@ -95,34 +97,58 @@ class ResponseTurn:
         return self.client.tell_forgotten if self.tells_forgotten else None
 
     def find_saved(self) -> tuple[TurnRecord | None, list[Item]]:
-        """Return the newest saved turn of the history, and the items of the input after it.
+        """Return the newest saved turn of the history, and the items after it.
 
-        If no turn is found, returns None and all items of the input.
+        The history is that of the previous response, and the input. If no turn of it is saved,
+        returns None and all items.
 
         Raises StrayResult for a result without a call, PreviousNotFound if the previous response
         does not exist, and HistoryNotKept if earlier messages are needed that are no longer kept.
         """
-        client, before = self.client, list[Message]()
+        start: TurnRecord | None = None
+        items, before = self.items, list[Message]()
         if self.previous is not None:
-            record = client.store.find_turn(self.owner, node_of(self.previous))
-            if record is None and client.responses.get_response(self.owner, self.previous) is None:
-                raise _not_found(self.previous)
+            self._find_previous(self.previous)
+            start, earlier = self._items_since_saved(self.previous)
+            items = [*earlier, *items]
             if not any(item.get("role") == "assistant" for item in self.items):
-                return record, self.items
-            before = self._history(self.previous)
+                return start, items
+            before = [] if start is None else self._history(f"resp_{start.node}")
         system = [] if self.instructions is None else [Message("system", self.instructions)]
-        messages = link_results([*system, *before, *messages_of(self.items)])
+        whole = messages_of(items)
+        messages = link_results([*system, *before, *whole])
         # The prefix that is found can be the whole history, because nothing has to be answered.
-        prefixes = client.matcher.find_saved(self.owner, messages, self.tools)
+        prefixes = self.client.matcher.find_saved(self.owner, messages, self.tools)
         if prefixes is None:
-            return None, self.items
+            return start, items
         record, known = prefixes
         known -= len(system) + len(before)
-        whole = messages_of(self.items)
-        for at in range(len(self.items), -1, -1):
-            if messages_of(self.items[:at]) == whole[: max(known, 0)]:
-                return record, self.items[at:]
-        return None, self.items
+        if known <= 0:
+            return start, items  # the turn that was found is not newer than `start`
+        for at in range(len(items), -1, -1):
+            if messages_of(items[:at]) == whole[:known]:
+                return record, items[at:]
+        return start, items
+
+    def _items_since_saved(self, name: str) -> tuple[TurnRecord | None, list[Item]]:
+        """Return the newest saved turn in the history of a response, which may be its own turn, and
+        the items of the stored responses after that turn.
+
+        If no turn is saved, returns None and all items of the history.
+        """
+        parts: list[list[Item]] = []
+        at: str | None = name
+        record: TurnRecord | None = None
+        while at is not None:
+            record = self.client.store.find_turn(self.owner, node_of(at))
+            if record is not None:
+                break
+            found = self.client.responses.get_response(self.owner, at)
+            if found is None:
+                raise _history_not_kept()
+            parts.append([*found.input, *found.body["output"]])
+            at = found.previous
+        return record, [item for part in reversed(parts) for item in part]
 
     def _hidden(self, prompt: Prompt) -> Prompt:
         """Put the turn of a prompt into a hidden session.
@@ -156,17 +182,7 @@ class ResponseTurn:
             raise
 
     def _after_previous(self, previous: str) -> Prompt:
-        found = self.client.responses.get_response(self.owner, previous)
-        record = self.client.store.find_turn(self.owner, node_of(previous))
-        if found is None and record is None:
-            raise _not_found(previous)
-        if (
-            found is None
-            and record is not None
-            and is_hidden(record.session)
-            and not self.compacted
-        ):
-            raise _not_found(previous)
+        found, record = self._find_previous(previous)
         self._after = previous
         if record is not None and self._has_same_setup(found, record):
             prompt = self._extend(record, self.items, lambda: self._history(previous))
@@ -174,6 +190,18 @@ class ResponseTurn:
                 return prompt
         session = self.session or (None if record is None else record.session)
         return self._from_start(self._history(previous), self.items, session)
+
+    def _find_previous(self, previous: str) -> tuple[StoredResponse | None, TurnRecord | None]:
+        """Return the stored response with an id, and its turn. One of them can be None.
+
+        Raises PreviousNotFound if there is neither, or if the response was not to be stored and is
+        named by its id.
+        """
+        found = self.client.responses.get_response(self.owner, previous)
+        record = self.client.store.find_turn(self.owner, node_of(previous))
+        if found is None and (record is None or (is_hidden(record.session) and not self.compacted)):
+            raise PreviousNotFound(f"Previous response with id '{previous[:80]}' not found.")
+        return found, record
 
     def _has_same_setup(self, found: StoredResponse | None, record: TurnRecord) -> bool:
         """Return whether a turn was answered with the same instructions and tools.
@@ -297,15 +325,15 @@ class ResponseTurn:
                     messages = messages[1:]  # the new instructions replace it
                 parts.append(messages)
             else:
-                raise HistoryNotKept(
-                    "the history before the previous response is no longer kept. Send the whole "
-                    "history as input."
-                )
+                raise _history_not_kept()
         return [message for part in reversed(parts) for message in part]
 
 
-def _not_found(previous: str) -> PreviousNotFound:
-    return PreviousNotFound(f"Previous response with id '{previous[:80]}' not found.")
+def _history_not_kept() -> HistoryNotKept:
+    return HistoryNotKept(
+        "the history before the previous response is no longer kept. Send the whole history as "
+        "input."
+    )
 
 
 def node_of(response: str) -> str:

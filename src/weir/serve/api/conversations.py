@@ -28,6 +28,7 @@ from weir.serve.api.schemas.responses import (
     ConversationBody,
     ItemsBody,
     MetadataBody,
+    PlacedItem,
     items_of,
     result_param,
 )
@@ -47,8 +48,9 @@ async def create(
     """Create a conversation."""
     body = await read_body(request, ConversationBody, owner)
     response.headers.update(warn(request, [*unknown_fields(body.items, "items")]))
-    items = items_of(body.items or ())
-    _check_results(items)
+    made = items_of(body.items or ())
+    _check_results(made)
+    items = [one.item for one in made]
     create = client.responses.create_conversation
     return conversation_object(await run_in_thread(create, owner, body.metadata or {}, items))
 
@@ -96,10 +98,11 @@ async def add(
     response.headers.update(warn(request, [*unknown_fields(body.items, "items")]))
     await _lock(request, client, owner, name)
     made = items_of(body.items)
-    if any(one["type"] == "function_call_output" for one in made):
+    items = [one.item for one in made]
+    if any(one["type"] == "function_call_output" for one in items):
         _check_results(made, await asyncio.to_thread(client.responses.list_items, owner, name))
-    await run_in_thread(client.responses.add_items, owner, name, made)
-    return list_object(made)
+    await run_in_thread(client.responses.add_items, owner, name, items)
+    return list_object(items)
 
 
 @router.get(PATH + "/items/{item}")
@@ -134,11 +137,12 @@ async def _lock(
     return found
 
 
-def _check_results(items: list[Item], before: Sequence[Item] = ()) -> None:
+def _check_results(made: Sequence[PlacedItem], before: Sequence[Item] = ()) -> None:
     """Check that tool results have calls. The calls of results in `before` may be gone."""
+    items, places = [one.item for one in made], [one.place for one in made]
     known = len(find_stray_results(messages_of(before)))
     for error in find_stray_results(messages_of([*before, *items]))[known:]:
-        param = result_param("items", items, error)
+        param = result_param("items", items, places, error)
         raise APIError(400, str(error), param=param)
 
 

@@ -89,7 +89,7 @@ def check_tools(client: EngineClient, offer: ToolOffer) -> None:
             raise APIError(
                 400,
                 f"the parameters of {tool.name} must have the type object",
-                param=offer.schema_param.format(number),
+                param=offer.schema_param_of(number),
                 code="invalid_json_schema",
             )
     try:

@@ -6,8 +6,9 @@ A response is sent as one object, or as typed events with sequence numbers.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from functools import partial
 from typing import Annotated, Any
 
@@ -45,6 +46,8 @@ from weir.serve.api.schemas.formats import ToolOffer
 from weir.serve.api.schemas.responses import (
     COMPACTED,
     SKIPPED_KINDS,
+    CompactBody,
+    PlacedItem,
     ResponseBody,
     result_param,
     split_at_compaction,
@@ -58,6 +61,7 @@ from weir.serve.pins import CannotPin
 from weir.serve.prompts import Prompt, UnknownOutput
 from weir.serve.response_turn import HistoryNotKept, PreviousNotFound, ResponseTurn, node_of
 from weir.serve.sessions.items import Item, new_id
+from weir.serve.sessions.records import TurnRecord
 from weir.serve.sessions.responses import StoredResponse
 from weir.serve.worker import Handle
 
@@ -102,7 +106,7 @@ async def count(request: Request, client: Client, owner: Owner) -> JSONResponse:
     return JSONResponse(counted, headers=warn(request, body.skipped))
 
 
-@router.post("/v1/responses/compact", openapi_extra=describe_body(ResponseBody))
+@router.post("/v1/responses/compact", openapi_extra=describe_body(CompactBody))
 async def compact(request: Request, client: Client, owner: Owner) -> JSONResponse:
     """Replace the saved part of a history with one short item.
 
@@ -110,18 +114,19 @@ async def compact(request: Request, client: Client, owner: Owner) -> JSONRespons
     turn is small, however long the history is. Items after the turn are returned unchanged. If no
     turn of this history is saved, all items are returned unchanged.
     """
-    body, items = await read_content(request, ResponseBody, owner, "input", "items")
+    body, items = await read_content(request, CompactBody, owner, "input", "items")
     check_model(client, body.model)
     _check(body, None)
+    for name, calls in (("drop", body.drops), ("pin", body.pins)):
+        if calls:
+            message = (
+                f"a compaction changes no cache. Send weir.{name} with the request for the next "
+                "response."
+            )
+            raise APIError(400, message, param=f"weir.{name}", code="unsupported")
     offer = add_own_tools(client, body, body.offer)
     turn = await _make_turn(client, owner, body, offer, items, None)
-    try:
-        found, rest = await run_in_thread(turn.find_saved, param="input")
-    except PreviousNotFound as error:
-        raise _previous_not_found(turn, error, "previous_response_id") from None
-    except StrayResult as error:
-        param = result_param("input", turn.items, error, turn.compacted)
-        raise APIError(400, str(error), param=param) from None
+    found, rest = await run_in_thread(_find_saved, turn, param="input")
     first: list[Item] = []
     if found is not None:
         content = f"{COMPACTED}{found.node}"
@@ -189,24 +194,24 @@ async def _make_turn(
     owner: str,
     body: ResponseBody,
     offer: ToolOffer,
-    items: list[Item] | Handle,
+    items: list[PlacedItem] | Handle,
     session: str | None,
 ) -> ResponseTurn:
     """Return the turn of a new response. References in its input are replaced with the items
     that they name.
     """
-    given: list[Item] = items.get() if isinstance(items, Handle) else items
-    references = {item["id"] for item in given if item["type"] == "item_reference"}
+    given: list[PlacedItem] = items.get() if isinstance(items, Handle) else items
+    references = {item["id"] for item, _ in given if item["type"] == "item_reference"}
     if references:
         found = await run_in_thread(client.responses.find_items, owner, references)
-        for n, item in enumerate(given):
+        for item, place in given:
             if item["type"] == "item_reference" and item["id"] not in found:
                 message = f"Item with id '{item['id']}' not found."
-                raise APIError(404, message, param=f"input[{n}].id", code="item_not_found")
-        given = [found.get(item["id"], item) for item in given]
-        given = [item for item in given if item["type"] not in SKIPPED_KINDS]
-    whole = len(given)
-    compacted, given = split_at_compaction(given)
+                raise APIError(404, message, param=f"input[{place}].id", code="item_not_found")
+        given = [PlacedItem(found.get(item.get("id", ""), item), place) for item, place in given]
+        given = [one for one in given if one.item["type"] not in SKIPPED_KINDS]
+    compaction, given = split_at_compaction(given)
+    compacted = None if compaction is None else f"resp_{compaction.item['turn']}"
     if compacted is not None and (body.previous_response_id or body.named):
         raise APIError(
             400,
@@ -218,7 +223,8 @@ async def _make_turn(
     return ResponseTurn(
         client,
         owner,
-        given,
+        [one.item for one in given],
+        [one.place for one in given],
         body.instructions,
         body.previous_response_id or compacted,
         body.named,
@@ -226,7 +232,7 @@ async def _make_turn(
         body.is_stored,
         offer.tools,
         find_variables(client, body),
-        whole - len(given),
+        0 if compaction is None else compaction.place + 1,
         check_drops(client, body),
         body.tells_forgotten,
         recall=check_recall(client, body),
@@ -265,9 +271,22 @@ def _check(body: ResponseBody, session: str | None) -> None:
 
 def _match(turn: ResponseTurn) -> Prompt:
     """Find the prompt of a turn."""
+    with _errors_of(turn):
+        return turn.match()
+
+
+def _find_saved(turn: ResponseTurn) -> tuple[TurnRecord | None, list[Item]]:
+    """Find the newest saved turn of the history, and the items after it."""
+    with _errors_of(turn):
+        return turn.find_saved()
+
+
+@contextlib.contextmanager
+def _errors_of(turn: ResponseTurn) -> Iterator[None]:
+    """Turn errors about a response's turn into errors that name the wrong field."""
     named = "previous_response_id" if turn.conversation is None else "conversation"
     try:
-        return turn.match()
+        yield
     except PreviousNotFound as error:
         code = named.replace("_id", "") + "_not_found"
         raise _previous_not_found(turn, error, named, code) from None
@@ -277,14 +296,14 @@ def _match(turn: ResponseTurn) -> Prompt:
         raise cannot_pin(error) from None
     except StrayResult as error:
         named = "input" if turn.compacted else named
-        param = result_param("input", turn.items, error, turn.compacted) or named
+        param = result_param("input", turn.items, turn.places, error) or named
         raise APIError(400, str(error), param=param) from None
     except HistoryNotKept as error:
         raise APIError(400, str(error), param="input", code="history_not_kept") from None
 
 
 def _previous_not_found(
-    turn: ResponseTurn, error: PreviousNotFound, param: str, code: str | None = None
+    turn: ResponseTurn, error: PreviousNotFound, param: str, code: str
 ) -> APIError:
     """Return the error for a field or a compaction that names a response that does not exist."""
     if not turn.compacted:

@@ -20,7 +20,7 @@ from weir.serve.api.schemas.base import (
     unsupported,
 )
 from weir.serve.api.schemas.chat import GenerationBody, Limit, Stop
-from weir.serve.api.schemas.formats import Description, ToolOffer
+from weir.serve.api.schemas.formats import Description, ToolOffer, offered_places
 from weir.serve.messages import Call, Message
 from weir.serve.tools.formats import Tool
 
@@ -292,18 +292,19 @@ class CountBody(GenerationBody):
         """The tools of the request."""
         tools = [tool.tool() for tool in self.tools or () if isinstance(tool, AnthropicTool)]
         schema, choice = "tools[{}].input_schema", self.tool_choice
+        places = offered_places(self.tools)
         if choice is None:
-            return ToolOffer(tools, schema_param=schema)
+            return ToolOffer(tools, schema_param=schema, places=places)
         parallel = not choice.disable_parallel_tool_use
         if choice.type == "tool":
-            names = [choice.name or ""]
-            return ToolOffer(tools, "required", names, False, schema, "tool_choice.name")
+            names, chosen = [choice.name or ""], "tool_choice.name"
+            return ToolOffer(tools, "required", names, False, schema, chosen, places=places)
         modes: dict[str, Literal["none", "auto", "required"]] = {
             "auto": "auto",
             "any": "required",
             "none": "none",
         }
-        return ToolOffer(tools, modes[choice.type], None, parallel, schema)
+        return ToolOffer(tools, modes[choice.type], None, parallel, schema, places=places)
 
     @property
     def skipped(self) -> list[str]:

@@ -54,6 +54,7 @@ from weir.serve.api.schemas.formats import (
     ToolCall,
     ToolChoice,
     ToolOffer,
+    offered_places,
     skipped_tools,
 )
 from weir.serve.engine.sampler import SamplingParams
@@ -609,13 +610,15 @@ class ChatBody(CompletionBody):
         tools = [tool.function.tool() for tool in offered]
         parallel, choice = self.parallel_tool_calls is not False, self.tool_choice
         schema, chosen = "tools[{}].function.parameters", "tool_choice.function.name"
+        places = offered_places(self.tools)
         if isinstance(choice, NamedTool):
-            return ToolOffer(tools, "required", [choice.function.name], False, schema, chosen)
+            names = [choice.function.name]
+            return ToolOffer(tools, "required", names, False, schema, chosen, places=places)
         if isinstance(choice, AllowedTools):
             some, chosen = choice.allowed_tools, "tool_choice.allowed_tools.tools"
             names = [tool.function.name for tool in some.tools]
-            return ToolOffer(tools, some.mode, names, parallel, schema, chosen)
-        return ToolOffer(tools, choice, None, parallel, schema)
+            return ToolOffer(tools, some.mode, names, parallel, schema, chosen, places=places)
+        return ToolOffer(tools, choice, None, parallel, schema, places=places)
 
 
 class TextBody(CompletionBody):

@@ -14,6 +14,7 @@ from weir.serve.api.schemas.base import (
     ListOf,
     Name,
     Noted,
+    Skipped,
     SkippedTool,
     Strict,
     show_name,
@@ -123,6 +124,11 @@ def skipped_tools(tools: Sequence[FunctionTool | FlatTool | SkippedTool] | None)
     return skipped
 
 
+def offered_places(tools: Sequence[Any] | None) -> list[int]:
+    """Return the indices of the tools that the model is told about."""
+    return [n for n, tool in enumerate(tools or ()) if not isinstance(tool, Skipped)]
+
+
 class FunctionName(Strict):
     """The name of a function."""
 
@@ -202,7 +208,9 @@ class ToolOffer:
         parallel: whether the model may make more than one call.
         schema_param: the field of the request with the schema of a tool, with `{}` for its index.
         choice_param: the field of the request that `names` comes from.
-        own: names of the tools that the server runs; they are among `tools`, too.
+        own: names of the tools that the server runs; they are the last of `tools`.
+        places: for each of the client's tools, its index in the request, where tools without an
+            effect can be between them.
     """
 
     tools: Sequence[Tool]
@@ -212,13 +220,19 @@ class ToolOffer:
     schema_param: str = "tools[{}].parameters"
     choice_param: str = "tool_choice"
     own: Sequence[str] = ()
+    places: Sequence[int] = ()
+
+    def schema_param_of(self, number: int) -> str:
+        """Return the field of the request with the schema of a tool, by its index in `tools`."""
+        at = self.places[number] if number < len(self.places) else number
+        return self.schema_param.format(at)
 
     @property
     def callable(self) -> list[tuple[Tool, str]]:
         """The tools that the model may call, and the fields with their schemas."""
-        places = [(tool, self.schema_param.format(n)) for n, tool in enumerate(self.tools)]
+        found = [(tool, self.schema_param_of(n)) for n, tool in enumerate(self.tools)]
         names = self.names
-        return places if names is None else [place for place in places if place[0].name in names]
+        return found if names is None else [one for one in found if one[0].name in names]
 
 
 class CalledFunction(Lenient):

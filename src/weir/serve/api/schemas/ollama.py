@@ -17,7 +17,13 @@ from weir.serve.api.schemas.base import (
     unsupported,
 )
 from weir.serve.api.schemas.chat import GenerationBody, Limit
-from weir.serve.api.schemas.formats import AnyTool, FunctionTool, ToolOffer, skipped_tools
+from weir.serve.api.schemas.formats import (
+    AnyTool,
+    FunctionTool,
+    ToolOffer,
+    offered_places,
+    skipped_tools,
+)
 from weir.serve.messages import Call, Message
 
 TAG = ":latest"
@@ -144,7 +150,8 @@ class OllamaChatBody(OllamaBody):
         """The tools of the request."""
         offered = [tool for tool in self.tools or () if isinstance(tool, FunctionTool)]
         tools = [tool.function.tool() for tool in offered]
-        return ToolOffer(tools, schema_param="tools[{}].function.parameters")
+        schema = "tools[{}].function.parameters"
+        return ToolOffer(tools, schema_param=schema, places=offered_places(self.tools))
 
     @property
     def skipped(self) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from itertools import groupby
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import (
     AfterValidator,
@@ -48,6 +48,7 @@ from weir.serve.api.schemas.formats import (
     FlatName,
     FlatTool,
     ToolOffer,
+    offered_places,
     skipped_tools,
 )
 from weir.serve.messages import Call, StrayResult
@@ -357,11 +358,23 @@ def _check_kept(items: list[Any]) -> list[Any]:
     return items
 
 
-def items_of(given: Iterable[Any]) -> list[Item]:
-    """Return a client's items with new ids. One item can contain a call and its result."""
-    found: list[Item] = []
-    for item in given:
-        found += item.items() if isinstance(item, McpCallItem) else [item.item()]
+class PlacedItem(NamedTuple):
+    """An item, and the index of the client's item that it was made from."""
+
+    item: Item
+    place: int
+
+
+def items_of(given: Iterable[Any]) -> list[PlacedItem]:
+    """Return a client's items with new ids, without those that have no effect.
+
+    One item can contain a call and its result, which become two items.
+    """
+    found: list[PlacedItem] = []
+    for place, item in enumerate(given):
+        if not isinstance(item, SkippedItem):
+            made = item.items() if isinstance(item, McpCallItem) else [item.item()]
+            found += [PlacedItem(one, place) for one in made]
     return found
 
 
@@ -442,16 +455,13 @@ class Reasoning(Noted):
     effort: Effort | None = None
 
 
-def split_at_compaction(items: list[Item]) -> tuple[str | None, list[Item]]:
-    """Return the id of the response that the last compaction stands for, and the items after the
-    compaction.
+def split_at_compaction(items: list[PlacedItem]) -> tuple[PlacedItem | None, list[PlacedItem]]:
+    """Return the last compaction, and the items after it.
 
     Without a compaction, returns None and all items.
     """
-    places = [n for n, item in enumerate(items) if item["type"] == "compaction"]
-    if not places:
-        return None, items
-    return f"resp_{items[places[-1]]['turn']}", items[places[-1] + 1 :]
+    found = [n for n, one in enumerate(items) if one.item["type"] == "compaction"]
+    return (items[found[-1]], items[found[-1] + 1 :]) if found else (None, items)
 
 
 class ResponseBody(GenerationBody):
@@ -545,15 +555,20 @@ class ResponseBody(GenerationBody):
     @property
     def offer(self) -> ToolOffer:
         """The tools of the request."""
-        tools = [tool.tool() for tool in self.functions]
+        tools, places = [tool.tool() for tool in self.functions], offered_places(self.tools)
         parallel, choice = self.parallel_tool_calls is not False, self.tool_choice
         if isinstance(choice, FlatName):
-            param = "tool_choice.name"
-            return ToolOffer(tools, "required", [choice.name], False, choice_param=param)
+            chosen = "tool_choice.name"
+            return ToolOffer(
+                tools, "required", [choice.name], False, choice_param=chosen, places=places
+            )
         if isinstance(choice, FlatAllowed):
             names = [tool.name for tool in choice.tools]
-            return ToolOffer(tools, choice.mode, names, parallel, choice_param="tool_choice.tools")
-        return ToolOffer(tools, choice, None, parallel)
+            chosen = "tool_choice.tools"
+            return ToolOffer(
+                tools, choice.mode, names, parallel, choice_param=chosen, places=places
+            )
+        return ToolOffer(tools, choice, None, parallel, places=places)
 
     @property
     def named(self) -> str | None:
@@ -562,15 +577,21 @@ class ResponseBody(GenerationBody):
         return found.id if isinstance(found, ConversationName) else found
 
     @property
-    def items(self) -> list[Item]:
+    def items(self) -> list[PlacedItem]:
         """The input as items with ids."""
         if isinstance(self.input, str):
-            return [input_item("user", [self.input])]
-        return items_of(item for item in self.input or () if not isinstance(item, SkippedItem))
+            return [PlacedItem(input_item("user", [self.input]), 0)]
+        return items_of(self.input or ())
+
+
+class CompactBody(ResponseBody):
+    """Request body of `POST /v1/responses/compact`."""
+
+    conversation: Annotated[Any, Only(None, instead="Send its items as input instead")] = None
 
 
 def result_param(
-    field: str, items: Sequence[Item], error: StrayResult, before: int = 0
+    field: str, items: Sequence[Item], places: Sequence[int], error: StrayResult
 ) -> str | None:
     """Return the path of the tool result that an error is about, such as `input[3].call_id`.
 
@@ -578,10 +599,10 @@ def result_param(
 
     Args:
         field: the field of the request that has the items.
-        items: the items of the field, without the first `before` ones.
+        items: the newest items of the field.
+        places: for each of these items, its index in the request (`PlacedItem`).
         error: the error about the result.
-        before: number of items of the field before `items`.
     """
     results = [n for n, item in enumerate(items) if item["type"] == "function_call_output"]
     at = len(results) - 1 - error.behind
-    return None if at < 0 else f"{field}[{before + results[at]}].call_id"
+    return None if at < 0 else f"{field}[{places[results[at]]}].call_id"
