@@ -360,13 +360,15 @@ class Quantized(PolicyWrapper):
                 )
             most = max(sum(pipe.pools[n].slots() or 0 for n in pipe.run) for pipe in self.pipes)
             newest = 64 if most > 64 else most // 2
-            remedy = (
-                f"quantized({self.policy}, newest={newest}) to quantize those older than the "
-                f"newest {newest}"
-            )
+            if not newest:
+                raise WeirError(
+                    f"{self.policy} has no slots that can be quantized: first and newest tokens "
+                    "stay exact. Use another policy."
+                )
             raise WeirError(
                 f"{self.policy} has no slots that can be quantized: first and newest tokens stay "
-                f"exact. Use {remedy if most > 1 else 'another policy'}."
+                f"exact. Use quantized({self.policy}, newest={newest}) to quantize those older "
+                f"than the newest {newest}."
             )
         self._write()
 
