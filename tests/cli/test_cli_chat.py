@@ -544,7 +544,7 @@ def change_version(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "why"), [(damage, "is damaged"), (change_version, "it has version 99")]
+    ("spoil", "why"), [(damage, "is damaged"), (change_version, "this file has version 99")]
 )
 def test_an_archive_that_cannot_be_read_is_told_once_and_the_chat_goes_on(chat, chats, spoil, why):
     chat(CODE, words=ROOMY)

@@ -25,7 +25,7 @@ def report(
     ] = "html,md",
     as_json: AsJson = False,
 ) -> None:
-    """Write results as one HTML page with its plots inside, and as Markdown, CSV, LaTeX or PDF."""
+    """Write results as an HTML page with its plots inside, and in other formats (see --format)."""
     from weir.evals.results.report import write_report
 
     with waiting("drawing the plots"):

@@ -146,8 +146,8 @@ class Interrupt:
 
     @contextmanager
     def noting(self, presses: float) -> Iterator[None]:
-        """Raise in this block only after more than this many presses. Presses just before the block
-        count, too.
+        """Raise in this block only after more than this many presses. Presses before the block
+        count, too: those since the last such block, or since this object was made.
         """
         try:
             self._noted = presses  # before the check, so that no press falls between the two

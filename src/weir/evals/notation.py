@@ -1,7 +1,8 @@
 """Parses lists of tasks and policies, and inserts budgets into policies.
 
 Tasks are calls like pools, with commas between them: `ppl(tokens=20000, text=book.txt), recall`.
-A value is a number, a word or a text; a text with a comma, a parenthesis or a space needs quotes.
+A value is a number, a word or a text; a text with a comma, a parenthesis, a space, an equals sign
+or a quotation mark needs quotes.
 """
 
 from __future__ import annotations
