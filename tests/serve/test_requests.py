@@ -428,13 +428,13 @@ def test_without_keys_nobody_elsewhere_is_served():
     for host in ("0.0.0.0", "::"):
         with pytest.raises(WeirError, match="without keys anyone could use the server"):
             bind(host, 0, Keys())
-    with pytest.raises(WeirError, match="cannot serve at"):
+    with pytest.raises(WeirError, match="cannot serve at no such host: "):
         bind("no such host", 0, Keys())
     bind("0.0.0.0", 0, Keys([hash_of(ALICE)])).close()
     with bind("127.0.0.1", 0, Keys()) as bound:
         bound.listen()
         port = bound.getsockname()[1]
-        with pytest.raises(WeirError, match=f"cannot serve at 127.0.0.1:{port}: "):
+        with pytest.raises(WeirError, match=f"cannot serve at 127.0.0.1:{port}: .* Use another"):
             bind("127.0.0.1", port, Keys())
     with serving(make_client(rows=1)) as server:
         body = json.dumps(chat_of()).encode()

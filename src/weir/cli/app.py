@@ -39,8 +39,8 @@ COMMANDS = {
     "one.",
     "calibrate": "Measure how many slots each layer needs, and write them to a policy file.",
     "eval": "Measure policies on tasks, and save the results to a file.",
-    "report": "Write results as one HTML page with its plots inside, and as Markdown, CSV, LaTeX "
-    "or PDF.",
+    "report": "Write results as an HTML page with its plots inside, and in other formats (see "
+    "--format).",
     "inspect": "Show a model's attention maps, sinks, keys and norms, and what a policy keeps, on "
     "one page.",
     "attention-error": "Compare attention under a policy with exact attention, layer by layer.",

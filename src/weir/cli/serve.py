@@ -274,6 +274,8 @@ def serve(
             f"on top of that: at most {size(limits.memory)} for requests in progress, and "
             f"{size(limits.parcel)} while a session is exported or imported"
         )
+        if name is None and Path(model_name).exists():
+            say(f"clients name this model {model_name}; set a shorter name with --name")
         known = (
             in_words(len(accepted), "key") if accepted else "no keys: only this machine is served"
         )

@@ -338,7 +338,7 @@ class PromptRenderer:
     def check(self, prompt: Prompt) -> Prompt:
         """Refuse a prompt without tokens, or with too many."""
         if not prompt.ids:
-            raise WeirError("the messages contain no tokens. Send some text.")
+            raise WeirError("the prompt contains no tokens. Send some text.")
         if self._most is not None and len(prompt.ids) > self._most:
             raise PromptTooLong(self._most)
         return prompt

@@ -296,6 +296,13 @@ def test_a_reason_is_one_line(error, said):
     assert failure_reason(error) == said
 
 
+def test_a_reason_says_where_an_error_was_raised():
+    with pytest.raises(ZeroDivisionError) as raised:
+        1 / 0  # noqa: B018
+    said = failure_reason(raised.value)
+    assert re.fullmatch(r"ZeroDivisionError: division by zero \(test_runner\.py, line \d+\)", said)
+
+
 def test_the_task_of_the_documentation_is_measured(tmp_path, monkeypatch, capsys):
     page = (Path(__file__).parents[3] / "docs" / "measuring.md").read_text("utf-8")
     (code,) = re.findall(r"^```python\n(from dataclasses.*?)^```$", page, re.DOTALL | re.MULTILINE)

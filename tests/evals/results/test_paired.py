@@ -70,6 +70,8 @@ def test_policies_are_paired_block_by_block(losses):
         [read("streaming_llm(budget=64)", 64, text), read("h2o(budget=64)", 64, other)]
     )
     assert (table.title, table.rows) == ("m: compared with streaming_llm", ("h2o(budget=64)",))
+    written = paired([read("streaming_llm(64)", 64, text), read("h2o(budget=64)", 64, other)])
+    assert written[0].rows == table.rows and written[0].columns == table.columns
     (column,) = table.columns
     (figure,) = column.figures
     each = other - text

@@ -13,6 +13,7 @@ import math
 import os
 import socket
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -181,7 +182,10 @@ def failure_reason(error: Exception) -> str:
         return "out of memory" + (f": {lines[0]}" if lines else "")
     if isinstance(error, WeirError):
         return " ".join(lines)
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    said = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    if not (frames := traceback.extract_tb(error.__traceback__)):
+        return said
+    return f"{said} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"
 
 
 LOCAL = "local"

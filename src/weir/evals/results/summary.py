@@ -19,8 +19,10 @@ from math import exp, log
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from weir.errors import PolicyError
 from weir.evals.results.file import CellRecord, unique
 from weir.evals.scores import count_right, mean_interval, paired_shares
+from weir.policies import parse_call
 
 if TYPE_CHECKING:
     from weir.evals.task import Better
@@ -342,7 +344,12 @@ def paired(records: Sequence[CellRecord]) -> list[FigureTable]:
 
 
 def _is_reference(policy: str) -> bool:
-    return strip_budget(policy) == REFERENCE
+    """Return whether a policy is the reference, however its budget is written."""
+    try:
+        call = parse_call(policy)
+    except PolicyError:
+        return False
+    return strip_budget(policy if call is None else str(call)) == REFERENCE
 
 
 def _pairs(cells: Sequence[CellRecord], policy: str) -> list[tuple[CellRecord, CellRecord]]:

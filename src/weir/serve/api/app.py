@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import ipaddress
 import signal
@@ -205,10 +206,10 @@ def bind(host: str, port: int, keys: Keys) -> socket.socket:
         made.bind(address)
     except OSError as error:
         made.close()
-        raise WeirError(
-            f"cannot serve at {host}:{port}: {error.strerror}. Use another --port, or --port 0 "
-            "for any free port. The --host must be an address of this machine."
-        ) from None
+        remedy = "The --host must be an address of this machine"
+        if error.errno in (errno.EADDRINUSE, errno.EACCES):
+            remedy = "Use another --port, or --port 0 for any free port"
+        raise WeirError(f"cannot serve at {host}:{port}: {error.strerror}. {remedy}.") from None
     return made
 
 

@@ -305,6 +305,8 @@ def _message(error: Mapping[str, Any]) -> str:
         least, has = facts["min_length"], facts["actual_length"]
         entries = "1 entry" if least == 1 else f"{least} entries"
         return f"must have at least {entries}, and has {has or 'none'}"
+    if kind == "string_too_short" and facts["min_length"] == 1:
+        return "must not be empty"
     return SENTENCES[kind].format(**facts) if kind in SENTENCES else str(error["msg"])
 
 
