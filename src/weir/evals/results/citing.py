@@ -96,6 +96,19 @@ def papers_of(policy: str) -> list[Paper]:
     return [paper for text in texts for paper in papers_in(text or "")]
 
 
+def unread(policies: Iterable[str]) -> list[str]:
+    """Return the policies that cannot be parsed here, so that `papers_of` knows no paper of them."""
+    from weir.policies import saved_policy
+
+    found = []
+    for policy in policies:
+        try:
+            saved_policy(policy)
+        except WeirError:
+            found.append(policy)
+    return found
+
+
 def cited(policies: Iterable[str]) -> dict[Paper, list[str]]:
     """Return the papers of some policies, each with the policies that it is cited for."""
     best: dict[str, Paper] = {}

@@ -9,6 +9,7 @@ import itertools
 import math
 import re
 import textwrap
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,7 @@ from weir.evals.report import (
     whole_blocks,
     with_peak,
 )
-from weir.evals.results.citing import as_bibtex, cited
+from weir.evals.results.citing import as_bibtex, cited, unread
 from weir.evals.results.file import CellRecord, failures, unique
 from weir.evals.results.naming import read_together
 from weir.evals.results.summary import (
@@ -499,6 +500,12 @@ def write_report(
             if text is not None
         )
     )
+    if missing := unread(unique(str(r.get("written") or r["policy"]) for r in done)):
+        warnings.warn(
+            f"no papers are cited for {', '.join(missing)}, because these policies are not known "
+            "here. If a file of yours defines them, use weir --import FILE report.",
+            stacklevel=2,
+        )
     references = [str(paper) for paper in papers]
     page = (parts, _facts(cells, records), references, failures(records), source)
     renderers: dict[str, Callable[[], bytes]] = {
