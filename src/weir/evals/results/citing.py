@@ -97,7 +97,7 @@ def papers_of(policy: str) -> list[Paper]:
 
 
 def unread(policies: Iterable[str]) -> list[str]:
-    """Return the policies that cannot be parsed here, so that `papers_of` knows no paper of them."""
+    """Return the policies that cannot be parsed here, whose papers are therefore not known."""
     from weir.policies import saved_policy
 
     found = []
