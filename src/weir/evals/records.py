@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from weir.errors import WeirError, describe_missing
+from weir.errors import WeirError, describe_missing, first_line
 
 
 def import_optional(module: str, what: str, extra: str = "eval") -> Any:
@@ -50,8 +50,7 @@ def rows_of(name: str, most: int | None = None) -> Iterator[dict[str, Any]]:
     try:
         found = datasets.load_dataset(*parts[:-1], split=parts[-1])
     except Exception as error:  # its exceptions have no common base class
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise WeirError(f"the data set {name!r} cannot be loaded ({reason})") from None
+        raise WeirError(f"the data set {name!r} cannot be loaded ({first_line(error)})") from None
     yield from islice(found, most)
 
 

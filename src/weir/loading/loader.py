@@ -27,7 +27,7 @@ from transformers import (
     ProcessorMixin,
 )
 
-from weir.errors import TooLargeError, WeirError, quote, suggest
+from weir.errors import TooLargeError, WeirError, first_line, quote, suggest
 from weir.loading.config_sizes import check_declared, check_decoder, check_ids, check_matrices
 from weir.loading.finite_weights import check_finite
 from weir.loading.progress import loading_bar
@@ -236,7 +236,7 @@ class _Source:
                 try_to_load_from_cache(place, "config.json", revision=self.revision), str
             ):
                 return True
-            why = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+            why = first_line(error).rstrip(".")
             raise WeirError(f"{beginning}, because the Hub cannot be reached ({why})") from None
         return False
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
 from weir import kernels
-from weir.errors import WeirError, describe_missing, quote
+from weir.errors import WeirError, describe_missing, first_line, quote
 from weir.models import has_class_forward
 from weir.models.gguf import plan_fillings, read_header
 from weir.native import dispatch
@@ -139,7 +139,7 @@ def _quantize_by_torchao(model: PreTrainedModel, bits: dict[str, int]) -> None:
             if config is not None:
                 quantize_(model, config, lambda _, name, many=many: bits.get(name) == many)
     except (ImportError, RuntimeError, AssertionError, TypeError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        reason = first_line(error).rstrip(".")
         raise WeirError(
             f"torchao cannot make weights of few bits on {model.device.type}: {reason}. Load the "
             "model again without weights=."

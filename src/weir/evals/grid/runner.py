@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from weir import __version__
-from weir.errors import WeirError
+from weir.errors import WeirError, first_line
 from weir.evals.grid.grid import (
     Cell,
     Grid,
@@ -258,8 +258,7 @@ def _connect(ray: Any, address: str) -> None:
     try:
         ray.init(address=address, **quiet)
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise WeirError(f"the cluster {address} cannot be used: {reason}") from None
+        raise WeirError(f"the cluster {address} cannot be used: {first_line(error)}") from None
 
 
 def _check_reachable(address: str) -> None:

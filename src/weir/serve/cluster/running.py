@@ -20,7 +20,7 @@ from typing import Any
 
 import ray
 
-from weir.errors import WeirError
+from weir.errors import WeirError, first_line
 from weir.serve.api import log_json, run_app
 from weir.serve.api.front import Front
 from weir.serve.cluster.replica import ReplicaProcess, Settings
@@ -154,8 +154,7 @@ def _connect(address: str) -> None:
     except WeirError:
         raise
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise WeirError(f"cannot use the cluster {address}: {reason}") from None
+        raise WeirError(f"cannot use the cluster {address}: {first_line(error)}") from None
 
 
 def _check(address: str) -> None:
