@@ -87,6 +87,10 @@ def test_what_some_model_lacks_has_no_figure_and_one_model_no_table():
     [
         ("weir(budget=128)", "weir"),
         ("weir(slots=exact, budget=128)", "weir(slots=exact)"),
+        ("h2o(64)", "h2o"),
+        ("snapkv(8, window=4)", "snapkv(window=4)"),
+        ("sink(4) | recent(60)", "sink(4) | recent(60)"),
+        ("no_such_policy(64)", "no_such_policy(64)"),
         ("snapkv(budget=8, window=4)", "snapkv(window=4)"),
         ("quantized(h2o(budget=20), slots=int8)", "quantized(h2o, slots=int8)"),
         (

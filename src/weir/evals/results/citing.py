@@ -11,10 +11,13 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from weir import __version__
 from weir.errors import WeirError
+
+if TYPE_CHECKING:
+    from weir.policies import Policy
 
 ARXIV = re.compile(r"arXiv:(\d{4}\.\d{4,5})")
 BEFORE = re.compile(r'(?:([A-Z][^()".:;]*?(?: et al\.)?) )?(20\d\d), (?:"([^"]+)", )?$')
@@ -76,12 +79,10 @@ def papers_of(policy: str) -> list[Paper]:
     parsed.
     """
     # These imports load PyTorch, so they are made only when a policy's papers are looked up.
-    from weir.policies import NAMED, Recompute, parse_call, saved_policy
+    from weir.policies import NAMED, Recompute, parse_call
     from weir.pools import POOLS
 
-    try:
-        read = saved_policy(policy)
-    except WeirError:
+    if (read := _read(policy)) is None:
         return []
     kinds: list[Any] = [POOLS["sink"]]
     if not isinstance(read, Recompute):
@@ -98,15 +99,17 @@ def papers_of(policy: str) -> list[Paper]:
 
 def unread(policies: Iterable[str]) -> list[str]:
     """Return the policies that cannot be parsed here, whose papers are therefore not known."""
+    return [policy for policy in policies if _read(policy) is None]
+
+
+def _read(policy: str) -> Policy | None:
+    """Parse a policy; None if it cannot be parsed here."""
     from weir.policies import saved_policy
 
-    found = []
-    for policy in policies:
-        try:
-            saved_policy(policy)
-        except WeirError:
-            found.append(policy)
-    return found
+    try:
+        return saved_policy(policy)
+    except WeirError:
+        return None
 
 
 def cited(policies: Iterable[str]) -> dict[Paper, list[str]]:

@@ -254,7 +254,15 @@ def short_heads(settings: list[str]) -> dict[str, str]:
 
 
 def strip_budget(policy: str) -> str:
-    """Return a policy without its budget, such as `quantized(h2o, newest=4)`."""
+    """Return a policy without its budget, such as `quantized(h2o, newest=4)`. The budget may be
+    written without its name, as in `h2o(64)`.
+    """
+    try:
+        call = parse_call(policy)
+    except PolicyError:
+        call = None
+    if call is not None and "budget" in call.given:
+        policy = str(call)
     return BUDGET.sub("", policy).replace("()", "")
 
 
@@ -344,12 +352,7 @@ def paired(records: Sequence[CellRecord]) -> list[FigureTable]:
 
 
 def _is_reference(policy: str) -> bool:
-    """Return whether a policy is the reference, however its budget is written."""
-    try:
-        call = parse_call(policy)
-    except PolicyError:
-        return False
-    return strip_budget(policy if call is None else str(call)) == REFERENCE
+    return strip_budget(policy) == REFERENCE
 
 
 def _pairs(cells: Sequence[CellRecord], policy: str) -> list[tuple[CellRecord, CellRecord]]:
