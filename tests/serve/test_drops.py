@@ -5,6 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import httpx
 import pytest
@@ -69,6 +72,19 @@ def items(server, session: str) -> list[dict]:
 
 def drop(server, session: str, call="call_a/b", **headers) -> httpx.Response:
     return httpx.delete(f"{server.url}/v1/sessions/{session}/items/{call}", headers=headers)
+
+
+@contextmanager
+def answering(server, history: list[dict[str, Any]]) -> Iterator[Iterator[str]]:
+    """The lines of a long answer in the session "one", after its first ones."""
+    body = {"model": "small", "messages": history, "max_tokens": 400, "stream": True}
+    body |= {"tools": [TOOL], "tool_choice": "none"}
+    url, head = f"{server.url}/v1/chat/completions", {"x-session-id": "one"}
+    with httpx.stream("POST", url, json=body, headers=head, timeout=60) as stream:
+        lines = stream.iter_lines()
+        for _ in range(8):
+            next(lines)
+        yield lines
 
 
 @pytest.fixture(params=[TAKES_TOOLS, CHATML, None], ids=["told", "words", "none"])
@@ -204,13 +220,7 @@ def test_a_request_drops_by_the_ids_of_calls(server):
 def test_while_an_answer_is_made(server):
     first = ask(server, HISTORY, "one")
     history = [*HISTORY, said(first), USER]
-    body = {"model": "small", "messages": history, "max_tokens": 400, "stream": True}
-    body |= {"tools": [TOOL], "tool_choice": "none"}
-    url, head = f"{server.url}/v1/chat/completions", {"x-session-id": "one"}
-    with httpx.stream("POST", url, json=body, headers=head, timeout=60) as stream:
-        lines = stream.iter_lines()
-        for _ in range(8):
-            next(lines)
+    with answering(server, history) as lines:
         assert drop(server, "one").status_code == 200
         rest = "".join(lines)
     assert "[DONE]" in rest
@@ -229,13 +239,7 @@ def test_while_an_answer_is_made_the_newest_output_of_a_call_is_found(server):
     """A later call can have the same id, so an id can have several outputs."""
     newer = "a newer and much longer output"
     again = [answer(tool_calls=[CALL]), result(newer)]
-    body = {"model": "small", "messages": [*HISTORY, *again], "max_tokens": 400, "stream": True}
-    body |= {"tools": [TOOL], "tool_choice": "none"}
-    url, head = f"{server.url}/v1/chat/completions", {"x-session-id": "one"}
-    with httpx.stream("POST", url, json=body, headers=head, timeout=60) as stream:
-        lines = stream.iter_lines()
-        for _ in range(8):
-            next(lines)
+    with answering(server, [*HISTORY, *again]):
         dropped = [drop(server, "one").json() for _ in range(3)]
     server.settled()
     told = [(one["tokens"], one["again"]) for one in dropped]

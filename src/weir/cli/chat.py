@@ -342,8 +342,10 @@ def _tell_kept(context: Context, stream: Stream, wanted: Policy) -> None:
     """Name the given options that a saved stream overrides."""
     asked, cache = context.params, stream.cache
     of_chunk = "" if cache is None else f", its chunk of {cache.chunk}"
-    kept = {"chunk": cache is None or asked["chunk"] == cache.chunk}
-    kept |= {"seed": asked["seed"] == stream.seed}
+    kept = {
+        "chunk": cache is None or asked["chunk"] == cache.chunk,
+        "seed": asked["seed"] == stream.seed,
+    }
     kept |= dict.fromkeys(("policy", "budget", "slots"), wanted == stream.policy)
     unused = [name for name, same in kept.items() if not same and options.was_given(context, name)]
     if unused:

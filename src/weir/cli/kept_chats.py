@@ -101,7 +101,7 @@ def find_newest(model: str | None) -> Transcript:
         except WeirError as error:
             refused = refused or str(error)
             continue
-        if found.turns and asked in (None, name_anywhere(str(found.facts.get("model")))):
+        if found.turns and (asked is None or asked == name_anywhere(str(found.facts.get("model")))):
             if refused:
                 say(f"{refused.removesuffix('.')}. Continuing an older conversation instead.")
             return found

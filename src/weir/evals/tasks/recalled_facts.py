@@ -74,8 +74,8 @@ THINGS = (
     "treasure",
     "boat",
 )
-"""What a question of the form `order` calls the fact of each of `KINDS`, as in "What did I tell you
-first, the boat of Ann or the boat of Bob?".
+"""For each of `KINDS`, the noun for such a fact in questions of the form `order`, as in "What did I
+tell you first, the boat of Ann or the boat of Bob?".
 """
 TOGETHER = 3
 FILLER = 700

@@ -407,8 +407,9 @@ class _Builder:
         long = self.factors("rope_factors_long.weight", rotated)
         short = self.factors("rope_factors_short.weight", rotated)
         start = f"{self.header.architecture}.rope.scaling."
+        linear = f"{self.header.architecture}.rope.scale_linear"
         if kind not in (None, "none", "linear", "yarn", "longrope"):
-            scales = (f"{start}factor", f"{self.header.architecture}.rope.scale_linear")
+            scales = (f"{start}factor", linear)
             self.refuse(f"{start}type", kind, "is a scaling that weir does not know", scales)
         if (long is None) != (short is None) or (kind == "longrope" and long is None):
             raise WeirError(
@@ -442,15 +443,14 @@ class _Builder:
                 made["attention_factor"] = attention
             return made
         if factors is not None:
-            scale = "scaling.factor" if self.get("rope.scaling.factor") else "scale_linear"
-            for suffix, value, plain in (
-                ("scaling.type", kind, kind != "yarn"),
-                (scale, factor, factor == 1),
-                ("scaling.attn_factor", attention, attention == 1),
-            ):
-                if not plain:
-                    key = f"{self.header.architecture}.rope.{suffix}"
-                    self.refuse(key, value, "cannot be combined with rope_freqs.weight")
+            beside = "cannot be combined with rope_freqs.weight"
+            if kind == "yarn":
+                self.refuse(f"{start}type", kind, beside)
+            if factor != 1:
+                own = f"{start}factor" if self.get("rope.scaling.factor") else linear
+                self.refuse(own, factor, beside)
+            if attention != 1:
+                self.refuse(f"{start}attn_factor", attention, beside)
             return _of_factors(factors, rotated, theta, context)
         if kind == "yarn":
             return self.yarn(factor, original, attention)
