@@ -54,6 +54,7 @@ ANIMAL = "The favourite animal of Zoe Finch is the otter."
         "\n\n  x\n\ny  ",
         "",
         "line\n" * 300,
+        "a" + " " * 5_000 + "b" * 3_000,
         'He said "Stop." Then he left... and came back.',
     ],
 )

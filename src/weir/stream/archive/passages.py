@@ -47,8 +47,8 @@ def cut_passages(text: str, most: int = PASSAGE) -> list[str]:
 
 def _cut_long(sentence: str, most: int) -> Iterator[str]:
     """Cut a sentence that is longer than a passage."""
-    start = 0
-    while len(sentence[start : start + 2 * most].rstrip()) > most:
+    start, last = 0, len(sentence.rstrip())
+    while last - start > most:
         spaces = list(_SPACE.finditer(sentence, start + most // 2, start + most + 1))
         end = spaces[-1].end() if spaces else start + most
         yield sentence[start:end]
