@@ -10,7 +10,9 @@ from collections.abc import Iterable
 from typing import Any
 
 LONGEST = 60
-"""The most characters of a value that an error message quotes."""
+"""The most characters of a value that an error message quotes. `PolicyError` quotes up to this many
+on each side of the character that the error is about.
+"""
 EXTRAS = {
     "accelerate": "train",
     "fastapi": "serve",

@@ -139,8 +139,8 @@ class Interrupt:
         self._pressed += 1
         self.terminated = self.terminated or number != signal.SIGINT
         if self._pressed > self._noted:
-            # `noting` restores this only once its `try` has begun, and the exception may be raised
-            # before that.
+            # `noting` may not restore this: if the signal arrives after its `yield` but before the
+            # block has begun, the exception does not pass through its `finally`.
             self._noted = self._outside
             raise KeyboardInterrupt if number == signal.SIGINT else Terminated
 

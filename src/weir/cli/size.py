@@ -79,7 +79,7 @@ def size(
     """Show how many bytes a stream and the weights take, and how many streams fit.
 
     Only the model's configuration is read, unless the policy depends on the weights, as the default
-    policy does. In that case the weights are loaded if they are on this machine.
+    policy does. In that case the weights are loaded if they are in a local folder or file.
     """
     from weir.cache import (
         depends_on_weights,

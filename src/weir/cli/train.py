@@ -65,7 +65,11 @@ def train(
     heads: Annotated[int | None, Option(min=1, help="Attention heads per layer.")] = None,
     kv_heads: Annotated[
         int | None,
-        Option(min=1, help="KV heads per layer [default: as many as --heads, if that is given]"),
+        Option(
+            min=1,
+            help="KV heads per layer [default: as many as heads, with --heads or --shape alibi; "
+            "otherwise set by the preset]",
+        ),
     ] = None,
     length: Annotated[
         int | None,

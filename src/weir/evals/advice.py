@@ -34,7 +34,9 @@ CANDIDATES = (
 )
 """The policies that are tried by default."""
 SMALLEST = 96
-"""The smallest budget that is tried for these policies; all of them accept it."""
+"""The smallest budget that is tried for these policies if the memory is given; all of them accept
+it.
+"""
 TIMES = 4
 """Length of a sample as a multiple of the largest budget, so that tokens have to be evicted."""
 LEAST = 4096
@@ -116,8 +118,8 @@ def advise(
         on_step: called with the policy under trial and the share of all work that is done.
 
     Raises:
-        WeirError: neither or both of `memory` and `budget` are given, no policy fits, the text is
-            too short, or a perplexity is not finite.
+        WeirError: neither or both of `memory` and `budget` are given, no policy fits, the text has
+            fewer tokens than `tokens`, or a perplexity is not finite.
     """
     if (memory is None) == (budget is None):
         which = "neither" if memory is None else "both"

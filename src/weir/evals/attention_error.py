@@ -45,7 +45,7 @@ class ErrorSetup:
         queries: number of last tokens whose queries are evaluated. With `whole`, their keys and
             values are exact.
         exact: number of first tokens that stay exact under policies whose budget is computed from a
-            rate, if they have the parameters `sinks` and `recent`.
+            rate, if they have the parameters `sinks` and `recent` and neither is given.
         whole, chunk: fold the text before the queries at once, as in the paper; otherwise stream
             the text and fold every `chunk` tokens.
     """
@@ -180,8 +180,8 @@ def size_policies(
         which rates because the budget would be too small.
 
     Raises:
-        WeirError: there are rates but a policy takes no budget, a policy caches nothing, or nothing
-            can be measured.
+        WeirError: a rate is not between 0 and 1, there are rates but a policy takes no budget, a
+            policy caches nothing, or nothing can be measured.
         PolicyError: a policy cannot be parsed.
     """
     sized, missing = [], []
@@ -246,7 +246,7 @@ def measure_error(
 
 
 def mean_over_layers(rows: Sequence[LayerError]) -> list[dict[str, Any]]:
-    """Average the errors over the layers, for each policy, rate and seed.
+    """Average the errors over the layers and the seeds, for each policy and rate.
 
     "deviation" is the deviation over the seeds of the mean over layers. "seconds" is for all layers
     together.

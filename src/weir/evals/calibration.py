@@ -170,8 +170,9 @@ def measure_sizes(
     """Measure the relative error of every size of every layer.
 
     The error is |z - exact| / |exact| (Frobenius norm over all heads and passages) of the attention
-    outputs in the second half of each passage, where tokens have been evicted. `sizes` has the
-    pipes to try, by layer. Passages are ids [length], no longer than the model's window.
+    outputs in the second half of each passage, because fewer tokens are evicted in the first.
+    `sizes` has the pipes to try, by layer. Passages are ids [length], no longer than the model's
+    window.
     """
     wrong = {layer: [0.0] * len(pipes) for layer, pipes in sizes.items()}
     whole = dict.fromkeys(sizes, 0.0)
@@ -214,7 +215,7 @@ def measure_sizes(
 
 
 PASSAGE = 8
-"""Length of a passage as a multiple of a layer's average slots, if the window allows it."""
+"""Length of a passage as a multiple of the average slots of a layer, if the window allows it."""
 PASSAGES = 8
 """Number of passages that are read by default."""
 
@@ -347,8 +348,9 @@ def calibrate(
         on_step: called with the share of the work that is done.
 
     Raises:
-        WeirError: the text cannot be read or is shorter than a passage, the model is not supported,
-            or the policy has no limit, has only one size, or has so many slots that nothing is
+        WeirError: the text cannot be read, is shorter than a passage, or has fewer tokens than
+            `tokens`; the model is not supported; or the policy has no limit, has only one size, has
+            different slots in the KV heads of one layer, or has so many slots that nothing is
             evicted from a passage.
         PolicyError: the policy cannot be parsed.
     """

@@ -242,8 +242,9 @@ def load_book_and_story(
 ) -> tuple[Tensor, BookStory]:
     """Load the first tokens of the packaged excerpt, and a story that continues them.
 
-    The story continues with the next `AWAY` tokens; if the excerpt is too short for that, with
-    fewer, but at most half of the excerpt.
+    The next `AWAY` tokens are those between the names and the questions of the story. If the
+    excerpt is too short for both, fewer than `tokens` tokens come before the story. If the excerpt
+    has fewer than twice `AWAY` tokens, each part gets half of it.
     """
     ids = load_book(tokenizer, tokens + AWAY)
     first = max(min(tokens, len(ids) - AWAY), len(ids) // 2)

@@ -59,7 +59,7 @@ def budget_in(
         model: the model; a model without weights on the device `meta` is enough.
         policy: a policy that takes a budget, written without one.
         memory, chunk: bytes for the cache, and tokens between two folds.
-        most: upper bound of the budget; by default, the model's window minus a chunk.
+        most: upper bound of the budget; by default, `largest_budget` next to a chunk.
         positions: as for `StreamingCache`.
         counted: which bytes count.
     """
@@ -160,6 +160,7 @@ def largest_budget(model: PreTrainedModel, beside: int) -> int:
     at least 1.
 
     The limit is the model's window, or the layers' window if all of them slide over fewer tokens.
+    If the model's configuration names no window, `MOST` is returned.
     """
     sight = sight_of(model)
     return MOST if sight is None else max(1, sight - beside)
@@ -173,7 +174,9 @@ def _overhead(
     positions: Positions,
     counted: Counted,
 ) -> str:
-    """Return a sentence about the bytes of a cache that are not keys and values of its slots."""
+    """Return a sentence about the bytes of a cache that are not keys and values of its slots; empty
+    if these bytes do not count.
+    """
     if counted == "kv":
         return ""
     size = size_of(model, with_budget(policy, budget), chunk=chunk, positions=positions)

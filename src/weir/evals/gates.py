@@ -32,8 +32,8 @@ RIDGE = 1e-2
 
 @dataclass(frozen=True)
 class TrainedGates:
-    """Gates by layer, and how well they predict. `tokens` were read: three quarters for training,
-    and the rest for testing.
+    """Gates by layer, and how well they predict. `tokens` were read: about three quarters of them
+    for training, and the rest for testing.
 
     `explained` is the share of the variance of log scores that a gate explains in passages it was
     not trained on (R squared, mean of the heads); `copying` is the largest mean score of a layer's
@@ -81,7 +81,9 @@ def train_gates(
 
 
 def _lesson(inputs: LayerInputs) -> tuple[Tensor, Tensor] | None:
-    """Return the inputs of a layer's gate for the first half of a text, and the true scores."""
+    """Return the inputs of a layer's gate for the first half of a text, and the true scores; None
+    for a layer with a sliding window.
+    """
     if inputs.positions.window is not None:
         return None
     half = len(inputs) // 2
@@ -107,7 +109,7 @@ def repeat_scores(inputs: LayerInputs, half: int) -> Tensor:
 
 
 class _Sums:
-    """Sums over tokens, in float64, by which a linear map is solved."""
+    """Sums over tokens, in float64, from which a linear map is computed."""
 
     def __init__(self) -> None:
         # These zeros get the shapes of the first sums that are added to them.

@@ -24,7 +24,9 @@ from weir.stream import Stream
 STEP = 200
 """Tokens fed and timed at once."""
 MOST_NATS = 700.0
-"""Above so many nats, a perplexity counts as infinite, because a float could not hold much more."""
+"""Above so many nats per token, a perplexity counts as infinite, because a float could not hold
+much more.
+"""
 NOT_FINITE = (
     "the model's predictions are infinite or NaN: its weights are damaged, or too large for its "
     "dtype. Try --dtype float32."
@@ -44,10 +46,10 @@ class PerplexityMeter:
         tokens, scored: number of tokens read, and how many of them had a prediction.
         nll: sum of negative log-likelihoods, in nats.
         ppl_by_block, bytes_by_block: perplexity of each block of the text (the last may be short),
-            and bytes of the cache after it.
+            and bytes of the cache after the call of `take` in which the block ended.
         kv_bytes: bytes of the cache at the end.
-        memory_growth: growth of the process's memory above its maximum up to token 5,000, in bytes;
-            None before that, and if the system does not report memory.
+        memory_growth: the most that the process's memory has grown above its maximum up to token
+            5,000, in bytes; None before that token, and if the system does not report memory.
         seconds: time spent reading.
         pace: seconds per token, for each `STEP` tokens.
     """
@@ -88,7 +90,7 @@ class PerplexityMeter:
         """Time per token in the last thousand tokens divided by that in the second thousand
         (medians).
 
-        None for fewer than 3,000 tokens.
+        None if fewer than 15 pieces of `STEP` tokens were read. The last piece may be short.
         """
         span = 1000 // STEP
         if len(self.pace) < 3 * span:

@@ -154,7 +154,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Grid:
-    """Cells in running order: by model, task, policy, budget, seed."""
+    """Cells in running order. `make_grid` orders them by model, task, policy, budget and seed."""
 
     cells: tuple[Cell, ...]
 
@@ -389,7 +389,7 @@ def _is_random(setting: Task, policy: str) -> bool:
 
 def named_pools(policy: str) -> str | None:
     """Return the pools that a policy's name now stands for; None for a policy that is written as
-    pools.
+    pools, or lacks its budget.
     """
     try:
         found = parse_policy(policy)
@@ -405,7 +405,8 @@ def extend_grid(path: Path, grid: Grid) -> Grid:
 
     Cells in the file keep their numbers, so the file's records stay valid. A policy whose name now
     stands for other pools counts as another policy. Raises WeirError if the file is not a results
-    file, or this version of weir cannot read its cells.
+    file, if this version of weir cannot read its cells, or if its models contain Python code and
+    `grid` does not allow that.
     """
     if not path.exists() or (path.is_file() and not path.stat().st_size):
         return grid

@@ -110,7 +110,8 @@ class ResultsFile:
     Args:
         path: the file.
         grid: its first line, with all cells under "cells" and their fingerprint under "grid".
-        resume: continue an existing file; otherwise, the file must not exist.
+        resume: continue an existing file. Without `resume` and `add`, the file must be new or
+            empty.
         add: continue an existing file. If its cells are the first ones of `grid`, replace its first
             line by `grid`.
 
@@ -118,8 +119,9 @@ class ResultsFile:
         records: the records in the file, by cell number.
 
     Raises:
-        WeirError: the file exists and `resume` and `add` are false; it belongs to another grid, is
-            not a results file or a regular file, is open in another process, or cannot be written.
+        WeirError: the file has lines and `resume` and `add` are false; it belongs to another grid,
+            is not a results file or a regular file, is open in another process, or cannot be
+            written.
     """
 
     def __init__(
