@@ -98,7 +98,9 @@ def takes_budget(policy: str) -> bool:
 
 
 def with_budget(policy: str, budget: int) -> str:
-    """Insert a budget into a policy; WeirError if it takes none, or has one already."""
+    """Insert a budget into a policy; WeirError if it takes none or has one already, PolicyError if
+    it does not accept this budget.
+    """
     call = parse_call(policy)
     if call is not None and call.name == QUANTIZED and takes_budget(policy):
         rest = {name: value for name, value in call.given.items() if name != "policy"}

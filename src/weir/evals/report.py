@@ -34,7 +34,7 @@ COLORS = (
 for more lines.
 """
 DASHES: tuple[Any, ...] = ("-", "-", (0, (5, 3)), (0, (2, 2)), (0, (7, 2, 1, 2)), (0, (1, 3)))
-"""Line styles, which differ so that lines that overlap stay visible."""
+"""Line styles. All but the first two have gaps, so that lines that overlap stay visible."""
 MARKERS = "os^Dv<>PX"
 INK, GRAY, LINE = "#1b2733", "#6b7680", "#dde2e6"
 """Colors of text and axes, of secondary text, and of the grid."""

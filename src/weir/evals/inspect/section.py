@@ -221,8 +221,10 @@ def fixed_tokens(ids: Tensor, tokenizer: PreTrainedTokenizerBase) -> dict[int, s
 
 
 def longest(asked: Inspection, usual: int) -> int:
-    """Return the tokens of the longest passage: the requested number, or `usual`, limited by the
-    model's window.
+    """Return the tokens of the longest passage: the requested number, or by default `usual`,
+    limited by the model's window.
+
+    Raises WeirError if more than `MOST_TOKENS` were requested.
     """
     if asked.tokens is None:
         return min(usual, window_of(asked.model.config) or MOST_TOKENS)

@@ -146,9 +146,10 @@ hundred slots together.
 
 
 def family(policy: str) -> str:
-    """Return the name that policies of different budgets share; a pipe is its own name.
+    """Return the name that policies of different budgets share: the policy without its budget. A
+    pipe is its own name.
 
-    For a policy that is written without the word `budget`, this is the name before the parenthesis.
+    For a policy from which no budget can be removed, this is the name before the parenthesis.
     """
     plain = strip_budget(policy)
     return plain if plain != policy or " | " in policy else policy.partition("(")[0]

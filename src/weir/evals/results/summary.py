@@ -111,7 +111,9 @@ def block_losses(record: CellRecord) -> list[float]:
 
 
 def book_losses(record: CellRecord) -> list[float]:
-    """Return the mean losses of the books of a text, in nats; empty if there are none."""
+    """Return the mean losses of the books of a text, in nats; empty if there are none, or if the
+    perplexity of some book is not finite.
+    """
     books = record["result"].get("by_book") if record["metric"] == "ppl" else None
     found = [book["ppl"] for book in books or ()]
     return [log(ppl) for ppl in found] if all(found) else []
