@@ -36,7 +36,9 @@ def check_cell(line: JsonRecord, cells: int) -> None:
     """Check the record of a cell."""
     number = line.count("cell")
     if not 0 <= number < cells:
-        raise line.wrong("cell", f"must be one of the grid's {cells} cells, got {number}")
+        raise line.wrong(
+            "cell", f"must be the number of a cell of the grid, 0 to {cells - 1}, got {number}"
+        )
     for name in ("model", "setting", "policy", "weir"):
         line.text(name)
     line.count("seed")
