@@ -78,9 +78,9 @@ def serve(
             "in memory [default: as many as fit, at most 256]. With --data and --disk, it "
             "matters only if the disk becomes full before the limit of --disk is reached. To make "
             "room, old turns are then deleted from the disk, except the turns used last: this many "
-            "of them stay. If this does not make enough room, this many new turns are kept in "
-            "memory until there is room again [default: none]. With --data and neither --disk nor "
-            "--cluster, it is refused.",
+            "of them stay. If this does not make enough room, up to this many new turns are kept "
+            "in memory until there is room again [default: none]. With --data and neither --disk "
+            "nor --cluster, it is refused.",
         ),
     ] = None,
     data: Annotated[

@@ -133,9 +133,10 @@ def check_fixed(
     if takes > memory:
         where = f"{policy} on {name}" if name else policy
         raise WeirError(
-            f"{where} takes {takes:,} bytes with a chunk of {chunk}, more than the {memory:,} of "
-            "--memory, and its slots are fixed in its text. Write fewer slots, use a policy that "
-            "takes a budget, use more memory, or leave out the policy."
+            f"{where} takes {takes:,} bytes with a chunk of {chunk}, more than the {memory:,} that "
+            "every policy gets, and its slots are fixed in its text. Write fewer slots, use a "
+            "policy that takes a budget, use more memory or a larger budget, or leave out the "
+            "policy."
         )
 
 

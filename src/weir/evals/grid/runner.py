@@ -71,8 +71,9 @@ def run(
         on_record: called with every record of the file, existing ones first.
 
     Raises:
-        WeirError: the file belongs to another grid or cannot be written; or models were given as
-            objects and other processes do the work, which cannot receive them.
+        WeirError: the file has lines and `resume` and `add` are false, belongs to another grid or
+            cannot be written; or models were given as objects and other processes do the work,
+            which cannot receive them.
     """
     if models and work is not None:
         raise WeirError(
