@@ -54,7 +54,10 @@ def train_gates(
     tokens: int = TOKENS,
     on_step: Callable[[float], None] = lambda share: None,
 ) -> TrainedGates:
-    """Train the gates of a model on a text; every fourth passage is used only for testing."""
+    """Train the gates of a model on a text; every fourth passage is used only for testing.
+
+    Layers with a sliding window get no gate.
+    """
     window = window_of(model.config)
     size = PASSAGE if window is None else min(PASSAGE, window // 2)
     ids = read_stream(tokenizer, text, tokens).ids
