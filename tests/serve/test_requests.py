@@ -137,6 +137,10 @@ BAD = {
         "messages[0]",
     ),
     "no text": (chat_of(messages=[{"role": "user", "content": 7}]), "messages[0].content"),
+    "a second message without content": (
+        chat_of(messages=[{"role": "user", "content": "x"}, {"role": "user"}]),
+        "messages[1].content",
+    ),
     "a picture": (
         chat_of(messages=[{"role": "user", "content": [{"type": "image_url"}]}]),
         "messages[0].content[0].type",
