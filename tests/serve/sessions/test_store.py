@@ -484,11 +484,19 @@ def test_more_than_a_file_may_say_is_not_exported(tmp_path):
 
 def test_what_is_no_export_is_refused(tmp_path):
     save_file({"a": torch.zeros(2)}, tmp_path / "other")
-    (tmp_path / "text").write_text("x" * 100)
     with store(tmp_path / "two") as its:
-        for name in ("other", "text", "nothing", "two"):
+        for name in ("other", "nothing", "two"):
             with pytest.raises(WeirError, match=r"the file is damaged|the file does not exist"):
                 unpack(its, "me", tmp_path / name)
+        for text in ("", "hello", "x" * 8, "x" * 100):
+            (tmp_path / "text").write_text(text)
+            with pytest.raises(WeirError) as error:
+                unpack(its, "me", tmp_path / "text")
+            assert str(error.value) == (
+                "the file cannot be imported: it does not begin like a session that weir "
+                "exported, or its end is missing. Send a file that you got from GET "
+                "/v1/sessions/ID/export."
+            )
         saved(its, "a")
         with pytest.raises(WeirError, match="the session cannot be written"):
             pack(its, "me", "s", tmp_path / "nowhere" / "file")
