@@ -14,7 +14,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weir.errors import WeirError, format_value, in_words
+from weir.errors import WeirError, format_size, format_value, in_words
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from weir.policies import Policy
 
 
+size = format_size
 SHORT = 20
 """Waits shorter than this many seconds are not announced."""
 WIDE = 100_000
@@ -275,9 +276,3 @@ def progress() -> Progress:
         transient=True,
         disable=not messages().is_interactive,
     )
-
-
-def size(nbytes: float) -> str:
-    """Format a number of bytes: 1.2 MB."""
-    power = next((n for n in range(3) if abs(nbytes) < 1000 ** (n + 1)), 3)
-    return f"{nbytes / 1000**power:.{min(power, 1)}f} {('B', 'kB', 'MB', 'GB')[power]}"
