@@ -174,6 +174,7 @@ def serve(
     Clients of OpenAI's API need only the address. Without --keys, only this machine is served.
     """
     from weir.cache import find_model_policy, read_bytes
+    from weir.loading import check_has_weights
     from weir.policies import Pinned, parse_policy, resolve_chunk, with_pin, with_slots
     from weir.serve import (
         Engine,
@@ -192,6 +193,7 @@ def serve(
     from weir.stream import RECALL
 
     model_name = options.one_model(argument, model_name)
+    check_has_weights(model_name)  # the memory can be estimated without them
     if budget is not None:
         policy = options.with_given_budget(policy or options.DEFAULT, budget)
     if cluster is None:
