@@ -238,6 +238,10 @@ def test_a_turn_in_memory_finds_what_its_parents_on_disk_have_read(tmp_path, mon
         assert [one and one.content for one in found] == [f"text {n}" for n in (3, 2, 1, 0)]
         said = [one.text for one in its.search_archive("me", "d", "What is the code of vault 1?")]
         assert "The code of vault 1 is 48211." in said
+        counted = its.count_archived("me", "b")
+        assert its.count_archived("me", "d") == its.count_archived("me", "c") == counted > 0
+        assert its.archive is not None and its.archive.count_turns("me", "d") == 0
+        assert its.count_archived("me", "none") == its.count_archived("you", "d") == 0
         for place in (first, fourth):
             its.drop_result("me", place.chain)
         assert sorted(its.dropped_places("me", "d")) == [first[:2], fourth[:2]]
