@@ -154,6 +154,12 @@ LONG_WAIT = 5.0
 """Seconds after which a line is printed about work in progress."""
 
 
+KERNELS = "preparing kernels (each is compiled when first used, and kept for later runs)"
+"""What a command does before the model's first call. Commands use different kernels, so each can
+have some to compile.
+"""
+
+
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
     """Show that work of unknown duration is in progress. Without a terminal, print a line if the

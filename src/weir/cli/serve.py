@@ -13,7 +13,16 @@ from typer import Argument, Context, Option
 
 from weir.cli import options
 from weir.cli.app import command
-from weir.cli.common import in_words, prepare_model, say, say_set_aside, say_window, size, waiting
+from weir.cli.common import (
+    KERNELS,
+    in_words,
+    prepare_model,
+    say,
+    say_set_aside,
+    say_window,
+    size,
+    waiting,
+)
 from weir.cli.loading import Loading, load_model, loads_model
 from weir.cli.pinning import AUTO, PinSlots, pin_format, read_pin
 from weir.errors import WeirError
@@ -352,7 +361,7 @@ def serve(
             deterministic=deterministic,
             prefix_place=prefixes,
         )
-        with waiting("compiling kernels for this machine (only once), then reading a first text"):
+        with waiting(f"{KERNELS}, then reading a first text"):
             engine.warm_up()
         if compiled:
             compile_or_say(engine)
