@@ -162,6 +162,12 @@ def format_value(value: Any) -> str:
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
+def format_size(nbytes: float) -> str:
+    """Format a number of bytes: 1.2 MB."""
+    power = next((n for n in range(4) if abs(nbytes) < 1000 ** (n + 1)), 4)
+    return f"{nbytes / 1000**power:,.{min(power, 1)}f} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
+
+
 def quote(value: Any) -> str:
     """Quote a value in an error message, on one line, and cut if it is long."""
     text = repr(value) if isinstance(value, str) else format_value(value)

@@ -424,6 +424,29 @@ def test_what_is_forgotten_is_told_once_and_listed(chat):
     )
 
 
+def test_the_tokens_of_a_loaded_state_are_listed_without_text(chat, tmp_path):
+    """All tokens that were seen are in some line."""
+    path = tmp_path / "talk"
+    loaded = chat("Remember 482.", f"/save {path}").err
+    before = int(re.findall(r"([\d,]+) tokens seen", loaded)[-1])
+    for policy in ("window(200)", "window(12)"):
+        chat("Remember 482.", f"/save {path}", words=("--policy", policy))
+        for ended in (
+            chat(f"/load {path}", "H", "/forgotten"),
+            chat("H", "/forgotten", words=("--session", path)),
+        ):
+            listed = re.findall(r"(\d+) tokens?, (whole|gone|\d+% held): ", ended.err)
+            said = r"(\d+) loaded tokens, (.*): a saved state has no text\n"
+            (first,) = re.findall(said, ended.err)
+            counts = [int(count) for count, _ in (first, *listed)]
+            seen = int(re.findall(r"([\d,]+) tokens seen", ended.err)[-1])
+            assert counts[0] == before and sum(counts) == seen
+            is_whole = policy == "window(200)"
+            assert (first[1] == "whole") is is_whole
+            assert ("nothing has been forgotten yet" in ended.err) is is_whole
+    assert "loaded" not in chat("Hello", "/forgotten").err
+
+
 def test_a_model_that_repeats_itself_is_told_apart_with_a_remedy(chat, monkeypatch):
     assert "repeats itself" not in chat("Hello").err
     monkeypatch.setattr("weir.stream.conversation.repeats", lambda ids: len(ids) == 12)

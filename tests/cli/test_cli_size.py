@@ -138,11 +138,12 @@ def test_without_the_weights_it_says_what_they_decide(capsys, model, config):
     wider = facts_of(capsys, config, "--slots", "int8")["stream_bytes"]
     assert facts["stream_bytes"] == facts_of(capsys, config, "--slots", "int4")["stream_bytes"]
     assert facts["stream_bytes_at_most"] == wider > facts["stream_bytes"]
-    said = run(capsys, "size", config).out.splitlines()[3]
-    assert said.endswith(
-        " kB with 8-bit slots: the default policy chooses by the weights, which "
-        "are not in a local folder or file"
-    )
+    for given, place in ((config, "file"), (config.parent, "folder")):
+        said = run(capsys, "size", given).out.splitlines()[3]
+        assert said.endswith(
+            " kB with 8-bit slots: the default policy chooses by the weights, which "
+            f"are not in this {place}"
+        )
     pinned = facts_of(capsys, config, "--pin", 8)
     assert pinned["stream_bytes_at_most"] > pinned["stream_bytes"]
 
@@ -330,13 +331,22 @@ def test_what_makes_no_sense_is_refused_in_one_line(capsys, model, words, senten
     assert "Traceback" not in ended.err
 
 
-def test_a_folder_without_a_configuration_is_refused(capsys, tmp_path):
-    ended = run(capsys, "size", tmp_path)
-    assert (ended.code, ended.out) == (1, "")
-    assert ended.err == (
-        f"weir: the folder {tmp_path} has no config.json, which contains the sizes "
-        f"of the model. Use a folder that save_pretrained wrote.\n"
-    )
+@pytest.mark.parametrize("words", [("size",), ("chat",), ("serve",), ("chat", "--weights", "q8_0")])
+def test_a_folder_without_a_model_is_refused_by_every_command_alike(
+    capsys, config, tmp_path, words
+):
+    pytest.importorskip("fastapi")
+    (tmp_path / "empty").mkdir()
+    lacks = {"empty": "it has no config.json"}
+    if words != ("size",):
+        lacks["only"] = "it has no weights (.safetensors or .bin files)"
+    for name, lack in lacks.items():
+        ended = run(capsys, words[0], tmp_path / name, *words[1:])
+        assert (ended.code, ended.out) == (1, "")
+        assert ended.err.splitlines()[-1] == (
+            f"weir: the folder {tmp_path / name} does not contain a model: {lack}. Use a folder "
+            "that save_pretrained wrote, a .gguf file, or an id on the Hub."
+        )
 
 
 def test_a_pin_counts(capsys, model):

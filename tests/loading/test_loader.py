@@ -270,7 +270,14 @@ DAMAGED = {
     "no tokenizer": (without("tokenizer.json", "tokenizer_config.json"), "has no tokenizer"),
     "no tokenizer, where transformers makes an empty one": (untold, "has no tokenizer files"),
     "a tokenizer that is no JSON": (written("tokenizer.json", "{"), "has no tokenizer"),
-    "no weights": (without("model.safetensors"), "cannot be read as a causal language model"),
+    "no weights": (
+        without("model.safetensors"),
+        r"does not contain a model: it has no weights \(\.safetensors or \.bin files\)\. Use a",
+    ),
+    "a configuration alone": (
+        lambda folder: [path.unlink() for path in folder.iterdir() if path.name != "config.json"],
+        "does not contain a model: it has no weights",
+    ),
     "weights cut short": (cut, "cannot be read as a causal language model"),
     "weights that are missing": (
         weights(**{"model.layers.1.mlp.up_proj.weight": None, "model.norm.weight": None}),

@@ -217,6 +217,36 @@ def test_a_request_drops_by_the_ids_of_calls(server):
     assert server.post("/v1/responses", more).json()["error"]["param"] == "weir.drop[0]"
 
 
+@pytest.mark.parametrize("field", ["drop", "pin"])
+def test_a_count_drops_and_pins_nothing(field):
+    """The requests are refused, because their answers would have other counts."""
+    policy = "pinned(sink(2) | recent(600), n=600, header=4)"
+    with serving(make_client(template=TAKES_TOOLS, policy=policy)) as server:
+        ask(server, HISTORY, "one")
+        before = memory(server, "one"), items(server, "one")
+        use = {"type": "tool_use", "id": "call_a/b", "name": "read", "input": {}}
+        done = {"type": "tool_result", "tool_use_id": "call_a/b", "content": SECRET}
+        call = {"type": "function_call", "call_id": "call_a/b", "name": "read", "arguments": "{}"}
+        output = {"type": "function_call_output", "call_id": "call_a/b", "output": SECRET}
+        blocks = [
+            {"role": "user", "content": HISTORY[0]["content"]},
+            {"role": "assistant", "content": [use]},
+            {"role": "user", "content": [done]},
+        ]
+        for path, given in (
+            ("/v1/messages/count_tokens", {"messages": blocks}),
+            ("/v1/responses/input_tokens", {"input": [blocks[0], call, output]}),
+        ):
+            body = {"model": "small", **given}
+            assert server.post(path, body).status_code == 200
+            refused = server.post(path, {**body, "weir": {field: ["call_a/b"]}})
+            assert refused.status_code == 400
+            assert f"a count changes no cache. Send weir.{field} with the" in refused.text
+        marks = server.store.dropped_chains(""), server.store.pinned_chains("")
+        assert marks == (frozenset(), frozenset())
+        assert (memory(server, "one"), items(server, "one")) == before
+
+
 def test_while_an_answer_is_made(server):
     first = ask(server, HISTORY, "one")
     history = [*HISTORY, said(first), USER]

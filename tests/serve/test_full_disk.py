@@ -162,7 +162,7 @@ def test_turns_that_went_on_in_memory_are_written_when_there_is_room(tmp_path, d
     def full(*given, **named):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with serving(make_client(data=tmp_path, limit=10**9, keep=3)) as server:
+    with serving(make_client(data=tmp_path, limit=10**9, keep=3, archive=10**6)) as server:
         first = ask(server, "One")
         disk.size = 0
         monkeypatch.setattr(folder_file.os, "write", full)
@@ -172,6 +172,8 @@ def test_turns_that_went_on_in_memory_are_written_when_there_is_room(tmp_path, d
         assert session["turns"] == 3
         told = httpx.get(f"{server.url}/v1/sessions/{session['id']}").json()
         assert told["turns"] == 3
+        memory = httpx.get(f"{server.url}/v1/sessions/{session['id']}/memory").json()
+        assert memory["archive"]["turns"] == 2  # the first message and its answer are on the disk
         node = server.store.find_history("", server.store.list_turns("", session["id"])[-1].chain)
         assert [len(one.ids) > 0 for one in server.store.ancestry("", node.node)] == [True] * 3
         ask(server, "Other")

@@ -66,6 +66,36 @@ def test_where_pins_cannot_be_chosen_it_is_said(free):
         choose_pin("nano", given, **HOW)
 
 
+@pytest.mark.parametrize(
+    ("rows", "kept", "remedy"),
+    [
+        (8, None, "Use fewer --rows or a smaller budget."),
+        (8, 0, "Use fewer --rows or a smaller budget."),
+        (8, 9, "Use fewer --rows, a smaller --keep, or a smaller budget."),
+        (1, None, "Use a smaller budget."),
+    ],
+)
+def test_a_server_that_needs_too_much_memory_is_refused_with_the_options_that_matter(
+    free, rows, kept, remedy
+):
+    free(1_000_000_000)
+    policy = f"streaming_llm({10**12})"
+    with pytest.raises(WeirError) as error:
+        estimate_memory("nano", policy, chunk=64, rows=rows, kept=kept)
+    turns = {9: "the states of 9 turns 38,016.0 TB, ", 0: ""}.get(kept, "the states of 1 turn ")
+    many = "8 rows take 33,792.0 TB" if rows == 8 else "1 row takes 4,224.0 TB"
+    assert str(error.value).startswith(
+        f"not enough memory on cpu: 1.0 GB are free. nano takes 16.8 MB, {many}, {turns}"
+    )
+    assert str(error.value).endswith(f"and 8 states of prompts 33,792.0 TB. {remedy}")
+
+
+def test_weights_that_exceed_the_memory_are_not_said_to_fit_with_fewer_rows(free):
+    free(1000)
+    with pytest.raises(WeirError, match=r"1\.0 kB are free\. .* Use a smaller model\.$"):
+        estimate_memory("nano", POLICY, chunk=64, rows=4, kept=9)
+
+
 def test_a_number_of_pins_is_read():
     assert (read_pin(None), read_pin("0"), read_pin("8192")) == (None, 0, 8192)
     for wrong in ("-1", "1e3", "many", "", "9" * 10):

@@ -137,6 +137,10 @@ BAD = {
         "messages[0]",
     ),
     "no text": (chat_of(messages=[{"role": "user", "content": 7}]), "messages[0].content"),
+    "a second message without content": (
+        chat_of(messages=[{"role": "user", "content": "x"}, {"role": "user"}]),
+        "messages[1].content",
+    ),
     "a picture": (
         chat_of(messages=[{"role": "user", "content": [{"type": "image_url"}]}]),
         "messages[0].content[0].type",
@@ -420,22 +424,32 @@ def test_keys_are_read_from_a_file_as_hashes(tmp_path):
     path.write_text("# nobody\n")
     with pytest.raises(WeirError, match="contains no keys"):
         Keys.read(path)
-    with pytest.raises(WeirError, match="cannot read the key file"):
-        Keys.read(tmp_path / "none")
+    path.write_bytes(b"\xff")
+    for name, reason in (("none", "No such file or directory"), ("keys", "it is not UTF-8 text")):
+        with pytest.raises(WeirError) as error:
+            Keys.read(tmp_path / name)
+        assert str(error.value) == (
+            f"cannot read the key file {tmp_path / name}: {reason}. Use --keys with a text file "
+            "that has the SHA-256 hash of a key in each line."
+        )
 
 
 def test_without_keys_nobody_elsewhere_is_served():
     for host in ("0.0.0.0", "::"):
         with pytest.raises(WeirError, match="without keys anyone could use the server"):
             bind(host, 0, Keys())
-    with pytest.raises(WeirError, match="cannot serve at no such host: "):
+    with pytest.raises(WeirError, match=r"cannot serve at no such host: [A-Z]"):
         bind("no such host", 0, Keys())
     bind("0.0.0.0", 0, Keys([hash_of(ALICE)])).close()
     with bind("127.0.0.1", 0, Keys()) as bound:
         bound.listen()
         port = bound.getsockname()[1]
-        with pytest.raises(WeirError, match=f"cannot serve at 127.0.0.1:{port}: .* Use another"):
-            bind("127.0.0.1", port, Keys())
+        for at, remedy in ((port, "Use another --port, or"), (0, "The --host must be an address")):
+            host = "127.0.0.1" if at else "192.0.2.1"  # kept for documentation, so nobody has it
+            with pytest.raises(WeirError, match=f"cannot serve at {host}:{at}: .*") as error:
+                bind(host, at, Keys([hash_of(ALICE)]))
+            assert str(error.value).partition(". ")[2].startswith(remedy)
+            assert ("--host must" in str(error.value)) is (at == 0)
     with serving(make_client(rows=1)) as server:
         body = json.dumps(chat_of()).encode()
         for host, status in (("localhost", b"200"), ("evil.example", b"421")):
@@ -456,12 +470,21 @@ def test_models_tell_of_a_window_without_end(server):
     told = client.models.retrieve("small").model_dump()
     for name in ("max_model_len", "context_length", "context_window", "max_context_length"):
         assert told[name] >= 10**9
+    config = server.engine.model.config
+    assert told["meta"] == {"n_ctx": 10**9, "n_ctx_train": config.max_position_embeddings}
+    assert config.max_position_embeddings < 10**6
     policy = server.engine.cache.policy
     assert (told["weir"]["policy"], told["weir"]["pools"]) == (policy.brief, policy.stands_for)
     answer = httpx.get(
         f"{server.url}/v1/models/other/one", headers={"Authorization": f"Bearer {ALICE}"}
     )
     assert error_of(answer)[:2] == (404, "model")
+
+
+def test_a_window_that_the_configuration_lacks_is_left_out(server, monkeypatch):
+    monkeypatch.setattr(server.engine.model.config, "max_position_embeddings", 0)
+    told = server.client(ALICE).models.retrieve("small").model_dump()
+    assert told["meta"] == {"n_ctx": 10**9}
 
 
 def test_what_is_not_there_is_an_error_of_the_same_form(server):

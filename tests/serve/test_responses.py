@@ -239,6 +239,11 @@ def test_a_compaction_is_refused_as_the_response_would_be(client):
                 model="small", input="More", extra_body={"weir": {name: ["call_1"]}}
             )
         assert error.value.param == f"weir.{name}"
+    for given in ({}, {"input": []}, {"input": [{"type": "reasoning", "summary": []}]}):
+        for ask in (client.responses.create, client.responses.compact):
+            with pytest.raises(openai.BadRequestError, match="input is missing or empty") as error:
+                ask(model="small", **given)
+            assert error.value.param == "input"
     stray = {"type": "function_call_output", "call_id": "c", "output": "x"}
     for ask in (client.responses.create, client.responses.compact):
         with pytest.raises(openai.BadRequestError) as error:

@@ -11,8 +11,10 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from weir.serve.api.errors import APIError, invalid_query
 from weir.serve.api.requests import parse_body
+from weir.serve.api.schemas.anthropic import AnthropicBody
 from weir.serve.api.schemas.base import unknown_fields
 from weir.serve.api.schemas.chat import ChatBody
+from weir.serve.api.schemas.ollama import OllamaChatBody
 from weir.serve.api.schemas.responses import ConversationBody, ResponseBody
 from weir.serve.api.sessions import ForkBody
 
@@ -128,6 +130,50 @@ def test_calls_of_one_message_have_ids_of_their_own():
     assert "have the id 'a'" in said(response(input=[made, answer, made]))
     assert "have the id 'a'" in said({"items": [made, made]}, ConversationBody)
     assert parse_body(json.dumps(response(input=[made, result, made])).encode(), ResponseBody)
+
+
+ASKED = {"role": "user", "content": "x"}
+MADE = {"id": "a", "function": {"name": "f", "arguments": "{}"}}
+SAME = {"function": {"name": "f", "arguments": {}}}
+"""A call in Ollama's format."""
+THOUGHTS = ("reasoning_content", "reasoning", "reasoning_details", "thinking", "thinking_blocks")
+
+
+@pytest.mark.parametrize("given", [{}, {"content": None}], ids=["missing", "null"])
+@pytest.mark.parametrize("kind", [ChatBody, OllamaChatBody])
+def test_a_message_without_content_is_refused(kind, given):
+    for role in ("system", "user", "assistant", "tool", "developer"):
+        if (kind, role) == (OllamaChatBody, "developer"):
+            continue
+        named = {"tool_call_id": "a"} if role == "tool" else {}
+        message = {"role": role, **named, **given}
+        whole = response(messages=[ASKED, message, ASKED])
+        assert said(whole, kind) == "Missing required parameter: 'messages[1].content'."
+        message["content"] = ""
+        assert parse_body(json.dumps(whole).encode(), kind)
+
+
+@pytest.mark.parametrize("given", [{}, {"content": None}], ids=["missing", "null"])
+def test_an_answer_of_calls_refusals_or_thoughts_needs_no_content(given):
+    for kind, others in (
+        (ChatBody, [{"tool_calls": [MADE]}, {"refusal": "No."}, {"refusal": ""}]),
+        (OllamaChatBody, [{"tool_calls": [SAME]}]),
+    ):
+        for other in (*others, *({name: "Hm."} for name in THOUGHTS)):
+            message = {"role": "assistant", **given, **other}
+            whole = response(messages=[ASKED, message, ASKED])
+            assert parse_body(json.dumps(whole).encode(), kind).history[1].content in ("", "No.")
+        for other in ({"tool_calls": []}, {"thinking": ""}, {"refusal": None}, {"id": "x"}):
+            whole = response(messages=[ASKED, {"role": "assistant", **given, **other}, ASKED])
+            assert "'messages[1].content'" in said(whole, kind)
+
+
+@pytest.mark.parametrize("role", ["user", "assistant", "system"])
+def test_the_other_apis_need_content_too(role):
+    for given in ({}, {"content": None}):
+        message = {"role": role, **given}
+        for kind, field in ((ResponseBody, "input"), (AnthropicBody, "messages")):
+            assert f"'{field}[0].content'" in said(response(**{field: [message]}), kind)
 
 
 def test_a_byte_order_mark_in_front_of_a_body_is_passed_over():

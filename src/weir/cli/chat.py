@@ -17,6 +17,7 @@ from typer import Argument, Context, Option
 from weir.cli import options
 from weir.cli.app import command
 from weir.cli.common import (
+    KERNELS,
     in_words,
     messages,
     prepare_model,
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 
     from weir.cache import Holding
     from weir.policies import Policy
-    from weir.stream import Conversation, Stream, Transcript
+    from weir.stream import Conversation, Passage, Stream, Transcript
 
 HELP = """/forgotten       show how much of each turn the cache still holds
 /remembers TEXT  show whether the cache still holds a text that was said
@@ -275,7 +276,7 @@ def chat(
 def _talk(conversation: Conversation, keeper: Keeper, interrupt: Interrupt, **how: Any) -> None:
     """Read messages and commands and answer them, until the user leaves."""
     full = _forgets(conversation)
-    waits = "compiling kernels for this machine (only once), then reading"
+    waits = f"{KERNELS}, then reading"
     while (words := _read_words(interrupt)) is not None:
         line, quoted = words
         ordered = line.startswith("/") and not quoted
@@ -601,7 +602,10 @@ def _load(conversation: Conversation, file: Path) -> None:
 def _tell_forgotten(conversation: Conversation) -> None:
     """List the turns of a conversation, with the share of each that is held."""
     transcript, holding = _look(conversation)
-    passages = transcript.passages(holding)
+    passages, loaded = transcript.passages(holding), transcript.loaded(holding)
+    if loaded is not None:
+        many = in_words(loaded.tokens, "loaded token")
+        say(f"{many}, {_held_words(loaded)}: a saved state has no text")
     shown = passages if len(passages) <= MOST_LINES else passages[-MOST_LINES:]
     if len(shown) < len(passages):
         say(f"the last {len(shown)} of {len(passages)} passages:")
@@ -609,11 +613,16 @@ def _tell_forgotten(conversation: Conversation) -> None:
         first, last = passage.turns
         turns = f"turn {first}" if first == last else f"turns {first} to {last}"
         words = " ".join(passage.text.split())
-        held = {0.0: "gone", 1.0: "whole"}.get(passage.held, f"{passage.held:.0%} held")
         beginning = f"{words[:PREVIEW]}…" if len(words) > PREVIEW else words
-        say(f"{turns}, {in_words(passage.tokens, 'token')}, {held}: {beginning}")
-    if shown and all(passage.held == 1 for passage in passages):
+        tokens = in_words(passage.tokens, "token")
+        say(f"{turns}, {tokens}, {_held_words(passage)}: {beginning}")
+    if shown and all(one.held == 1 for one in (*passages, loaded) if one is not None):
         say("nothing has been forgotten yet")
+
+
+def _held_words(passage: Passage) -> str:
+    """Say how much of a passage is held."""
+    return {0.0: "gone", 1.0: "whole"}.get(passage.held, f"{passage.held:.0%} held")
 
 
 def _tell_held(conversation: Conversation, text: str) -> None:

@@ -14,7 +14,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weir.errors import WeirError, format_value, in_words
+from weir.errors import WeirError, format_size, format_value, in_words
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from weir.policies import Policy
 
 
+size = format_size
 SHORT = 20
 """Waits shorter than this many seconds are not announced."""
 WIDE = 100_000
@@ -153,6 +154,12 @@ LONG_WAIT = 5.0
 """Seconds after which a line is printed about work in progress."""
 
 
+KERNELS = "preparing kernels (each is compiled when first used, and kept for later runs)"
+"""What a command does before the model's first call. Commands use different kernels, so each can
+have some to compile.
+"""
+
+
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
     """Show that work of unknown duration is in progress. Without a terminal, print a line if the
@@ -275,9 +282,3 @@ def progress() -> Progress:
         transient=True,
         disable=not messages().is_interactive,
     )
-
-
-def size(nbytes: float) -> str:
-    """Format a number of bytes: 1.2 MB."""
-    power = next((n for n in range(3) if abs(nbytes) < 1000 ** (n + 1)), 3)
-    return f"{nbytes / 1000**power:.{min(power, 1)}f} {('B', 'kB', 'MB', 'GB')[power]}"

@@ -13,7 +13,16 @@ from typer import Argument, Context, Option
 
 from weir.cli import options
 from weir.cli.app import command
-from weir.cli.common import in_words, prepare_model, say, say_set_aside, say_window, size, waiting
+from weir.cli.common import (
+    KERNELS,
+    in_words,
+    prepare_model,
+    say,
+    say_set_aside,
+    say_window,
+    size,
+    waiting,
+)
 from weir.cli.loading import Loading, load_model, loads_model
 from weir.cli.pinning import AUTO, PinSlots, pin_format, read_pin
 from weir.errors import WeirError
@@ -174,6 +183,7 @@ def serve(
     Clients of OpenAI's API need only the address. Without --keys, only this machine is served.
     """
     from weir.cache import find_model_policy, read_bytes
+    from weir.loading import check_has_weights
     from weir.policies import Pinned, parse_policy, resolve_chunk, with_pin, with_slots
     from weir.serve import (
         Engine,
@@ -192,6 +202,7 @@ def serve(
     from weir.stream import RECALL
 
     model_name = options.one_model(argument, model_name)
+    check_has_weights(model_name)  # the memory can be estimated without them
     if budget is not None:
         policy = options.with_given_budget(policy or options.DEFAULT, budget)
     if cluster is None:
@@ -350,7 +361,7 @@ def serve(
             deterministic=deterministic,
             prefix_place=prefixes,
         )
-        with waiting("compiling kernels for this machine (only once), then reading a first text"):
+        with waiting(f"{KERNELS}, then reading a first text"):
             engine.warm_up()
         if compiled:
             compile_or_say(engine)

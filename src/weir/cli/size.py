@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Context, Option
@@ -195,7 +196,14 @@ def _load_if_here(name: str, loading: Loading) -> tuple[PreTrainedModel | None, 
     from weir.loading import has_weights
 
     if not has_weights(name):
-        return None, "are not in a local folder or file"
+        path = Path(name).expanduser()
+        return None, (
+            "are not in this folder"
+            if path.is_dir()
+            else "are not in this file"
+            if path.is_file()
+            else "are not in a local folder or file"
+        )
     try:
         return load_model(name, loading)[0], ""
     except TooLargeError:

@@ -3,6 +3,7 @@ bits.
 """
 
 from weir.loading.loader import (
+    check_has_weights,
     default_device,
     from_where,
     has_weights,

@@ -249,10 +249,7 @@ class _Source:
             return self.read(AutoConfig, where, place)
         except WeirError:
             if Path(place).is_dir() and (lack := _lack_of_model(Path(place))) is not None:
-                raise WeirError(
-                    f"the folder {self.name} does not contain a model: {lack}. Use a folder that "
-                    "save_pretrained wrote, a .gguf file, or an id on the Hub."
-                ) from None
+                raise _no_model(self.name, lack) from None
             raise
 
 
@@ -270,6 +267,7 @@ def _load_as(
     device = device or default_device()
     wanted = _dtype(name, dtype, device)
     place, _ = _place(name)
+    check_has_weights(name)
     config = source.config()
     check_decoder(name, config)
     attend_by_sink(config)
@@ -463,11 +461,6 @@ def skeleton(
     header = None if file is None else read_header(file)
     if path.is_file() and file is None:
         config = source.read(AutoConfig, f"{name} is not the configuration of a model", str(path))
-    elif path.is_dir() and file is None and not (path / "config.json").is_file():
-        raise WeirError(
-            f"the folder {name} has no config.json, which contains the sizes of the model. Use a "
-            "folder that save_pretrained wrote."
-        )
     else:
         config = source.config() if header is None else config_of(header)
     attend_by_sink(config)
@@ -559,6 +552,22 @@ def has_weights(name: str) -> bool:
     folder = Path(name).expanduser()
     ends = (".safetensors", ".bin", ".index.json")
     return folder.is_dir() and any(file.name.endswith(ends) for file in folder.iterdir())
+
+
+def check_has_weights(name: str) -> None:
+    """Refuse a folder that has no weights. Other names are accepted."""
+    folder = Path(name).expanduser()
+    if folder.is_dir() and not has_weights(name):
+        lack = _lack_of_model(folder) or "it has no weights (.safetensors or .bin files)"
+        raise _no_model(name, lack)
+
+
+def _no_model(name: str, lack: str) -> WeirError:
+    """Return the error for a folder that does not contain a model, and lacks something."""
+    return WeirError(
+        f"the folder {name} does not contain a model: {lack}. Use a folder that save_pretrained "
+        "wrote, a .gguf file, or an id on the Hub."
+    )
 
 
 def _read_name(name: object) -> str:

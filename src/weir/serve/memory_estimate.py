@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from weir.cache import fit_to_model, size_of
-from weir.errors import WeirError, first_line, in_words
+from weir.errors import WeirError, first_line, format_size, in_words
 from weir.loading import default_device, skeleton
 from weir.models import free_memory
 from weir.policies import SAME, Pinned, Policy, parse_policy, with_pin
@@ -74,18 +74,31 @@ def estimate_memory(
     size = size_of(model, fitted, chunk=chunk)
     device, free = _find_free(loading)
     left = 0 if free is None else free - size.weights - (rows + PREFIXES) * size.stream
+    remedies = ["fewer --rows"] if rows > 1 else []
+    if kept is not None and kept > 1:
+        remedies.append("a smaller --keep")
+    remedies.append("a smaller budget")
     if kept is None:
         kept = DEFAULT_KEPT if free is None else max(1, min(DEFAULT_KEPT, left // 2 // size.stream))
     estimate = MemoryEstimate(fitted, size.weights, size.stream, rows, kept, free)
     if free is not None and estimate.total > free:
+        if size.weights > free:
+            remedies = ["a smaller model"]
+        turns = f" the states of {in_words(kept, 'turn')} {format_size(kept * size.stream)},"
         raise WeirError(
-            f"not enough memory on {device}: {free:,} bytes are free. {model_name} takes "
-            f"{size.weights:,} bytes, {in_words(rows, 'row')} {'takes' if rows == 1 else 'take'} "
-            f"{rows * size.stream:,}, the states of {in_words(kept, 'turn')} "
-            f"{kept * size.stream:,}, and {PREFIXES} states of prompts "
-            f"{PREFIXES * size.stream:,}. Use fewer --rows, a smaller --keep, or a smaller budget."
+            f"not enough memory on {device}: {format_size(free)} are free. {model_name} takes "
+            f"{format_size(size.weights)}, {in_words(rows, 'row')} "
+            f"{'takes' if rows == 1 else 'take'} {format_size(rows * size.stream)},"
+            f"{turns if kept else ''} and {PREFIXES} states of prompts "
+            f"{format_size(PREFIXES * size.stream)}. Use {_either(remedies)}."
         )
     return estimate
+
+
+def _either(remedies: Sequence[str]) -> str:
+    """Join alternatives with "or"."""
+    *others, last = remedies
+    return f"{', '.join(others)}{',' * (len(others) > 1)} or {last}" if others else last
 
 
 def choose_pin(

@@ -103,8 +103,14 @@ class ResponseTurn:
         returns None and all items.
 
         Raises StrayResult for a result without a call, PreviousNotFound if the previous response
-        does not exist, and HistoryNotKept if earlier messages are needed that are no longer kept.
+        does not exist, HistoryNotKept if earlier messages are needed that are no longer kept, and
+        WeirError if there is no history.
         """
+        if self.previous is None and not self.items:
+            raise WeirError(
+                "there is nothing to compact: input is missing or empty. Send the history as "
+                "input, or name its last response as previous_response_id."
+            )
         start: TurnRecord | None = None
         items, before = self.items, list[Message]()
         if self.previous is not None:

@@ -20,6 +20,6 @@ from weir.stream.session import replace_atomically
 from weir.stream.stream import MOST_LOGITS, PIECE, Stream
 from weir.stream.template_bounds import make_way
 from weir.stream.text import BOOK, STANDARD_INPUT, Books, encode, read_books, read_stream, read_text
-from weir.stream.transcript import Transcript, Turn, held_shares, repeats
+from weir.stream.transcript import Passage, Transcript, Turn, held_shares, repeats
 
 __all__ = ["Archive", "Conversation", "Stream"]

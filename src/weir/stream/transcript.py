@@ -196,6 +196,15 @@ class Transcript:
                 found.append(Passage((number, number), tokens, share, said[0].text))
         return found
 
+    def loaded(self, holding: Holding) -> Passage | None:
+        """Return the tokens before the first turn, which come from a saved stream, as a passage
+        without text. None if there are none.
+        """
+        tokens = self.turns[0].start if self.turns else 0
+        if not tokens:
+            return None
+        return Passage((0, 0), tokens, float(held_shares(holding)[:tokens].sum()) / tokens, "")
+
     def _numbered(self) -> Iterator[tuple[int, Turn]]:
         """Return all turns with the numbers of their exchanges; a message begins an exchange."""
         number = 0

@@ -238,6 +238,10 @@ def test_a_turn_in_memory_finds_what_its_parents_on_disk_have_read(tmp_path, mon
         assert [one and one.content for one in found] == [f"text {n}" for n in (3, 2, 1, 0)]
         said = [one.text for one in its.search_archive("me", "d", "What is the code of vault 1?")]
         assert "The code of vault 1 is 48211." in said
+        counted = its.count_archived("me", "b")
+        assert its.count_archived("me", "d") == its.count_archived("me", "c") == counted > 0
+        assert its.archive is not None and its.archive.count_turns("me", "d") == 0
+        assert its.count_archived("me", "none") == its.count_archived("you", "d") == 0
         for place in (first, fourth):
             its.drop_result("me", place.chain)
         assert sorted(its.dropped_places("me", "d")) == [first[:2], fourth[:2]]
@@ -484,11 +488,19 @@ def test_more_than_a_file_may_say_is_not_exported(tmp_path):
 
 def test_what_is_no_export_is_refused(tmp_path):
     save_file({"a": torch.zeros(2)}, tmp_path / "other")
-    (tmp_path / "text").write_text("x" * 100)
     with store(tmp_path / "two") as its:
-        for name in ("other", "text", "nothing", "two"):
+        for name in ("other", "nothing", "two"):
             with pytest.raises(WeirError, match=r"the file is damaged|the file does not exist"):
                 unpack(its, "me", tmp_path / name)
+        for text in ("", "hello", "x" * 8, "x" * 100):
+            (tmp_path / "text").write_text(text)
+            with pytest.raises(WeirError) as error:
+                unpack(its, "me", tmp_path / "text")
+            assert str(error.value) == (
+                "the file cannot be imported: it does not begin like a session that weir "
+                "exported, or its end is missing. Send a file that you got from GET "
+                "/v1/sessions/ID/export."
+            )
         saved(its, "a")
         with pytest.raises(WeirError, match="the session cannot be written"):
             pack(its, "me", "s", tmp_path / "nowhere" / "file")

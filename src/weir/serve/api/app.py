@@ -191,8 +191,9 @@ def bind(host: str, port: int, keys: Keys) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise WeirError(
-            f"cannot serve at {host}: {error}. Use the address of a network interface of this "
+            f"cannot serve at {host}: {reason}. Use the address of a network interface of this "
             "machine with --host."
         ) from None
     if not keys and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:

@@ -22,6 +22,7 @@ from weir.serve.api.items import (
     check_drops,
     check_pins,
     check_recall,
+    refuse_marks,
     unknown_output,
 )
 from weir.serve.api.models import check_model
@@ -82,6 +83,7 @@ async def answer_chat(
 
 async def count_chat(http: Request, client: EngineClient, owner: str, chat: ChatRequest) -> int:
     """Count the tokens of a chat before its answer."""
+    refuse_marks(chat.body, "a count", "the request for the answer")
     offer = add_own_tools(client, chat.body, chat.offer)
     match, _ = _make_match(http, client, owner, chat, offer)
     prompt = await run_in_thread(match, param="messages")

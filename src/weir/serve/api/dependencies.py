@@ -48,7 +48,11 @@ class Keys:
         try:
             text = Path(path).read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise WeirError(f"cannot read the key file {path}: {error}") from None
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+            raise WeirError(
+                f"cannot read the key file {path}: {reason}. Use --keys with a text file that has "
+                "the SHA-256 hash of a key in each line."
+            ) from None
         hashes = []
         for number, line in enumerate(text.splitlines(), 1):
             words = line.partition("#")[0].split()

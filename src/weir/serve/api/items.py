@@ -131,6 +131,14 @@ def check_pins(client: EngineClient, body: GenerationBody) -> list[str]:
     return body.pins
 
 
+def refuse_marks(body: GenerationBody, what: str, instead: str) -> None:
+    """Refuse to drop or pin outputs in a request that changes no cache (APIError)."""
+    for name, calls in (("drop", body.drops), ("pin", body.pins)):
+        if calls:
+            message = f"{what} changes no cache. Send weir.{name} with {instead}."
+            raise APIError(400, message, param=f"weir.{name}", code="unsupported")
+
+
 def check_recall(client: EngineClient, body: GenerationBody) -> int:
     """Return how many tokens of recalled text a request may get. Raises APIError if it asks for
     recalled text and the server has no archive.

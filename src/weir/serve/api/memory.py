@@ -95,7 +95,7 @@ def _archive_of(
         running = client.running_prompt(owner, session)
         text = None if running is None else running.recalled
         recalled = 0 if text is None else text.tokens
-    turns = 0 if node is None else archive.count_turns(owner, node)
+    turns = 0 if node is None else client.store.count_archived(owner, node)
     working = archive.problem is None
     return {"archive": {"working": working, "turns": turns, "recalled_tokens": recalled}}
 

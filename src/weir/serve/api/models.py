@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query
 
 from weir.errors import shorten
+from weir.models import window_of
 from weir.serve.api.dependencies import Client
 from weir.serve.api.errors import APIError, not_found
 from weir.serve.client import EngineClient
@@ -80,7 +81,7 @@ def names_of(client: EngineClient) -> list[str]:
 
 def card(client: EngineClient, name: str) -> dict[str, Any]:
     """Describe the model under one of its names."""
-    limits = client.limits
+    limits, trained = client.limits, window_of(client.engine.model.config)
     return {
         "id": name,
         "object": "model",
@@ -96,7 +97,7 @@ def card(client: EngineClient, name: str) -> dict[str, Any]:
         "max_model_len": WINDOW,
         "max_completion_tokens": limits.answer,
         "max_output_tokens": limits.answer,
-        "meta": {"n_ctx": WINDOW, "n_ctx_train": WINDOW},
+        "meta": {"n_ctx": WINDOW, **({} if trained is None else {"n_ctx_train": trained})},
         "top_provider": {"context_length": WINDOW, "max_completion_tokens": limits.answer},
         "weir": {
             "policy": client.engine.cache.policy.brief,

@@ -33,6 +33,7 @@ from weir.serve.api.items import (
     check_drops,
     check_pins,
     check_recall,
+    refuse_marks,
     unknown_output,
 )
 from weir.serve.api.logprobs import LogprobFormatter
@@ -97,6 +98,7 @@ async def count(request: Request, client: Client, owner: Owner) -> JSONResponse:
     body, items = await read_content(request, ResponseBody, owner, "input", "items")
     check_model(client, body.model)
     _check(body, None)
+    refuse_marks(body, "a count", "the request for the response")
     offer = add_own_tools(client, body, body.offer)
     turn = await _make_turn(client, owner, body, offer, items, None)
     check_tools(client, offer)
@@ -117,13 +119,7 @@ async def compact(request: Request, client: Client, owner: Owner) -> JSONRespons
     body, items = await read_content(request, CompactBody, owner, "input", "items")
     check_model(client, body.model)
     _check(body, None)
-    for name, calls in (("drop", body.drops), ("pin", body.pins)):
-        if calls:
-            message = (
-                f"a compaction changes no cache. Send weir.{name} with the request for the next "
-                "response."
-            )
-            raise APIError(400, message, param=f"weir.{name}", code="unsupported")
+    refuse_marks(body, "a compaction", "the request for the next response")
     offer = add_own_tools(client, body, body.offer)
     turn = await _make_turn(client, owner, body, offer, items, None)
     found, rest = await run_in_thread(_find_saved, turn, param="input")

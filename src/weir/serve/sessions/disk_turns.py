@@ -115,7 +115,9 @@ class DiskTurns(TurnTables):
                 self.store_format.check_place(str(self.folder), found)
                 self._delete_leftovers(db)
         except OSError as error:
-            raise WeirError(f"cannot use {self.folder}: {error}") from None
+            raise WeirError(
+                f"cannot use {self.folder}: {error.strerror or error}. Use another folder."
+            ) from None
 
     def _delete_leftovers(self, db: sqlite3.Connection) -> None:
         """Delete turns that have no record, are in no session, or have no complete file, and files

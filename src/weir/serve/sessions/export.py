@@ -138,6 +138,11 @@ def _opened(path: Path, limit: int | None) -> Iterator[tuple[Any, Any]]:
     try:
         with open(path, "rb") as begun:
             header = int.from_bytes(begun.read(8), "little")
+            if header > size - 8:
+                raise WeirError(
+                    "it does not begin like a session that weir exported, or its end is missing. "
+                    "Send a file that you got from GET /v1/sessions/ID/export."
+                )
             if header > MAX_FACTS + HEADER:
                 raise ValueError(f"its header has {header:,} bytes")
             # Refuse a header with too many entries, because listing hundreds of thousands of empty

@@ -319,9 +319,22 @@ class SessionStore:
         if self.archive is None:
             return []
         dropped = self.dropped_places(owner, node)
-        # The archive has no turns that are in memory, so it is searched from their parent.
+        return self.archive.search(owner, self._archived_turn(owner, node), text, dropped)
+
+    def count_archived(self, owner: str, node: str) -> int:
+        """Return how many archived turns a search from this turn would read. 0 without an
+        archive.
+        """
+        if self.archive is None:
+            return 0
+        return self.archive.count_turns(owner, self._archived_turn(owner, node))
+
+    def _archived_turn(self, owner: str, node: str) -> str:
+        """Return the turn from which the archive is searched. It has no turns that are in memory,
+        so for these it is their parent.
+        """
         *_, (_, archived) = self._lines(owner, node)
-        return self.archive.search(owner, archived, text, dropped)
+        return archived
 
     def get_session(self, owner: str, session: str) -> SessionSummary | None:
         """Return a session of the owner."""

@@ -15,10 +15,16 @@ from pydantic import (
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     StringConstraints,
+    ValidationError,
     ValidationInfo,
     model_validator,
 )
-from pydantic_core import PydanticCustomError, PydanticKnownError, core_schema
+from pydantic_core import (
+    InitErrorDetails,
+    PydanticCustomError,
+    PydanticKnownError,
+    core_schema,
+)
 
 from weir.errors import quote
 from weir.serve import patterns
@@ -196,6 +202,27 @@ def _check_arguments(value: str, info: ValidationInfo) -> str:
 def unsupported(message: str) -> PydanticCustomError:
     """Make the validation error for an unsupported feature."""
     return PydanticCustomError("unsupported", message)
+
+
+THOUGHTS = frozenset(
+    {"reasoning_content", "reasoning", "reasoning_details", "thinking", "thinking_blocks"}
+)
+"""Fields of an assistant's message in which servers and clients keep the thoughts."""
+
+
+def check_content(message: Lenient, role: str, *others: Any) -> None:
+    """Refuse a message without content (ValidationError).
+
+    An empty text is content. An assistant's message needs none if it has one of the `others`, or
+    thoughts.
+    """
+    if getattr(message, "content", None) is not None:
+        return
+    extra = message.model_extra or {}
+    if role == "assistant" and any((*others, *(extra.get(name) for name in THOUGHTS))):
+        return
+    lines = InitErrorDetails(type="missing", loc=("content",), input=None)
+    raise ValidationError.from_exception_data("message", [lines])
 
 
 def check_limit(value: int) -> int:

@@ -39,6 +39,7 @@ from weir.serve.api.schemas.base import (
     Whole,
     bounded_dict,
     check_call_ids,
+    check_content,
     check_limit,
     is_nothing,
     show_name,
@@ -184,6 +185,7 @@ class ChatMessage(Lenient):
             raise unsupported(
                 "tool_call_id is required with the role tool, and not allowed with any other role"
             )
+        check_content(self, self.role, self.tool_calls, self.refusal is not None)
         return self
 
     def message(self) -> Message:

@@ -14,6 +14,7 @@ from weir.serve.api.schemas.base import (
     Only,
     Strict,
     check_call_ids,
+    check_content,
     unsupported,
 )
 from weir.serve.api.schemas.chat import GenerationBody, Limit
@@ -64,6 +65,7 @@ class OllamaMessage(Lenient):
     @model_validator(mode="after")
     def _check_calls(self) -> OllamaMessage:
         check_call_ids(call.id for call in self.tool_calls or () if call.id)
+        check_content(self, self.role, self.tool_calls)
         return self
 
 
