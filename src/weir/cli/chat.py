@@ -113,8 +113,8 @@ def chat(
         str | None,
         Option(
             "--slots",
-            help=f"{options.SLOT_FORMATS} [default: set by the policy; without --policy, "
-            "--budget and weir.toml, exact if enough memory is free]",
+            help=f"{options.SLOT_FORMATS} [default: set by the policy; if there is no --policy, no "
+            "--budget and no weir.toml: exact if enough memory is free]",
         ),
     ] = None,
     chunk: options.PolicyChunk = None,

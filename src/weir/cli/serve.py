@@ -146,8 +146,8 @@ def serve(
         str | None,
         Option(
             help="Keep the text of conversations in at most this many bytes, such as 10GB, so that "
-            "text can be found again after it has left the cache. It is stored in --data, or "
-            "in memory."
+            "text can be found again after it has left the cache. The text is stored in the folder "
+            "of --data, or without --data in memory."
         ),
     ] = None,
     recall: Annotated[

@@ -61,7 +61,7 @@ def size(
         Option(
             min=1,
             help="Also count the memory that `weir serve` takes with this many rows, with and "
-            "without --data.",
+            "without its option --data.",
         ),
     ] = None,
     memory: Annotated[
