@@ -6,14 +6,16 @@ import pytest
 import torch
 from model_runs import reads_exactly, restored_goes_on
 from reference.kvzip import scores_of
+from reference.models import make
 from roundings import run_off, within
 
 import weir
 from weir.errors import WeirError
 from weir.evals.capture import capture_each, unrotated_keys
-from weir.evals.gates import RIDGE, _Sums, repeat_scores
+from weir.evals.gates import RIDGE, _Sums, repeat_scores, train_gates
 from weir.models import Gate, describe, save_gates
 from weir.pools import Gated
+from weir.stream import BOOK
 
 POLICY = "sink(2) | recent(6) | gated(8)"
 
@@ -113,3 +115,10 @@ def test_what_cannot_be_gated_is_refused(fresh_llama, tmp_path, monkeypatch):
         weir.policy("recent(4) | heavy(4) | gated(8)")
     with pytest.raises(WeirError, match="must be a whole number of at least 1 and odd, got 2"):
         Gated(4, kernel=2)
+
+
+def test_a_model_whose_layers_all_slide_gets_no_gates():
+    tokenizer = weir.load("nano")[1]
+    model = make("mistral-sliding", vocab_size=len(tokenizer), sliding_window=40)
+    with pytest.raises(WeirError, match="all layers of this model have a sliding window"):
+        train_gates(model, tokenizer, str(BOOK), tokens=600)

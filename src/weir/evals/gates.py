@@ -56,7 +56,8 @@ def train_gates(
 ) -> TrainedGates:
     """Train the gates of a model on a text; every fourth passage is used only for testing.
 
-    Layers with a sliding window get no gate.
+    Layers with a sliding window get no gate. Raises WeirError if all layers have one, or if the
+    text is too short.
     """
     window = window_of(model.config)
     size = PASSAGE if window is None else min(PASSAGE, window // 2)
@@ -74,6 +75,11 @@ def train_gates(
                 mine = sums.setdefault(layer, [_Sums(), _Sums()])
                 mine[number % 4 == 3].add(*lesson)
         on_step((number + 1) / len(passages))
+    if not sums:
+        raise WeirError(
+            "all layers of this model have a sliding window, and such layers get no gate. Use a "
+            "pool without gates, such as snap."
+        )
     gates = {layer: Gate(learnt.solve()) for layer, (learnt, _) in sums.items()}
     return TrainedGates(
         gates,

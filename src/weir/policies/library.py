@@ -224,7 +224,7 @@ def recompute(budget: int = 256, sinks: int = 0) -> Policy:
 
 
 @named(
-    "Kim et al. 2025, KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction, "
+    'Kim et al. 2025, "KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction", '
     "arXiv:2505.23416"
 )
 def kvzip(
@@ -407,7 +407,7 @@ def reskv(budget: int = 256, sinks: int = 4, half_life: int | None = 256) -> Pol
     )
 
 
-@named("Attention Matching, arXiv:2602.16284")
+@named('Zweiger et al. 2026, "Fast KV Compaction via Attention Matching", arXiv:2602.16284')
 def attention_matching(budget: int = 256, sinks: int = 4, half_life: int | None = 64) -> Policy:
     """Keep sinks, the newest tokens and, with new weights, tokens that the last queries chose.
 

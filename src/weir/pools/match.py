@@ -1,9 +1,10 @@
 """Attention matching: reweight the kept tokens to make up for the evicted ones.
 
-Attention Matching (arXiv:2602.16284), section 3: a few of many keys and values are kept. Each gets
-a log-weight, fitted by least squares, so that sampled queries give the kept tokens together the
-attention that they gave all tokens. Here this is done at every fold, with the last queries. Weights
-are pulled towards their previous values, and evicted tokens are forgotten gradually.
+Attention Matching (Zweiger et al. 2026, "Fast KV Compaction via Attention Matching",
+arXiv:2602.16284), section 3: a few of many keys and values are kept. Each gets a log-weight, fitted
+by least squares, so that sampled queries give the kept tokens together the attention that they gave
+all tokens. Here this is done at every fold, with the last queries. Weights are pulled towards their
+previous values, and evicted tokens are forgotten gradually.
 """
 
 from __future__ import annotations

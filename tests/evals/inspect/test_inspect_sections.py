@@ -263,6 +263,9 @@ def test_the_tokens_of_a_learned_sink_stand_in_front(tokenizer):
             ids = cut(asked(model, tokenizer), 3, 20)
             assert ids.shape == (3, 20)
             assert ids[:, : len(wanted)].tolist() == [wanted] * 3
+            with pytest.raises(WeirError, match=rf"have no room .* at least {len(wanted) + 1}\."):
+                cut(asked(model, tokenizer), 3, len(wanted))
+            assert cut(asked(model, tokenizer), 3, len(wanted) + 1).shape[1] == len(wanted) + 1
         assert asked(model, tokenizer).ids(10)[: len(wanted)].tolist() == wanted
 
 

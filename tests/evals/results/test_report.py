@@ -13,7 +13,7 @@ import pytest
 
 from weir.errors import WeirError
 from weir.evals.report import COLORS, legend_columns, line_style, readable_range
-from weir.evals.results.citing import Paper, papers_in, papers_of
+from weir.evals.results.citing import Paper, cited, papers_in, papers_of
 from weir.evals.results.file import ResultsFile
 from weir.evals.results.report import (
     family,
@@ -151,6 +151,8 @@ def test_budgets_of_one_policy_are_a_family_and_a_pipe_is_its_own():
     assert family("weir(slots=exact, budget=64)") == "weir(slots=exact)"
     assert family("quantized(h2o(budget=64), newest=4)") == "quantized(h2o, newest=4)"
     assert family("h2o(64)") == family("h2o(128)") == "h2o"
+    assert family("quantized(h2o(64))") != family("quantized(snapkv(64))")
+    assert family("sink(4)|recent(60)") != family("sink(4)|kcenter(60)")
 
 
 def test_results_of_nothing_are_refused(results, tmp_path):
@@ -254,6 +256,9 @@ def test_the_papers_of_the_policies_that_ran_are_cited(results, tmp_path):
         for paper in papers_of(f"{name}(budget=64)")
     }
     assert numbers >= {"2402.06082", "2502.07861", "2410.23079", "2401.06104"}
+    assert [paper.authors for paper in papers_of("kvzip(25)")] == ["Kim et al."]
+    # The pool names only the number of this paper. Its title is in the text of another pool.
+    assert any(paper.title.startswith("Identify Critical") for paper in cited(["defensivekv(64)"]))
 
 
 def test_the_paper_that_a_policy_was_registered_with_is_cited():

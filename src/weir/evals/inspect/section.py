@@ -171,7 +171,10 @@ def sentences(asked: Inspection, count: int, length: int) -> Tensor:
     If the text has fewer such sentences, and can be cut into more pieces of `length` tokens, the
     pieces are returned instead. Tokens of a learned sink come first. Special tokens that are put
     around any text count as tokens.
+
+    Raises WeirError if `length` has no room for text, or if the text is too short for one piece.
     """
+    _put_around(asked, length)
     found: list[list[int]] = []
     parts = [part for part in _END.split(asked.text) if part and part.strip()]
     # In steps, because a text can be huge.
@@ -187,17 +190,30 @@ def sentences(asked: Inspection, count: int, length: int) -> Tensor:
 
 def pieces(asked: Inspection, count: int, length: int) -> Tensor:
     """Pieces of a text, one after the other; arguments and result are those of `sentences`."""
-    front, back = around(asked.tokenizer)
-    front = asked.sink.first(front)
+    front, back = _put_around(asked, length)
     own = length - len(front) - len(back)
-    ids = encode(asked.tokenizer, asked.text, max(1, own) * count, start="").tolist()
-    if own < 1 or len(ids) < own:
+    ids = encode(asked.tokenizer, asked.text, own * count, start="").tolist()
+    if len(ids) < own:
         raise WeirError(
             f"the text is too short to inspect: it has {len(ids) + length - own} tokens, and "
             f"sequences of {length} are needed. Use a longer text."
         )
     starts = range(0, len(ids) - own + 1, own)
     return torch.tensor([[*front, *ids[begin : begin + own], *back] for begin in starts])
+
+
+def _put_around(asked: Inspection, length: int) -> tuple[list[int], list[int]]:
+    """The ids, with those of a learned sink, that are put before and after any text; WeirError if
+    they leave no room in `length` tokens.
+    """
+    front, back = around(asked.tokenizer)
+    front = asked.sink.first(front)
+    if (own := len(front) + len(back)) >= length:
+        raise WeirError(
+            f"sequences of {length} tokens have no room for text, because {own} tokens are put "
+            f"around each text. Use a length of at least {own + 1}."
+        )
+    return front, back
 
 
 def around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:

@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from weir import __version__
@@ -79,13 +80,15 @@ def papers_of(policy: str) -> list[Paper]:
     parsed.
     """
     # These imports load PyTorch, so they are made only when a policy's papers are looked up.
-    from weir.policies import NAMED, Recompute, parse_call
+    from weir.policies import NAMED, KVzip, Recompute, parse_call
     from weir.pools import POOLS
 
     if (read := _read(policy)) is None:
         return []
-    kinds: list[Any] = [POOLS["sink"]]
-    if not isinstance(read, Recompute):
+    kinds: list[Any] = []
+    if isinstance(read, Recompute):
+        kinds = [POOLS["sink"]]
+    elif not isinstance(read, KVzip):  # its pools only hold what it has chosen
         pipes = [pipe for pipe in read.pipes if pipe.slots is not None]
         kinds = [type(pool) for pipe in pipes for pool in pipe.pools]
     call = parse_call(policy)
@@ -114,15 +117,27 @@ def _read(policy: str) -> Policy | None:
 
 def cited(policies: Iterable[str]) -> dict[Paper, list[str]]:
     """Return the papers of some policies, each with the policies that it is cited for."""
-    best: dict[str, Paper] = {}
     users: dict[str, dict[str, None]] = {}
     for policy in policies:
         for paper in papers_of(policy):
-            there = best.get(paper.number)
-            # Several pools can name the same paper, and not all give its title.
-            best[paper.number] = max(there or paper, paper, key=lambda one: len(str(one)))
             users.setdefault(paper.number, {})[policy] = None
-    return {best[number]: list(users[number]) for number in sorted(best)}
+    best = _known_papers() if users else {}
+    return {best[number]: list(users[number]) for number in sorted(users)}
+
+
+def _known_papers() -> dict[str, Paper]:
+    """Return the papers of all pools and named policies, by number. Several texts can name one
+    paper, and not all give its authors and title, so the longest description is used.
+    """
+    from weir.policies import NAMED
+    from weir.pools import POOLS
+
+    texts = [sys.modules[kind.__module__].__doc__ for kind in POOLS.values()]
+    texts += [text for one in NAMED.values() for text in (one.make.__doc__, one.paper)]
+    found: dict[str, Paper] = {}
+    for paper in chain.from_iterable(papers_in(text or "") for text in texts):
+        found[paper.number] = max(found.get(paper.number, paper), paper, key=lambda p: len(str(p)))
+    return found
 
 
 def as_bibtex(papers: Sequence[Paper]) -> str:

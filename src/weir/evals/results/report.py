@@ -146,13 +146,13 @@ hundred slots together.
 
 
 def family(policy: str) -> str:
-    """Return the name that policies of different budgets share: the policy without its budget. A
-    pipe is its own name.
+    """Return the name that policies of different budgets share: the policy without its budget. For
+    a pipe, this is the whole pipe.
 
     For a policy from which no budget can be removed, this is the name before the parenthesis.
     """
     plain = strip_budget(policy)
-    return plain if plain != policy or " | " in policy else policy.partition("(")[0]
+    return plain if plain != policy or "|" in policy else policy.partition("(")[0]
 
 
 def pareto_front(points: Sequence[tuple[float, float]], higher: bool) -> list[int]:

@@ -257,7 +257,7 @@ def short_heads(settings: list[str]) -> dict[str, str]:
 
 def strip_budget(policy: str) -> str:
     """Return a policy without its budget, such as `quantized(h2o, newest=4)`. The budget may be
-    written without its name, as in `h2o(64)`.
+    written without its name, as in `h2o(64)`, and be that of an inner policy.
     """
     try:
         call = parse_call(policy)
@@ -265,6 +265,9 @@ def strip_budget(policy: str) -> str:
         call = None
     if call is not None and "budget" in call.given:
         policy = str(call)
+    elif call is not None:
+        for inner in (value for value in call.given.values() if isinstance(value, str)):
+            policy = policy.replace(inner, strip_budget(inner))
     return BUDGET.sub("", policy).replace("()", "")
 
 
