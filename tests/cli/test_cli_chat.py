@@ -9,6 +9,7 @@ import re
 import signal
 import sqlite3
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -445,6 +446,15 @@ def test_the_tokens_of_a_loaded_state_are_listed_without_text(chat, tmp_path):
             assert (first[1] == "whole") is is_whole
             assert ("nothing has been forgotten yet" in ended.err) is is_whole
     assert "loaded" not in chat("Hello", "/forgotten").err
+
+
+def test_a_wait_for_kernels_is_not_said_to_be_the_only_one(chat, monkeypatch):
+    """Other commands need other kernels, and even without any to compile, the line can appear."""
+    told = []
+    monkeypatch.setattr("weir.cli.chat.waiting", lambda what: told.append(what) or nullcontext())
+    chat("Hello", "And you?")
+    kernels = "preparing kernels (each is compiled when first used, and kept for later runs)"
+    assert told == [f"{kernels}, then reading", "reading", "saving the conversation"]
 
 
 def test_a_model_that_repeats_itself_is_told_apart_with_a_remedy(chat, monkeypatch):

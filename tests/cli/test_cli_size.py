@@ -349,6 +349,16 @@ def test_a_folder_without_a_model_is_refused_by_every_command_alike(
         )
 
 
+def test_of_a_stream_with_a_beginning_the_slots_of_the_beginning_are_told(capsys, model):
+    def line(*words):
+        return run(capsys, "size", model, "--policy", SMALL, *words).out.splitlines()[3]
+
+    told = "{} for the beginning of a conversation (see --pin)"
+    assert line().endswith(" kB") and line("--rows", 2, "--pin", 0) == line()
+    assert line("--rows", 2).endswith(f" kB. This includes {told.format('6 slots')}")
+    assert line("--pin", 1).endswith(f" kB. This includes {told.format('1 slot')}")
+
+
 def test_a_pin_counts(capsys, model):
     facts = facts_of(capsys, model, "--policy", SMALL, "--pin", 8)
     assert facts["slots"] == [24 + 8 + 16]

@@ -93,7 +93,14 @@ def size(
     from weir.loading import skeleton
     from weir.models import sink_of
     from weir.native import BITS, describe_weights
-    from weir.policies import Pipe, parse_policy, resolve_chunk, with_pin, with_slots
+    from weir.policies import (
+        Pipe,
+        parse_policy,
+        pinned_slots,
+        resolve_chunk,
+        with_pin,
+        with_slots,
+    )
 
     model_name = options.one_model(argument, model_name)
     room = None if memory is None else read_bytes(memory)
@@ -177,7 +184,10 @@ def size(
     if as_json:
         print_json(facts)
     else:
-        _show(facts | {"policy": wanted.brief, "dense": length is not None, "unknown": why})
+        more = {"policy": wanted.brief, "dense": length is not None, "unknown": why}
+        held = [pinned_slots(pipe.pools) for pipe in wanted.pipes]
+        more["pinned"] = min((slots for slots in held if slots is not None), default=0)
+        _show(facts | more)
     if room is not None and not streams:
         raise WeirError(
             f"{memory} is too small for a stream: the weights take {for_people(found.weights)} "
@@ -254,6 +264,10 @@ def _show(facts: dict[str, Any]) -> None:
             f" with 4-bit slots, or {most} with 8-bit slots: the default policy chooses by the "
             f"weights, which {facts['unknown']}"
         )
+    if facts["pinned"]:
+        # Without --rows and --pin, a stream has no such slots, so it is smaller than a row.
+        slots = in_words(facts["pinned"], "slot")
+        stream += f". This includes {slots} for the beginning of a conversation (see --pin)"
     if not facts["dense"]:
         policy += f", and room for {in_words(facts['chunk'], 'new token')}"
     both = for_people(step["weights"] + step["each_stream"])
