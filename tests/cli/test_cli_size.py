@@ -126,6 +126,13 @@ def test_layers_of_unlike_budgets_are_told_as_a_range(capsys):
     assert f"{min(slots)} to {max(slots)} slots per KV head" in ended.out
 
 
+def test_heads_of_unlike_budgets_are_told_as_a_range(capsys):
+    heads = "[recent(8), recent(40)]"
+    asked = ("nano", "--policy", f"[recent(8), {heads}, recent(8), recent(8)]")
+    assert facts_of(capsys, *asked)["slots"] == [8, 24, 8, 8]
+    assert "8 to 40 slots per KV head" in run(capsys, "size", *asked).out
+
+
 def test_a_configuration_is_enough_and_no_weight_is_looked_for(capsys, model, config):
     with_weights = facts_of(capsys, model, "--slots", "int4")
     for given in (config, config.parent):

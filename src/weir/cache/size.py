@@ -23,6 +23,8 @@ class Size:
         dtype: the dtype of weights, keys and values.
         slots: for each layer, the slots of a KV head (the mean of its heads), without the slots for
             new tokens.
+        head_slots: the fewest and the most slots of a KV head in any layer, without those for new
+            tokens.
         weights: bytes of the model's parameters and buffers.
         stream: bytes of one stream, including everything that is kept for it.
         step_weights: bytes of weights that a decode step reads.
@@ -33,6 +35,7 @@ class Size:
     policy: str
     dtype: str
     slots: tuple[int, ...]
+    head_slots: tuple[int, int]
     weights: int
     stream: int
     step_weights: int
@@ -94,11 +97,13 @@ def size_of(
     held: list[list[Pipe]] = [[] for _ in facts.layers]
     for plan in plans:
         held[plan.spec.index] += [plan.spec.pipe] * plan.heads.kv_heads
+    each_head = [pipe.slots or 0 for pipes in held for pipe in pipes]
     weights, step_weights = _weights_of(model)
     return Size(
         policy=str(wanted),
         dtype=str(facts.layers[0].heads.dtype).removeprefix("torch."),
         slots=tuple(sum(pipe.slots or 0 for pipe in each) // len(each) for each in held),
+        head_slots=(min(each_head), max(each_head)),
         weights=weights,
         stream=sum(slab.nbytes() for slab in slabs),
         step_weights=step_weights,
@@ -112,10 +117,12 @@ def _size_of_all(
     """Compute the bytes of a stream of `tokens` tokens if every token is kept."""
     weights, step_weights = _weights_of(model)
     held = [plan.spec.dense_bytes(plan.heads, tokens) or 0 for plan in plans]
+    slots = tuple(n // plan.heads.token_bytes for n, plan in zip(held, plans, strict=True))
     return Size(
         policy=str(policy),
         dtype=str(facts.layers[0].heads.dtype).removeprefix("torch."),
-        slots=tuple(n // plan.heads.token_bytes for n, plan in zip(held, plans, strict=True)),
+        slots=slots,
+        head_slots=(min(slots), max(slots)),
         weights=weights,
         stream=sum(held),
         step_weights=step_weights,

@@ -184,7 +184,12 @@ def size(
     if as_json:
         print_json(facts)
     else:
-        more = {"policy": wanted.brief, "dense": length is not None, "unknown": why}
+        more = {
+            "policy": wanted.brief,
+            "head_slots": found.head_slots,
+            "dense": length is not None,
+            "unknown": why,
+        }
         held = [pinned_slots(pipe.pools) for pipe in wanted.pipes]
         more["pinned"] = min((slots for slots in held if slots is not None), default=0)
         _show(facts | more)
@@ -251,8 +256,8 @@ def _in_8_bits(policy: Policy) -> Policy:
 
 
 def _show(facts: dict[str, Any]) -> None:
-    slots = facts["slots"]
-    count = f"{slots[0]:,}" if len(set(slots)) == 1 else f"{min(slots):,} to {max(slots):,}"
+    low, high = facts["head_slots"]
+    count = f"{high:,}" if low == high else f"{low:,} to {high:,}"
     step = facts["step_bytes"]
     policy = facts["policy"]
     # If a policy lists many layers, its brief form already gives the slots.

@@ -47,7 +47,7 @@ class Trial:
     """The figures of one policy on the sample. The policy is written with its budget, or as a file
     name.
 
-    `budget` is slots per KV head; if layers differ, those of the largest layer. If nothing was
+    `budget` is slots per KV head; if heads differ, those of the largest. If nothing was
     `evicted`, the perplexity is that of `dense`, except for the rounding of quantized slots, and
     says nothing about which tokens the policy keeps.
     """
@@ -186,7 +186,7 @@ def _fitting(
                 takes = size_of(model, policy, chunk=chunk)
                 if memory is not None and takes.stream > memory:
                     raise WeirError(f"{policy} takes {takes.stream:,} bytes, more than {memory:,}")
-                sized, slots = policy, max(takes.slots)
+                sized, slots = policy, takes.head_slots[1]
             elif memory is not None:
                 sized, slots = fit_to_memory(model, policy, memory, chunk)
             else:
