@@ -498,8 +498,8 @@ def test_what_is_no_export_is_refused(tmp_path):
                 unpack(its, "me", tmp_path / "text")
             assert str(error.value) == (
                 "the file cannot be imported: it does not begin like a session that weir "
-                "exported, or its end is missing. Send a file that you got from GET "
-                "/v1/sessions/ID/export."
+                "exported, or its end is missing. Send the file that a server returned when a "
+                "session was exported."
             )
         saved(its, "a")
         with pytest.raises(WeirError, match="the session cannot be written"):

@@ -141,7 +141,7 @@ def _opened(path: Path, limit: int | None) -> Iterator[tuple[Any, Any]]:
             if header > size - 8:
                 raise WeirError(
                     "it does not begin like a session that weir exported, or its end is missing. "
-                    "Send a file that you got from GET /v1/sessions/ID/export."
+                    "Send the file that a server returned when a session was exported."
                 )
             if header > MAX_FACTS + HEADER:
                 raise ValueError(f"its header has {header:,} bytes")
