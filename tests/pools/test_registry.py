@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from weir.errors import WeirError
 from weir.policies import policy
-from weir.pools import POOLS, Fold, Pool, Recent, Sink, pool
+from weir.pools import POOLS, Fold, Pool, Ranked, Recent, Sink, pool
 from weir.slab import Slots
 
 
@@ -102,6 +103,35 @@ def test_a_pool_that_lacks_a_method_is_refused():
         "the pool odd cannot be used, because Unfinished lacks fold() and "
         "slots(). Define what is missing."
     )
+
+
+def test_a_ranked_pool_without_a_parameter_is_refused():
+    class Bare(Ranked):
+        def score(self, slots: Slots, fold: Fold) -> Tensor:
+            return slots.a
+
+    with pytest.raises(WeirError) as error:
+        pool("odd")(dataclass(frozen=True)(Bare))
+    assert str(error.value) == (
+        "the pool odd has no parameters, but the first parameter of a pool that derives from "
+        "Ranked is its number of slots. Write n: int in the class Bare."
+    )
+    assert "odd" not in POOLS
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [("needs_mas", ", did you mean 'needs_mass'?"), ("needs_" + "z" * 20, ".")],
+)
+def test_a_declaration_that_pools_do_not_have_is_refused(name, more):
+    with pytest.raises(WeirError) as error:
+        pool("odd")(made(**{name: True}))
+    assert str(error.value) == (
+        f"the pool odd sets {name}, which weir does not know{more} Use one of needs_mass, "
+        "needs_queries, needs_shares, needs_gates, needs_marks, or a name that does not begin "
+        "with needs_."
+    )
+    assert "odd" not in POOLS
 
 
 def test_a_pool_that_is_no_dataclass_is_refused():

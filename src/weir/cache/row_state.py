@@ -23,7 +23,7 @@ from weir.cache.layers import LayerPlan, three_axes
 from weir.cache.tensor_bytes import TensorBytes, TensorSize, write_tensors
 from weir.errors import WeirError, quote, shorten
 from weir.policies import FARTHEST, FileFacts, ListOf, Whole, read_facts, saved_policy
-from weir.pools import MOST_WEIGHT, wrong_ranges
+from weir.pools import MOST_WEIGHT, name_failure, wrong_ranges
 from weir.slab import EMPTY, STATE, QuantizedStorage, quantized_buffers, split_weights
 
 FORMAT = 1
@@ -355,7 +355,8 @@ def _check_layer_numbers(
     for index, pool in enumerate(pipe.pools):
         start = f"state.{index}."
         state = {n.removeprefix(start): t for n, t in tensors.items() if n.startswith(start)}
-        wrong = pool.wrong_state(state, lengths[index], ahead) if state else None
+        with name_failure(pool, "wrong_state"):
+            wrong = pool.wrong_state(state, lengths[index], ahead) if state else None
         if wrong is not None:
             raise WeirError(f"in the state of the pool {pool.name}, {wrong}")
 

@@ -13,7 +13,7 @@ from weir.cache.layer import Layer, LayerSpec, Layout, lay_out, states_of
 from weir.cache.layers import LayerPlan
 from weir.cache.row_state import RowState
 from weir.errors import WeirError
-from weir.pools import WAITING
+from weir.pools import WAITING, Pool, name_failure
 
 
 @dataclass(frozen=True)
@@ -171,9 +171,15 @@ def _report(layer: Layer, row: int, waiting: int, columns: int) -> dict[str, Any
     if layer.state.slab is None:
         return facts
     states = states_of(layer.spec.pipe, layer.state.slab)
-    texts = [pool.report(state, row) for pool, state in zip(pools, states, strict=True)]
+    texts = [_report_pool(pool, state, row) for pool, state in zip(pools, states, strict=True)]
     reports = {f"{pools[index].name} {index}": text for index, text in enumerate(texts) if text}
     return {**facts, "pools": reports} if reports else facts
+
+
+def _report_pool(pool: Pool, state: dict[str, Tensor], row: int) -> dict[str, Any]:
+    """Return what a pool reports about a row."""
+    with name_failure(pool, "report"):
+        return pool.report(state, row)
 
 
 MOST = 700.0

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from weir.errors import WeirError, format_value, in_words, quote
 from weir.policies.registry import NAMED, PolicyCall
-from weir.pools import Fold, Pool, Recent, fits
+from weir.pools import Fold, Pool, Recent, fits, is_own, name_failure
 from weir.slab import FORMATS, Format, QuantizedSlots, Slots, is_longer
 
 CHUNK = 64
@@ -268,7 +268,8 @@ class Pipe(Policy):
                 state=_PoolState(pool, states[place]),
             )
             arrived, before = new, dict(states[place])
-            folded = pool.fold(held[place], new, own)
+            with name_failure(pool, "fold"):
+                folded = pool.fold(held[place], new, own)
             stays, new = _check_fold(pool, folded, held[place], arrived, like)
             _check_state(pool, before, own.state)
             states[place].update(own.state)
@@ -322,7 +323,8 @@ def check_place(pool: Pool, before: tuple[Pool, ...]) -> None:
     if not isinstance(getattr(pool, "name", None), str):
         kind = type(pool).__name__
         raise WeirError(f'{kind} has no name in policies. Write @pool("a_name") above its class.')
-    slots = pool.slots()
+    with name_failure(pool, "slots"):
+        slots = pool.slots()
     if not fits(slots, int | None) or (slots is not None and slots < 0):
         raise WeirError(
             f"slots() of the pool {pool.name} must be a whole number of at least 0, or None for "
@@ -334,7 +336,8 @@ def check_place(pool: Pool, before: tuple[Pool, ...]) -> None:
                 f"{pool.name} would get no tokens: {earlier.name} keeps or represents every "
                 f"token, so no token leaves it. Put {earlier.name} last in the pipe."
             )
-    pool.check(before)
+    with name_failure(pool, "check"):
+        pool.check(before)
 
 
 def check_format(name: object) -> str:
@@ -408,7 +411,7 @@ def _check_fold(
             f"the pool {name} kept {in_words(len(kept), 'slot')}, and its limit is {limit}. Return "
             "the others as overflow."
         )
-    if not type(pool).__module__.startswith("weir."):  # tests check weir's own pools
+    if not is_own(type(pool)):  # tests check weir's own pools
         _check_twice(name, kept, overflow)
     return kept, overflow
 

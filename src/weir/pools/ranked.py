@@ -14,6 +14,7 @@ from torch import Tensor
 from weir.errors import WeirError
 from weir.kernels import ALIKE
 from weir.pools.base import FINITE, Fold, SizedPool, find_outside, gather_kept, split
+from weir.pools.failures import is_own
 from weir.slab import Slots
 
 Choose = Callable[[int, Slots, tuple[Tensor, ...]], Tensor]
@@ -85,9 +86,10 @@ class Ranked(SizedPool):
             return slots.held
         score = self.score(slots, fold)
         scores = score if isinstance(score, tuple) else (score,)
-        for problem in [_find_wrong(score, slots) for score in scores] or ["there is none"]:
-            if problem is not None:
-                raise WeirError(f"the score of the pool {self.name} cannot be used: {problem}")
+        if not scores:
+            raise WeirError(f"the score of the pool {self.name} cannot be used: there is none")
+        for score in scores:
+            _check_numbers(self.name, "score", score, slots)
         return choose(self.slots(), slots, scores)
 
 
@@ -134,7 +136,10 @@ class Tallied(Ranked):
         if not fold.unbroken:
             order = both.position.argsort(dim=2, stable=True)
             both, before = both.take_sorted(order), before.gather(2, order)
-        tally = self.tally(both, before, fold).masked_fill(~both.held, 0.0)
+        tally = self.tally(both, before, fold)
+        if not is_own(type(self)):  # tests check weir's own pools
+            _check_numbers(self.name, TALLY, tally, both)
+        tally = tally.masked_fill(~both.held, 0.0)
         fold.state[TALLY] = tally  # of all slots while `score` reads it, then of those that stay
         stays = self.stays(choose, both, fold)
         fold.state[TALLY] = gather_kept(tally, stays, self.slots())
@@ -169,12 +174,18 @@ class Asking(Ranked):
         return self.attention(slots, fold).log() + lse.nan_to_num(neginf=0.0)
 
 
-def _find_wrong(score: object, slots: Slots) -> str | None:
-    """Return why something is not a score of these slots. None if it is a score."""
+def _check_numbers(name: str, method: str, numbers: object, slots: Slots) -> None:
+    """Refuse what a pool's `score` or `tally` returned if it is not a number for each slot."""
+    if (problem := _find_wrong(numbers, slots, method)) is not None:
+        raise WeirError(f"the {method} of the pool {name} cannot be used: {problem}")
+
+
+def _find_wrong(score: object, slots: Slots, method: str) -> str | None:
+    """Return why something that `method` returned is not a score of these slots. None if it is."""
     if score is None:
         return (
-            "it is None. Return a tensor from score(). If you return slots.mass or fold.read.gate, "
-            "set needs_mass or needs_gates in the class"
+            f"it is None. Return a tensor from {method}(). If you return slots.mass or "
+            "fold.read.gate, set needs_mass or needs_gates in the class"
         )
     if not isinstance(score, Tensor):
         return f"it must be a tensor, got a {type(score).__name__}"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
-from weir.errors import WeirError, quote
-from weir.pools.base import Pool
+from weir.errors import WeirError, quote, suggest
+from weir.pools.base import Pool, SizedPool
 from weir.pools.parameters import check_arguments
 
 POOLS: dict[str, type[Pool]] = {}
@@ -20,6 +20,9 @@ WORD = re.compile(r"[^\W\d]\w*")
 
 WAITING = "new"
 """The name for tokens that wait for the next fold, in lists that give the pool of each token."""
+
+NEEDS = "needs_"
+"""The beginning of the names by which a pool declares what it reads, such as `needs_mass`."""
 
 CONSTANTS = {"true": True, "false": False, "none": None}
 """Words that are values and not names, in upper or lower case."""
@@ -66,12 +69,34 @@ def pool(name: str) -> Callable[[PoolClass], PoolClass]:
                 f"the pool {name} is not a dataclass, so a policy cannot set its parameters. "
                 f"Write @dataclass(frozen=True) between @pool and the class {kind.__name__}."
             )
+        if issubclass(kind, SizedPool) and not fields(kind):
+            raise WeirError(
+                f"the pool {name} has no parameters, but the first parameter of a pool that "
+                f"derives from {kind.__mro__[1].__name__} is its number of slots. Write n: int in "
+                f"the class {kind.__name__}."
+            )
+        _check_declarations(name, kind)
         check_free(name, kind, POOLS, "a pool")
         kind.name = name
         POOLS[name] = check_arguments(kind, name)
         return kind
 
     return register
+
+
+def _check_declarations(name: str, kind: type[Pool]) -> None:
+    """Refuse an attribute such as `needs_mas` that begins as the declarations of `Pool` do, and is
+    none of them.
+    """
+    known = [key for key in vars(Pool) if key.startswith(NEEDS)]
+    for base in kind.__mro__:
+        for key in vars(base):
+            if key.startswith(NEEDS) and key not in known:
+                raise WeirError(
+                    f"the pool {name} sets {key}, which weir does not know"
+                    f"{suggest(key, known) or '.'} Use one of {', '.join(known)}, or a name that "
+                    f"does not begin with {NEEDS}."
+                )
 
 
 def check_name(name: Any, what: str) -> None:

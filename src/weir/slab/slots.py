@@ -118,7 +118,15 @@ class Slots:
     def take(self, index: Tensor) -> Slots:
         """Return the slots `index` [batch, kv_heads, n]; -1 gives an empty slot."""
         nowhere = index < 0
-        taken = self.picked(index.clamp_min(0))
+        try:
+            taken = self.picked(index.clamp_min(0))
+        except (IndexError, RuntimeError) as error:
+            if not index.numel() or (last := int(index.max())) < len(self):
+                raise
+            raise IndexError(
+                f"take() got the index {last}, and there are {len(self)} slots. Use indices from "
+                f"0 to {len(self) - 1}, or -1 for an empty slot"
+            ) from error
         taken.a = taken.a.masked_fill(nowhere, -torch.inf)
         taken.b = taken.b.masked_fill(nowhere, -torch.inf)
         taken.position = taken.position.masked_fill(nowhere, EMPTY)

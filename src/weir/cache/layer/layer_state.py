@@ -21,7 +21,7 @@ from torch import Tensor
 
 from weir.errors import WeirError, first_line
 from weir.policies import Pipe
-from weir.pools import CounterRNG, Gating, Output, Recent, Sink
+from weir.pools import CounterRNG, Gating, Output, Recent, Sink, make_state
 from weir.slab import (
     CODED,
     SLOT_BUFFERS,
@@ -280,7 +280,7 @@ class LayerSpec:
         return {
             f"{index}.{name}": (tuple(t.shape[2:]), t.dtype)
             for index, pool in enumerate(self.pipe.pools)
-            for name, t in pool.state(nothing).items()
+            for name, t in make_state(pool, nothing).items()
         }
 
 
@@ -483,7 +483,7 @@ class LayerState:
         """Set the pools' state in a slab to that before the first token."""
         with torch.inference_mode(False):
             for index, pool in enumerate(self.spec.pipe.pools):
-                for name, t in pool.state(slab.run(0, 0)).items():
+                for name, t in make_state(pool, slab.run(0, 0)).items():
                     slab.state[f"{index}.{name}"] = t
 
     def refresh(self) -> None:
