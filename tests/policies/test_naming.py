@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 
@@ -12,7 +13,7 @@ from weir.errors import PolicyError, WeirError
 from weir.policies import NAMED, Pipe, Policy, named, parse_call, policy
 from weir.policies.library import h2o, streaming_llm, uniform
 from weir.policies.wrappers import pyramid
-from weir.pools import Recent, Sink
+from weir.pools import POOLS, Recent, Sink
 
 
 @pytest.fixture(autouse=True)
@@ -37,6 +38,33 @@ def test_the_name_of_another_policy_is_refused_and_the_other_stays():
         named("nobody")(h2o)
     assert policy("h2o(8)").slots == 8
     assert len(policy("h2o(8)").pools) == 2
+
+
+def test_the_name_of_a_pool_from_another_package_is_refused():
+    def outliers(budget: int = 64) -> Policy:
+        return Pipe((Recent(budget),))
+
+    with pytest.raises(WeirError) as error:
+        named("nobody")(outliers)
+    assert str(error.value) == (
+        "a pool called outliers already exists: weir.pools.outliers.Outliers. Use another name "
+        "for the policy."
+    )
+    assert "outliers" not in NAMED
+
+
+def test_a_policy_and_a_pool_of_one_package_may_share_a_name(monkeypatch):
+    @dataclass(frozen=True)
+    class Mine(Recent):
+        pass
+
+    monkeypatch.setitem(POOLS, "mine", Mine)
+
+    @named("nobody")
+    def mine(budget: int = 64) -> Policy:
+        return Pipe((Recent(budget),))
+
+    assert NAMED["mine"].make is mine
 
 
 def test_a_policy_may_be_defined_again():

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from weir.errors import WeirError, format_value, quote
-from weir.pools import Make, check_arguments, check_free, check_name
+from weir.pools import POOLS, Make, check_arguments, check_free, check_name
 
 GROUP = "weir.pools"
 """The entry-point group whose modules are imported."""
@@ -132,6 +132,7 @@ def named(paper: str) -> Callable[[Make], Make]:
         name = make.__name__
         check_name(name, "a policy")
         check_free(name, make, {key: known.make for key, known in NAMED.items()}, "a policy")
+        _check_not_a_pool(make)
         _check_parameters(make)
         checked = check_arguments(make, name)
         signature = inspect.signature(make)
@@ -152,6 +153,22 @@ def named(paper: str) -> Callable[[Make], Make]:
         return cast(Make, makes)
 
     return register
+
+
+def _check_not_a_pool(make: Callable[..., Any]) -> None:
+    """Refuse the name of a pool from another package.
+
+    A package may give a policy and a pool of its own the same name, as weir does. `name(64)` on its
+    own is then the policy, and inside a pipe it is the pool.
+    """
+    name = make.__name__
+    packages = {made.__module__.partition(".")[0] for made in (make, POOLS.get(name, make))}
+    if len(packages) > 1:
+        pool = POOLS[name]
+        raise WeirError(
+            f"a pool called {name} already exists: {pool.__module__}.{pool.__qualname__}. Use "
+            "another name for the policy."
+        )
 
 
 def _check_parameters(make: Callable[..., Any]) -> None:
