@@ -177,6 +177,13 @@ def test_a_figure_that_is_absurd_is_drawn_like_any_other(tmp_path):
     assert "<svg" in write_report(path, tmp_path / "out")[0].read_text("utf-8")
 
 
+def test_the_report_says_when_a_figure_has_no_interval(results, tmp_path):
+    """A perplexity of two blocks has none, although it was not measured once."""
+    _, page = write_report(results, tmp_path / "out")
+    words = "A figure without an interval was measured once, or in fewer than five blocks."
+    assert words in page.read_text("utf-8")
+
+
 def test_a_report_is_written_as_pdf_with_every_picture_beside_it(results, tmp_path):
     out = tmp_path / "out"
     (page,) = write_report(results, out, ["pdf"])

@@ -416,7 +416,8 @@ SURE = (
     "After each figure come its 95 % interval, the standard deviation over seeds, and n, the "
     "number of answers, seeds or blocks. The interval is Wilson's for counted answers, and "
     "Student's over seeds. For a perplexity of one seed, it is Student's over the whole blocks of "
-    "the text. A figure without an interval was measured once."
+    "the text. A figure without an interval was measured once, or in fewer than "
+    "five blocks."
 )
 
 STYLE = "body { max-width: 60rem; } svg { min-width: 30rem; }"
