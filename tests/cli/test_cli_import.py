@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 
 import pytest
 from terminal import run
@@ -12,6 +13,7 @@ from weir.cli.app import split_imports
 from weir.policies import VARIABLE
 from weir.pools import POOLS
 
+POLICY = "recent(8) | mine_broken(8)"
 POOL = """
 from dataclasses import dataclass
 from weir.pools import Recent, pool
@@ -66,6 +68,82 @@ def test_a_module_that_is_not_there_is_one_line(capsys, module):
         assert ended.err == (
             "weir: --import needs the name of a module or a .py file, as in --import my_pools\n"
         )
+
+
+BROKEN = """
+from dataclasses import dataclass
+from weir.pools import Ranked, pool
+
+@pool("mine_broken")
+@dataclass(frozen=True)
+class Broken(Ranked):
+    n: int
+
+    def score(self, slots, fold):
+        return slots.mass * 2
+"""
+TOLD = (
+    "the pool mine_broken failed in score() (mine_broken.py, line 11): TypeError: unsupported "
+    "operand type(s) for *: 'NoneType' and 'int'. The code reads slots.mass, which is None unless "
+    "the pool declares it. Set needs_mass = True in the class."
+)
+
+
+@pytest.fixture
+def broken(module, tmp_path, monkeypatch):
+    """A file that registers a pool whose `score` fails."""
+    monkeypatch.delitem(sys.modules, "mine_broken", raising=False)  # of another test
+    path = tmp_path / "mine_broken.py"
+    path.write_text(BROKEN)
+    return path
+
+
+COMMANDS = {
+    "attention-error": ["attention-error", "--policy", POLICY, "--tokens", "200"],
+    "stream": ["stream", "--policy", POLICY, "--json"],
+    "inspect": ["inspect", "--only", "kept", "--policy", POLICY, "--tokens", "200"],
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_pool_that_fails_is_one_line_that_names_it(capsys, broken, tmp_path, command):
+    text = ["--text", tmp_path / "text.txt"]
+    more = {"inspect": ["--out", tmp_path / "page"]}
+    (tmp_path / "text.txt").write_text("Well, Prince, so Genoa and Lucca. " * 60)
+    ended = run(capsys, "--import", broken, *COMMANDS[command], *more.get(command, text))
+    assert (ended.code, ended.out) == (1, "")
+    assert ended.err.splitlines()[-1] == f"weir: {TOLD}"
+
+
+def test_inspect_leaves_out_a_section_whose_pool_fails(capsys, broken, tmp_path):
+    words = ["--only", "norms,kept", "--policy", POLICY, "--tokens", "200", "--json"]
+    ended = run(capsys, "--import", broken, "inspect", *words, "--out", tmp_path / "page")
+    facts = json.loads(ended.out)
+    assert (ended.code, list(facts["sections"])) == (0, ["norms"])
+    assert facts["left_out"] == {"kept": TOLD}
+
+
+def test_a_cell_of_eval_whose_pool_fails_records_why(capsys, broken, tmp_path):
+    out = tmp_path / "found.jsonl"
+    words = ["--policies", POLICY, "--tasks", "ppl(tokens=100)", "--out", out]
+    run(capsys, "--import", broken, "eval", *words)
+    assert json.loads(out.read_text().splitlines()[-1])["reason"] == TOLD
+
+
+def test_import_after_the_command_is_refused_and_told_where_it_goes(capsys, module):
+    ended = run(capsys, "policies", "mine_last", "--import", module)
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err == (
+        "weir: No such option: --import; put --import before the command, as in weir --import "
+        "my_pools.py policies; see weir policies --help\n"
+    )
+
+
+def test_a_pool_that_was_not_imported_is_refused_with_a_hint_at_import(capsys, module):
+    ended = run(capsys, "policies", "mine_last")
+    assert "To find your own, import their file: weir --import FILE policies mine_last" in ended.err
+    ended = run(capsys, "size", "nano", "--policy", "mine_last(64)")
+    assert "See `weir policies`, or import your own: weir --import FILE (char" in ended.err
 
 
 def test_several_modules_may_be_named_and_what_follows_is_the_command():

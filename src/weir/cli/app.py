@@ -236,5 +236,7 @@ def _describe_misuse(error: object) -> str:
     named = context is not None and any(p.name == "model_name" for p in context.command.params)
     if named and "unexpected extra argument" in problem:
         problem += "; use --model to name a model"
+    if f"No such option: {IMPORT}" in problem:
+        problem += f"; put {IMPORT} before the command, as in weir {IMPORT} my_pools.py policies"
     see = " See" if problem.endswith("?") else "; see"
     return f"{problem}{see} {context.command_path if context else 'weir'} --help"

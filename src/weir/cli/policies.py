@@ -105,7 +105,8 @@ def policies(
             like = suggest(name.partition("(")[0].strip().lower(), known)
             raise BadParameter(
                 "there is no policy or pool called "
-                f"{name!r}{like or '. Run `weir policies` for the list'}"
+                f"{name!r}{like or '. Run `weir policies` for the list.'} To find your own, import "
+                f"their file: weir --import FILE policies {name}"
             )
     if names or as_json:
         wanted = names or known

@@ -267,7 +267,12 @@ class Parser:
             )
         if call.name not in POOLS:
             names = [*POOLS, *NAMED]
-            raise self.wrong(f"unknown pool or policy {quote(call.name)}", call.at, names)
+            raise self.wrong(
+                f"unknown pool or policy {quote(call.name)}",
+                call.at,
+                names,
+                advice="See `weir policies`, or import your own: weir --import FILE",
+            )
         made: Pool = self.make(call, POOLS[call.name])
         if before is not None:
             with self._pointing(call.at):
@@ -415,13 +420,21 @@ class Parser:
         self.at = space.end() if space else self.at
 
     def wrong(
-        self, problem: str, at: int | None = None, names: list[str] | None = None
+        self,
+        problem: str,
+        at: int | None = None,
+        names: list[str] | None = None,
+        advice: str = "",
     ) -> PolicyError:
-        """Make the error about a character. It suggests the closest of some names."""
+        """Make the error about a character. It suggests the closest of some names, and ends with
+        some advice.
+        """
         at = self.at if at is None else at
         word = self.name.match(self.text, at)
         near = find_nearest(word.group(), names or []) if word else None
         hint = "" if near is None else f"; did you mean {near!r}?"
+        if advice:
+            hint += f"{'' if hint else '.'} {advice}"
         return PolicyError(problem + hint, self.text, at)
 
 
