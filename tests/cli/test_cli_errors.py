@@ -91,7 +91,7 @@ USAGE = {
     ),
     "a typo in what is listed": (
         ["policies", "h20"],
-        "did you mean 'h2o'? See weir policies",
+        "did you mean 'h2o'? To find your own, import",
     ),
     "no tokens": (["stream", "--text", "x", "--tokens", "0"], "'--tokens'"),
     "half a token": (["stream", "--text", "x", "--tokens", "2.5"], "'--tokens'"),
