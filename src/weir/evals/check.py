@@ -137,7 +137,7 @@ class _Watch:
             return result  # the pipe raises an error
         kept, passed = _positions(result[0]), _positions(*result[1:])
         lost = _positions(*result) != came
-        if fold.last and any(passed) or lost:
+        if (fold.last and any(passed)) or lost:
             self.whole = min(self.whole, int(fold.seen.min()))
         if any(len(set(both)) < len(both) for both in _positions(*result)):
             self._blame(ONCE, pool, "kept a token that it also passed on, or kept it twice")
@@ -216,8 +216,8 @@ class _Check:
         length = max(*slots, 128) + 6 * CHUNK + 5
         vocabulary = model.get_input_embeddings().weight.shape[0]
         draw = torch.Generator().manual_seed(0)
-        self.ids = torch.randint(vocabulary, (2, length), generator=draw).to(model.device)
-        self.off = _find_rounding(model, self.ids)
+        self.ids = torch.randint(vocabulary, (3, length), generator=draw).to(model.device)
+        self.off = _find_rounding(model, self.ids[:1])
 
     def results(self) -> Iterator[RuleResult]:
         """Check one rule after the other."""
@@ -283,9 +283,10 @@ class _Check:
         return ""
 
     def _batch(self) -> str:
+        # The first two rows fold together, and the last one, which is shorter, folds alone.
         together, pads = self._cache(self.exact), CHUNK - 3
         got = self._run(together, self.ids, 3 * CHUNK, pads)
-        for row, padding in enumerate((0, pads)):
+        for row, padding in enumerate((0, 0, pads)):
             alone = self._cache(self.exact)
             wanted = self._run(alone, self.ids[row : row + 1, padding:])
             fault = self._differ(got[row : row + 1, padding:], wanted)
