@@ -100,12 +100,14 @@ class _Watch:
         faults: the first fault that was found, by rule.
         excused: why a rule does not apply to a pool, by rule.
         whole: the number of tokens after which the first token was lost or represented by others.
+        merged: pools in which slots have come to represent several tokens.
         arrived, held: pools to which tokens came, and pools that have held a token.
     """
 
     faults: dict[str, str] = field(default_factory=dict)
     excused: dict[str, str] = field(default_factory=dict)
     whole: float = math.inf
+    merged: set[str] = field(default_factory=set)
     arrived: set[str] = field(default_factory=set)
     held: set[str] = field(default_factory=set)
 
@@ -137,17 +139,22 @@ class _Watch:
             return result  # the pipe raises an error
         kept, passed = _positions(result[0]), _positions(*result[1:])
         lost = _positions(*result) != came
+        represents = pool.synthetic or pool.ends_pipe or pool.weighs
+        if lost and represents:
+            self.merged.add(pool.name)
         if (fold.last and any(passed)) or lost:
             self.whole = min(self.whole, int(fold.seen.min()))
         if any(len(set(both)) < len(both) for both in _positions(*result)):
             self._blame(ONCE, pool, "kept a token that it also passed on, or kept it twice")
-        elif lost and (pool.synthetic or pool.ends_pipe or pool.weighs):
+        elif lost and represents:
             self.excused[ONCE] = f"slots of the pool {pool.name} can represent several tokens"
         elif lost:
             self._blame(ONCE, pool, "did not return some tokens, neither as kept nor as passed on")
         if room is not None and len(result[0]) > room:
             self._blame(SLOTS, pool, f"kept {len(result[0])} slots, and its limit is {room}")
-        own_room = None if pool.needs_marks or pool.shares_slots else room
+        # Slots that represent other tokens, too, can be fewer than the tokens that would fit.
+        merged = pool.name in self.merged
+        own_room = None if pool.needs_marks or pool.shares_slots or merged else room
         for all_tokens, its in zip(came, kept, strict=True):
             if own_room is not None and len(its) < len(all_tokens) <= own_room:
                 told = f"kept {len(its)} of {len(all_tokens)} tokens, which fit in its {room} slots"
