@@ -24,7 +24,8 @@ def nano():
     return weir.load("nano")[0]
 
 
-WITHOUT_BUDGET = {"dense": "dense", "pyramid": "pyramid(snap(96))", "pinned": "pinned(snap(96))"}
+WITHOUT_BUDGET = {"dense": "dense"}
+WITHOUT_BUDGET |= {name: f"{name}(snap(96))" for name in ("pyramid", "pinned", "quantized")}
 NAMES = sorted(set(NAMED) - {"recompute", "kvzip"})
 
 
