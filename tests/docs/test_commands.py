@@ -63,6 +63,7 @@ ELSEWHERE = {
 RUN = {
     "weir demo --out demo-out",
     'weir stream --model nano --policy "kcenter(budget=256)" --text book.txt --tokens 20000',
+    'weir --import my_pools.py check "sink(4) | recent(100) | loud(24)"',
     "weir chat --model nano",
     "weir chat --model smollm2",
     "weir size some-model.Q4_K_M.gguf --policy snapkv",
@@ -198,6 +199,16 @@ def test_a_book_is_read_as_the_quick_start_shows(weir: Weir, book: Path) -> None
     # Another processor rounds differently, so only the first decimal of the perplexity is compared.
     shown = re.sub(r"(perplexity \d+\.\d)\d+", r"\1…", shown_after("docs/quickstart.md", command))
     assert pattern(shown).fullmatch(printed)
+
+
+@needs_nano
+@pytest.mark.slow
+def test_a_pool_is_checked_as_the_page_shows(weir: Weir, tmp_path: Path) -> None:
+    page = "docs/writing-a-pool.md"
+    code = next(text for kind, text in blocks(page) if kind == "python")
+    (tmp_path / "my_pools.py").write_text(code, "utf-8")
+    command = 'weir --import my_pools.py check "sink(4) | recent(100) | loud(24)"'
+    assert weir(command) == shown_after(page, command)
 
 
 @needs_nano

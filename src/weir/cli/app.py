@@ -34,6 +34,7 @@ COMMANDS = {
     "at the start.",
     "policies": "List the named policies and the pools that policies are made of, or describe "
     "the ones you name.",
+    "check": "Check that a policy's pools follow the rules for pools.",
     "size": "Show how many bytes a stream and the weights take, and how many streams fit.",
     "advise": "Try policies on the beginning of a text, in a cache of a given size, and recommend "
     "one.",

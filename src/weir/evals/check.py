@@ -1,0 +1,379 @@
+"""Checks that a policy follows the rules for pools, by running it on a model.
+
+The rules are those of docs/writing-a-pool.md, and what users of a cache rely on: a row of a batch,
+a stream that is cut into other calls, and a restored row all continue as they would alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from copy import copy
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from traceback import walk_tb
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+from transformers import PreTrainedModel
+
+from weir.cache import StreamingCache, choose_policy
+from weir.errors import WeirError, first_line
+from weir.loading import load
+from weir.models import CACHE
+from weir.policies import KVzip, Pipe, Policy, Recompute
+from weir.pools import Fold, Pool
+from weir.slab import QuantizedSlots, Slots
+
+Outcome = Literal["passed", "failed", "not applicable"]
+
+RUNS = "It reads a text without an error."
+ONCE = "Each pool keeps a token or passes it on, and does not do both."
+SLOTS = "Each pool keeps at most slots() slots, and keeps all tokens while they fit."
+IN_PLACE = "No pool writes in place into the slots that it receives."
+EXACT = "While all tokens are held, the logits equal those of dense."
+SEED = "The same seed gives the same result."
+CUT = "The result does not depend on how the text is cut into calls."
+BATCH = "A row of a batch gives the same result as alone."
+RESTORE = "A row that was taken and put into another cache continues identically."
+WATCHED = (ONCE, SLOTS, IN_PLACE)
+"""Rules that are checked at each fold of the first run."""
+
+CHUNK = 16
+"""Tokens between folds. It is small, so that few tokens arrive at once and most pools can hold
+them.
+"""
+STEP, DRAWS = 2.0**-14, 3
+"""The share by which weights are changed to find how far rounding changes logits, and how often."""
+
+
+@dataclass(frozen=True)
+class RuleResult:
+    """The result of checking one rule.
+
+    Attributes:
+        rule: the rule in words.
+        outcome: "passed", "failed" or "not applicable".
+        reason: why it failed or is not applicable; empty if it passed.
+    """
+
+    rule: str
+    outcome: Outcome
+    reason: str = ""
+
+
+@torch.no_grad()
+def check_policy(policy: str | Policy, model: PreTrainedModel | None = None) -> list[RuleResult]:
+    """Check that a policy's pools follow the rules for pools, on random tokens.
+
+    Args:
+        policy: the policy, as for `Stream`.
+        model: the model that runs it; nano if it is None.
+
+    Returns:
+        The result for each rule.
+
+    Raises:
+        WeirError: the policy has no pools (`recompute`, `kvzip`), or the model is not supported.
+        PolicyError: the policy cannot be parsed.
+    """
+    model = load("nano")[0] if model is None else model
+    chosen = choose_policy(model, policy, chunk=CHUNK)
+    if isinstance(chosen, Recompute | KVzip):
+        raise WeirError(
+            f"the policy {chosen} has no pools that could be checked. Use a pipe of pools, such as "
+            "'sink(4) | recent(252)', or a named policy that is made of pools."
+        )
+    return list(_Check(model, chosen).results())
+
+
+# --- watching folds
+
+
+@dataclass
+class _Watch:
+    """What the pools of a policy did in a run.
+
+    Attributes:
+        faults: the first fault that was found, by rule.
+        excused: why a rule does not apply to a pool, by rule.
+        whole: the number of tokens after which the first token was lost or represented by others.
+        merged: pools in which slots have come to represent several tokens.
+        arrived, held: pools to which tokens came, and pools that have held a token.
+    """
+
+    faults: dict[str, str] = field(default_factory=dict)
+    excused: dict[str, str] = field(default_factory=dict)
+    whole: float = math.inf
+    merged: set[str] = field(default_factory=set)
+    arrived: set[str] = field(default_factory=set)
+    held: set[str] = field(default_factory=set)
+
+    def pipe(self, pipe: Pipe) -> Pipe:
+        """Return the same pipe of exact slots, whose folds are watched."""
+        return Pipe(tuple(self._pool(pool) for pool in pipe.pools), pipe.text)
+
+    def _pool(self, pool: Pool) -> Pool:
+        kind = type(pool)
+
+        def fold(own: Any, held: Slots, new: Slots, facts: Fold) -> Any:
+            return self._fold(kind.fold, own, held, new, facts)
+
+        made = copy(pool)
+        space = {"fold": fold, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        object.__setattr__(made, "__class__", type(kind.__name__, (kind,), space))
+        return made
+
+    def _fold(
+        self, run: Callable[..., Any], pool: Pool, held: Slots, new: Slots, fold: Fold
+    ) -> Any:
+        before = [(t, t.clone()) for slots in (held, new) for t in _tensors(slots)]
+        came, room = _positions(held, new), pool.slots()
+        # The last pool of a pipe need not return tokens that it passes on; the check needs them.
+        result = run(pool, held, new, replace(fold, last=False))
+        if not all(torch.equal(t.nan_to_num(), was.nan_to_num()) for t, was in before):
+            self._blame(IN_PLACE, pool, "changed a tensor of the slots that it received")
+        if not (isinstance(result, tuple) and all(isinstance(part, Slots) for part in result)):
+            return result  # the pipe raises an error
+        kept, passed = _positions(result[0]), _positions(*result[1:])
+        lost = _positions(*result) != came
+        represents = pool.synthetic or pool.ends_pipe or pool.weighs
+        if lost and represents:
+            self.merged.add(pool.name)
+        if (fold.last and any(passed)) or lost:
+            self.whole = min(self.whole, int(fold.seen.min()))
+        if any(len(set(both)) < len(both) for both in _positions(*result)):
+            self._blame(ONCE, pool, "kept a token that it also passed on, or kept it twice")
+        elif lost and represents:
+            self.excused[ONCE] = f"slots of the pool {pool.name} can represent several tokens"
+        elif lost:
+            self._blame(ONCE, pool, "did not return some tokens, neither as kept nor as passed on")
+        if room is not None and len(result[0]) > room:
+            self._blame(SLOTS, pool, f"kept {len(result[0])} slots, and its limit is {room}")
+        # Slots that represent other tokens, too, can be fewer than the tokens that would fit.
+        merged = pool.name in self.merged
+        own_room = None if pool.needs_marks or pool.shares_slots or merged else room
+        for all_tokens, its in zip(came, kept, strict=True):
+            if own_room is not None and len(its) < len(all_tokens) <= own_room:
+                told = f"kept {len(its)} of {len(all_tokens)} tokens, which fit in its {room} slots"
+                self._blame(SLOTS, pool, told)
+        if own_room and any(came):
+            self.arrived.add(pool.name)
+        if any(kept):
+            self.held.add(pool.name)
+        return result
+
+    def _blame(self, rule: str, pool: Pool, what: str) -> None:
+        self.faults.setdefault(rule, f"the pool {pool.name} {what}")
+
+    def fault(self, rule: str) -> str:
+        """Return the fault that was found for a rule; "" if there is none."""
+        if rule == SLOTS and rule not in self.faults and (idle := self.arrived - self.held):
+            return f"the pool {min(idle)} never held a token, although tokens arrived"
+        return self.faults.get(rule, "")
+
+
+class _Changed(Policy):
+    """A policy whose pipes were changed."""
+
+    def __init__(self, policy: Policy, change: Callable[[Pipe], Pipe]) -> None:
+        self.text, self._policy, self._change = policy.text, policy, change
+
+    def for_layer(self, layer: int, layers: int) -> Pipe:
+        """Return the changed pipe of a layer."""
+        return self._change(self._policy.for_layer(layer, layers))
+
+    def for_heads(self, layer: int, layers: int, heads: int) -> tuple[Pipe, ...]:
+        """Return the changed pipe of each head. Heads that shared one pipe still share one."""
+        pipes = self._policy.for_heads(layer, layers, heads)
+        made = {pipe: self._change(pipe) for pipe in dict.fromkeys(pipes)}
+        return tuple(made[pipe] for pipe in pipes)
+
+
+def _with_exact_slots(pipe: Pipe) -> Pipe:
+    """Return the pipe without formats."""
+    return Pipe(pipe.pools, pipe.text)
+
+
+def _tensors(slots: Slots) -> list[Tensor]:
+    """Return the tensors of slots, without keys and values that are quantized."""
+    quantized = isinstance(slots, QuantizedSlots)
+    return list((slots.others() if quantized else slots.tensors()).values())
+
+
+def _positions(*parts: Slots) -> list[list[int]]:
+    """Return the sorted positions of the tokens in slots, for each head of each row."""
+    position = torch.cat([slots.position for slots in parts], dim=2).flatten(0, 1)
+    return [[place for place in head if place >= 0] for head in position.sort().values.tolist()]
+
+
+# --- the rules
+
+
+class _Check:
+    """The runs that the check of a policy needs."""
+
+    def __init__(self, model: PreTrainedModel, policy: Policy) -> None:
+        self.model, self.policy = model, policy
+        # Rounding of stored keys and values could differ with how the text is cut.
+        self.exact = _Changed(policy, _with_exact_slots)
+        slots = [n or 0 for n in self._cache().slots_by_layer]
+        length = max(*slots, 128) + 6 * CHUNK + 5
+        vocabulary = model.get_input_embeddings().weight.shape[0]
+        draw = torch.Generator().manual_seed(0)
+        self.ids = torch.randint(vocabulary, (3, length), generator=draw).to(model.device)
+        self.off = _find_rounding(model, self.ids[:1])
+
+    def results(self) -> Iterator[RuleResult]:
+        """Check one rule after the other."""
+        watch, cause = _Watch(), ""
+        try:
+            watched = self._run(self._cache(_Changed(self.policy, watch.pipe)), self.ids[:1])
+        except Exception as error:
+            cause = self._explain(error)
+        found = {rule: watch.fault(rule) for rule in WATCHED}
+        stopped = "the first run stopped with an error" if cause else ""
+        yield _result(RUNS, "" if any(found.values()) else cause)
+        for rule, fault in found.items():
+            yield _result(rule, fault, "" if fault else stopped or watch.excused.get(rule, ""))
+        if stopped:
+            yield from (_result(rule, "", stopped) for rule in (EXACT, SEED, CUT, BATCH, RESTORE))
+            return
+        whole = int(min(watch.whole, self.ids.shape[1]))
+        yield self._check(EXACT, lambda: self._exact(watched[:, :whole]))
+        yield (same := self._check(SEED, self._seed))
+        random = "" if same.outcome == "passed" else "the same seed gives different results"
+        for rule, check in ((CUT, self._cut), (BATCH, self._batch), (RESTORE, self._restore)):
+            yield _result(rule, "", random) if random else self._check(rule, check)
+
+    def _check(self, rule: str, check: Callable[[], str]) -> RuleResult:
+        try:
+            return _result(rule, check())
+        except Exception as error:
+            return _result(rule, self._explain(error))
+
+    def _cache(self, policy: Policy | str | None = None) -> StreamingCache:
+        return StreamingCache(self.model, policy or self.policy, chunk=CHUNK)
+
+    def _run(
+        self, cache: StreamingCache, ids: Tensor, step: int | None = None, pads: int = 0
+    ) -> Tensor:
+        """Feed tokens in calls of `step` tokens, with padding before those of the last row."""
+        mask, parts = torch.ones_like(ids), []
+        mask[-1, :pads] = 0
+        for start in range(0, ids.shape[1], step or ids.shape[1]):
+            stop = min(start + (step or ids.shape[1]), ids.shape[1])
+            seen = mask[:, :stop] if pads else None
+            made = self.model(ids[:, start:stop], attention_mask=seen, **{CACHE: cache})
+            parts.append(made.logits)
+        return torch.cat(parts, dim=1)
+
+    def _exact(self, watched: Tensor) -> str:
+        wanted = self._run(self._cache("dense"), self.ids[:1, : watched.shape[1]])
+        return self._differ(watched, wanted)
+
+    def _seed(self) -> str:
+        caches = self._cache(), self._cache()
+        one, other = (self._run(cache, self.ids[:1]) for cache in caches)
+        return self._differ(one, other, 0.0) or _hold_otherwise(*caches)
+
+    def _cut(self) -> str:
+        whole = self._cache(self.exact)
+        wanted = self._run(whole, self.ids[:1])
+        for step in (7, 3 * CHUNK):
+            cache = self._cache(self.exact)
+            got = self._run(cache, self.ids[:1], step)
+            if fault := self._differ(got, wanted) or _hold_otherwise(cache, whole):
+                return f"in calls of {step} tokens, {fault}"
+        return ""
+
+    def _batch(self) -> str:
+        # The first two rows fold together, and the last one, which is shorter, folds alone.
+        together, pads = self._cache(self.exact), CHUNK - 3
+        got = self._run(together, self.ids, 3 * CHUNK, pads)
+        for row, padding in enumerate((0, 0, pads)):
+            alone = self._cache(self.exact)
+            wanted = self._run(alone, self.ids[row : row + 1, padding:])
+            fault = self._differ(got[row : row + 1, padding:], wanted)
+            if fault := fault or _hold_otherwise(together, alone, row):
+                return f"in row {row}, {fault}"
+        return ""
+
+    def _restore(self) -> str:
+        cache, other = self._cache(), self._cache()
+        half = self.ids.shape[1] - 3 * CHUNK
+        self._run(cache, self.ids[:1, :half])
+        other.put_row(0, cache.take_row(0))
+        one, again = (self._run(it, self.ids[:1, half:]) for it in (cache, other))
+        return self._differ(one, again, 0.0) or _hold_otherwise(cache, other)
+
+    def _differ(self, got: Tensor, wanted: Tensor, within: float | None = None) -> str:
+        """Return how logits differ by more than rounding; "" if they do not."""
+        within = self.off if within is None else within
+        apart = float((got.double() - wanted.double()).abs().max())
+        if apart <= within:  # false for NaN, too
+            return ""
+        return f"logits differ by {apart:.2g}, and rounding explains {within:.2g}"
+
+    def _explain(self, error: Exception) -> str:
+        """Return the message of an error, with the place in the pool's file where it was raised."""
+        text = first_line(error)
+        if isinstance(error, WeirError):
+            return text
+        count = self.model.config.get_text_config().num_hidden_layers
+        pools = [type(pool) for n in range(count) for pool in self.policy.for_layer(n, count).pools]
+        for kind in pools:
+            for frame, line in reversed(list(walk_tb(error.__traceback__))):
+                if frame.f_globals.get("__name__") == kind.__module__:
+                    code = frame.f_code
+                    where = f"{code.co_name}(), {Path(code.co_filename).name}, line {line}"
+                    name = getattr(kind, "name", kind.__name__)
+                    return f"the pool {name} failed in {where}: {type(error).__name__}: {text}"
+        return f"{type(error).__name__}: {text}"
+
+
+def _result(rule: str, fault: str, excuse: str = "") -> RuleResult:
+    if fault:
+        return RuleResult(rule, "failed", fault)
+    return RuleResult(rule, "not applicable" if excuse else "passed", excuse)
+
+
+def _hold_otherwise(one: StreamingCache, other: StreamingCache, row: int = 0) -> str:
+    """Return in which layer a row holds other tokens than row 0 of another cache; "" if none."""
+    for layer in range(len(one)):
+        mine, theirs = (cache.slots(layer).position for cache in (one, other))
+        if _held(mine[row]) != _held(theirs[0]):
+            return f"other tokens are held in layer {layer}"
+    return ""
+
+
+def _held(position: Tensor) -> list[list[int]]:
+    return [[place for place in head if place >= 0] for head in position.sort().values.tolist()]
+
+
+def _find_rounding(model: PreTrainedModel, ids: Tensor) -> float:
+    """Return how far rounding can move a logit.
+
+    A product in a sum of n terms is off by eps * sqrt(n / 12) of itself, as if its weight were off
+    by that much. So the weights are changed at random, and the change of the logits is measured.
+    """
+    weights = {n: t for n, t in model.named_parameters() if t.is_floating_point()}
+    longest = max((t.shape[-1] for t in weights.values() if t.ndim > 1), default=1)
+    turned = {n: t for n, t in model.named_buffers() if n.endswith("inv_freq")}
+    draw, turn, far = torch.Generator().manual_seed(0), math.sqrt(2 / longest), 0.0
+
+    def logits(tensors: dict[str, Tensor]) -> Tensor:
+        given = {"input_ids": ids, "use_cache": False}
+        made: Tensor = functional_call(model, tensors, kwargs=given).logits
+        return made.double()
+
+    was = logits({})
+    for _ in range(DRAWS):
+        moved = {n: t * (1 + STEP * turn) for n, t in turned.items()}
+        for name, t in weights.items():
+            noise = torch.randn(t.shape, generator=draw).to(t)
+            moved[name] = t * (1 + STEP * noise)
+        far = max(far, float((logits(moved) - was).abs().max()))
+    return far / STEP * torch.finfo(model.dtype).eps * math.sqrt(longest / 6)
