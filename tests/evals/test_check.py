@@ -128,9 +128,8 @@ class DependsOnBatch(Newest):
 
 class CannotBeBatched(Newest):
     def fold(self, held, new, fold):
-        assert (
-            fold.next - new.position
-        ).shape == new.position.shape  # [batch] needs [:, None, None]
+        # `fold.next` is [batch], so this needs fold.next[:, None, None].
+        assert (fold.next - new.position).shape == new.position.shape
         return super().fold(held, new, fold)
 
 
@@ -146,7 +145,7 @@ WIDTH: list[int] = []
 """The number of tokens in the last call of the model."""
 
 FAULTY = {
-    Fails: (check.RUNS, "the pool newest failed in fold(), test_check.py, line "),
+    Fails: (check.RUNS, "the pool newest failed in fold() (test_check.py, line "),
     Loses: (check.ONCE, "the pool newest did not return some tokens"),
     Doubles: (check.ONCE, "the pool newest kept a token that it also passed on"),
     Evicts: (check.SLOTS, "the pool newest kept 0 of 16 tokens, which fit in its 24 slots"),
@@ -156,7 +155,7 @@ FAULTY = {
     Draws: (check.SEED, "logits differ by "),
     DependsOnCalls: (check.CUT, "in calls of 7 tokens, logits differ by "),
     DependsOnBatch: (check.BATCH, "in row 0, logits differ by "),
-    CannotBeBatched: (check.BATCH, "the pool newest failed in fold(), test_check.py, line "),
+    CannotBeBatched: (check.BATCH, "the pool newest failed in fold() (test_check.py, line "),
     RefusesItsState: (check.RESTORE, "no row of this cache can have this state"),
 }
 

@@ -10,8 +10,6 @@ import math
 from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from traceback import walk_tb
 from typing import Any, Literal
 
 import torch
@@ -232,7 +230,7 @@ class _Check:
         try:
             watched = self._run(self._cache(_Changed(self.policy, watch.pipe)), self.ids[:1])
         except Exception as error:
-            cause = self._explain(error)
+            cause = _explain(error)
         found = {rule: watch.fault(rule) for rule in WATCHED}
         stopped = "the first run stopped with an error" if cause else ""
         yield _result(RUNS, "" if any(found.values()) else cause)
@@ -252,7 +250,7 @@ class _Check:
         try:
             return _result(rule, check())
         except Exception as error:
-            return _result(rule, self._explain(error))
+            return _result(rule, _explain(error))
 
     def _cache(self, policy: Policy | str | None = None) -> StreamingCache:
         return StreamingCache(self.model, policy or self.policy, chunk=CHUNK)
@@ -317,21 +315,11 @@ class _Check:
             return ""
         return f"logits differ by {apart:.2g}, and rounding explains {within:.2g}"
 
-    def _explain(self, error: Exception) -> str:
-        """Return the message of an error, with the place in the pool's file where it was raised."""
-        text = first_line(error)
-        if isinstance(error, WeirError):
-            return text
-        count = self.model.config.get_text_config().num_hidden_layers
-        pools = [type(pool) for n in range(count) for pool in self.policy.for_layer(n, count).pools]
-        for kind in pools:
-            for frame, line in reversed(list(walk_tb(error.__traceback__))):
-                if frame.f_globals.get("__name__") == kind.__module__:
-                    code = frame.f_code
-                    where = f"{code.co_name}(), {Path(code.co_filename).name}, line {line}"
-                    name = getattr(kind, "name", kind.__name__)
-                    return f"the pool {name} failed in {where}: {type(error).__name__}: {text}"
-        return f"{type(error).__name__}: {text}"
+
+def _explain(error: Exception) -> str:
+    """Return the message of an error. A WeirError about a pool names its file and line."""
+    text = first_line(error)
+    return text if isinstance(error, WeirError) else f"{type(error).__name__}: {text}"
 
 
 def _result(rule: str, fault: str, excuse: str = "") -> RuleResult:
