@@ -114,7 +114,7 @@ class NotFiniteError(WeirError):
         stream = "stream" if row is None else "row"
         more = ", and the tokens of the other rows were accepted" if others else ""
         super().__init__(
-            f"{what} were refused: {made}; the {stream} is as it was before them{more}"
+            f"{what} were refused: {made}; the {stream} is as it was before these tokens{more}"
         )
         self.layer = layer
         self.row = row

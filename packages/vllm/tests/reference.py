@@ -1,7 +1,7 @@
 """What weir says, in a process without vLLM.
 
-vLLM looks through all modules of its process for Triton kernels, and stumbles over numba's, which
-weir imports.
+vLLM looks for Triton kernels in all modules of its process, and stumbles over the modules of numba,
+which weir imports.
 """
 
 import functools

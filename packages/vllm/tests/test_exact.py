@@ -44,7 +44,9 @@ def test_prompts_and_steps_equal_weir(models, name):
 
 
 def test_bfloat16_is_as_close_after_the_window_moves_as_before(models):
-    """A block stores bfloat16 keys in another order, in which sinks must be rotated too."""
+    """The numbers of a bfloat16 key have another order in a block than those of a float32 key.
+    Sinks must be rotated correctly in this order, too.
+    """
     folder = models("llama")
     prompt = random_tokens(1000)
     with engine(folder, POLICY, dtype="bfloat16") as llm:

@@ -92,7 +92,7 @@ def generate(
             "weir.generate supports greedy search, sampling and beam search, but the options ask "
             f"for {mode.value.replace('_', ' ')}. Leave out the options for that."
         )
-    # This is not in the signature, because transformers would then pass it twice.
+    # The cache is not a parameter of this function, because transformers would then pass it twice.
     cache = _cache_of(model, prepared.pop(CACHE, None), given)
     around = _arguments_of_caller()
     if around.get("assistant_model") is not None:

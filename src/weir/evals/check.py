@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -217,9 +217,9 @@ class _Check:
         self.model, self.policy = model, policy
         # Rounding of stored keys and values could differ with how the text is cut.
         self.exact = _Changed(policy, _with_exact_slots)
-        slots = [n or 0 for n in self._cache().slots_by_layer]
+        slots = [count or 0 for count in self._cache().slots_by_layer]
         length = max(*slots, 128) + 6 * CHUNK + 5
-        vocabulary = model.get_input_embeddings().weight.shape[0]
+        vocabulary = int(cast(Tensor, model.get_input_embeddings().weight).shape[0])
         draw = torch.Generator().manual_seed(0)
         self.ids = torch.randint(vocabulary, (3, length), generator=draw).to(model.device)
         self.off = _find_rounding(model, self.ids[:1])

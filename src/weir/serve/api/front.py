@@ -50,7 +50,7 @@ PATIENCE = 10.0
 """Seconds to wait for a server to accept a connection, or to report its health."""
 READ = 65_536
 BUFFER = 65_536
-"""Bytes that the system buffers of an answer between a server and the front.
+"""How many bytes of an answer the operating system buffers between a server and the front.
 
 The buffer is small so that a server soon notices a client that does not read.
 """
