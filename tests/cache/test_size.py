@@ -83,7 +83,7 @@ def test_a_step_reads_every_slot_and_all_weights_but_a_table_that_is_looked_up(b
 
 
 def test_what_remains_beside_the_weights_is_shared_among_streams():
-    size = Size("recent(4)", "float32", (4,), 1000, 30, 900, 20)
+    size = Size("recent(4)", "float32", (4,), (4, 4), 1000, 30, 900, 20)
     assert [size.streams_in(n) for n in (0, 999, 1029, 1030, 1089, 1090)] == [0, 0, 0, 1, 2, 3]
     assert size.tokens_per_second(9200) == 10
     assert size.tokens_per_second(9600, streams=3) == 30

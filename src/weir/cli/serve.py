@@ -220,8 +220,8 @@ def serve(
     _refuse_in_cluster("--compile", cluster, given=compiled)
     if keep is not None and data is not None and cluster is None and disk is None:
         raise WeirError(
-            "--keep has no use with --data alone: turns are in memory only while the disk is "
-            "full. Leave out --keep, or add --disk, which limits the disk and removes old turns."
+            "--keep has no use with --data alone, because all turns are then saved on the disk. "
+            "Leave out --keep, or add --disk, which limits the disk and removes old turns."
         )
     _refuse_in_cluster("--archive", cluster, given=archive is not None)
     if recall is not None and archive is None:

@@ -1,10 +1,10 @@
 """k centers: keep tokens whose keys are far apart, so that every other key is near one of them.
 
-SubGen (Zandieh et al. 2024, "SubGen: Token Generation in Sublinear Time and Memory",
-arXiv:2402.06082), section 3.2, is the method of its experiments. (BalanceKV calls SubGen's method
-ClusterGen.) In addition to the most recent tokens, it keeps k centers, picked from the other tokens
-by greedy k-center (the paper's reference [8]): start somewhere, then k - 1 times pick the key that
-is the farthest from all centers picked so far.
+This is the method that the SubGen paper uses in its experiments (Zandieh et al. 2024, "SubGen:
+Token Generation in Sublinear Time and Memory", arXiv:2402.06082, section 3.2). BalanceKV's paper
+calls SubGen ClusterGen. In addition to the most recent tokens, the method keeps k centers, picked
+from the other tokens by greedy k-center (the paper's reference [8]): start somewhere, then k - 1
+times pick the key that is the farthest from all centers picked so far.
 
 Five options are not in the paper: keeping neighbors of centers, distances weighted by use (which
 needs the attention that tokens receive) and by age, replacing centers by newer keys near them, and
