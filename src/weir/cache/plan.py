@@ -102,7 +102,7 @@ class Segment:
         due: the rows whose tail is full afterwards and folds.
         origin: the place in the stream of a row's first token.
         device: the device of the tensors.
-        marks: what is known about each row's stream, such as where its current turn begins
+        marks: what is known about each row's stream, such as where its system turn ends
             (`pools.Marks`).
         drift: for a model whose positions have three axes (time, height and width, for images),
             each row's next place on the axes after the segment, minus its place in the stream

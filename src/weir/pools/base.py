@@ -37,14 +37,15 @@ MOST_RANGES = 1024
 
 @dataclass(frozen=True)
 class Marks:
-    """Facts about a row's stream that its tokens do not show: where its system turn ends, where its
-    current turn begins, and which tokens must be kept.
+    """Facts about a row's stream that its tokens do not show: where its system turn ends, where the
+    header of its current turn is, and which tokens must be kept.
 
     Attributes:
         beginning: number of tokens at the start of the stream that belong together, such as its
             system turn; None if not known.
-        turn: the place in the stream where the current turn begins.
-        header: number of tokens that the chat template puts in front of the answer, from `turn` on.
+        turn: the place in the stream where the header of the current turn begins.
+        header: number of tokens of this header, which the chat template puts in front of the
+            answer.
         kept: ranges of places in the stream whose tokens must be kept, in order and without
             overlap. Each range is its first place and the place after its last.
 
@@ -106,7 +107,8 @@ class Fold:
             are newer than everything that came before, and have no gaps.
         beginning: number of tokens in the stream's beginning, the same in all rows that fold
             together; None if not known (`Marks`).
-        turn: the place where the current turn begins [batch], int64; None if not known.
+        turn: the place where the header of the current turn begins [batch], int64; None if not
+            known.
         header: number of tokens in the header of the turn, the same in all rows that fold together.
         kept: places of tokens to keep, the first and the one after the last of each range
             [batch, ranges, 2], int64; None if there are none.

@@ -16,7 +16,7 @@ from weir.slab import Slots
 @pool("header")
 @dataclass(frozen=True)
 class Header(SizedPool):
-    """Keep the tokens that begin the current turn, at the place that a row's `Marks` give.
+    """Keep the header of the current turn. A row's `Marks` say where it begins and how long it is.
 
     If the header is longer than the slots, its first tokens are kept. When another turn begins, the
     header of the previous turn overflows.

@@ -41,7 +41,9 @@ def tokens(texts: list[str], file: str) -> dict[str, Any] | None:
 
 
 def _ids(vocabulary: Any, text: bytes) -> list[int]:
-    """Return the ids of a text. Special tokens in it are recognized, and others are added."""
+    """Return the ids of a text. Special tokens in the text are recognized, and those that the
+    tokenizer puts around a text are added.
+    """
     room = (llama_cpp.llama_token * (len(text) + 8))()
     count = llama_cpp.llama_tokenize(vocabulary, text, len(text), room, len(room), True, True)
     if count < 0:

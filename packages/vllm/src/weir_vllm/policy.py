@@ -24,9 +24,10 @@ WORKING = (
 
 SINGLE = "it chooses single tokens, and vLLM stores and frees whole blocks"
 MADE = "it holds computed keys and values, and vLLM stores those of tokens only"
+WEIGHTED = "it changes the weights of tokens, and vLLM's attention gives all tokens the same weight"
 MARKS = "it depends on marks in the text, which vLLM does not pass on"
 REASONS = {
-    "attention_matching": MADE,
+    "attention_matching": WEIGHTED,
     "balance": SINGLE,
     "balancekv": SINGLE,
     "beginning": MARKS,
@@ -54,7 +55,7 @@ REASONS = {
     "lacache": SINGLE,
     "ladder": SINGLE,
     "lagkv": SINGLE,
-    "match": MADE,
+    "match": WEIGHTED,
     "outliers": SINGLE,
     "pinned": MARKS,
     "pyramid": "its sizes depend on the number of layers. Write the policy of each layer in a list",
