@@ -110,10 +110,10 @@ def measure_heads(model: PreTrainedModel) -> HeadFacts | None:
 
     The model reads random tokens twice. The score of a token in a KV head is the largest share of
     attention that it gets from the second reading, as in KVzip (Kim et al. 2025, section 3.2;
-    arXiv:2505.23416). The score of the head is the mean over the tokens. How much keys in 4 bits change attention is
-    measured over the queries of both readings. Returns None if the model's context window or
-    vocabulary is too small, if its attention cannot be observed (`observe_attention`), or if its
-    heads are distributed over processes.
+    arXiv:2505.23416). The score of the head is the mean over the tokens. How much keys in 4 bits
+    change attention is measured over the queries of both readings. Returns None if the model's
+    context window or vocabulary is too small, if its attention cannot be observed
+    (`observe_attention`), or if its heads are distributed over processes.
     """
     spec = describe(model)
     window, config = window_of(model.config), model.config.get_text_config(decoder=True)
