@@ -145,7 +145,7 @@ WIDTH: list[int] = []
 """The number of tokens in the last call of the model."""
 
 FAULTY = {
-    Fails: (check.RUNS, "the pool newest failed in fold() (test_check.py, line "),
+    Fails: (check.RUNS, "the pool newest failed in fold() (test_check_policy.py, line "),
     Loses: (check.ONCE, "the pool newest did not return some tokens"),
     Doubles: (check.ONCE, "the pool newest kept a token that it also passed on"),
     Evicts: (check.SLOTS, "the pool newest kept 0 of 16 tokens, which fit in its 24 slots"),
@@ -155,7 +155,7 @@ FAULTY = {
     Draws: (check.SEED, "logits differ by "),
     DependsOnCalls: (check.CUT, "in calls of 7 tokens, logits differ by "),
     DependsOnBatch: (check.BATCH, "in row 0, logits differ by "),
-    CannotBeBatched: (check.BATCH, "the pool newest failed in fold() (test_check.py, line "),
+    CannotBeBatched: (check.BATCH, "the pool newest failed in fold() (test_check_policy.py, line "),
     RefusesItsState: (check.RESTORE, "no row of this cache can have this state"),
 }
 
