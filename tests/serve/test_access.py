@@ -231,6 +231,12 @@ def test_what_is_not_offered_is_named(plain):
     answer = plain.post("/v1/embeddings", {"input": "a"})
     assert answer.status_code == 404
     assert message(answer) == "/v1/embeddings: this server does not offer embeddings"
+    for path in ("/v1/models/", "/v1/sessions/", "/api/tags/", "/health/"):
+        answer = httpx.get(f"{plain.url}{path}")
+        assert answer.status_code == 404
+        assert f'"unknown path: GET {path}. Leave out the slash at the end."' in answer.text
+    answer = httpx.get(f"{plain.url}/v1/modelz/")
+    assert (answer.status_code, message(answer)) == (404, "unknown path: GET /v1/modelz/")
     answer = httpx.delete(f"{plain.url}/v1/chat/completions")
     assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
     assert message(answer) == "/v1/chat/completions does not accept DELETE. Use POST."

@@ -218,6 +218,32 @@ def test_a_request_drops_by_the_ids_of_calls(server):
 
 
 @pytest.mark.parametrize("field", ["drop", "pin"])
+def test_an_unknown_call_is_named_in_the_format_of_each_api(field):
+    words = (
+        "there is no output of the call 'x' in this history. Use the id of a call whose output was "
+        "sent."
+    )
+    policy = "pinned(sink(2) | recent(600), n=600, header=4)"
+    with serving(make_client(template=TAKES_TOOLS, policy=policy)) as server:
+        given = {"model": "small", "messages": HISTORY[:1], "weir": {field: ["x"]}}
+        for path, more in (
+            ("/v1/chat/completions", given),
+            ("/v1/responses", {"model": "small", "input": "a", "weir": given["weir"]}),
+        ):
+            error = server.post(path, more).json()["error"]
+            assert (error["message"], error["param"]) == (words, f"weir.{field}[0]")
+        # The other two APIs have no `param`, so the message says the place.
+        error = server.post("/v1/messages", {**given, "max_tokens": 4}).json()["error"]
+        assert error["message"] == f"weir.{field}[0]: {words}"
+        assert server.post("/api/chat", given).json()["error"] == f"weir.{field}[0]: {words}"
+        raw = {"model": "small", "prompt": "a", "raw": True, "weir": given["weir"]}
+        error = server.post("/api/generate", raw).json()["error"]
+        assert (
+            error == f"a text prompt has no tool outputs. Leave out weir.{field}, or send a chat."
+        )
+
+
+@pytest.mark.parametrize("field", ["drop", "pin"])
 def test_a_count_drops_and_pins_nothing(field):
     """The requests are refused, because their answers would have other counts."""
     policy = "pinned(sink(2) | recent(600), n=600, header=4)"

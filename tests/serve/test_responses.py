@@ -241,7 +241,9 @@ def test_a_compaction_is_refused_as_the_response_would_be(client):
         assert error.value.param == f"weir.{name}"
     for given in ({}, {"input": []}, {"input": [{"type": "reasoning", "summary": []}]}):
         for ask in (client.responses.create, client.responses.compact):
-            with pytest.raises(openai.BadRequestError, match="input is missing or empty") as error:
+            with pytest.raises(
+                openai.BadRequestError, match="input is missing, or is a list"
+            ) as error:
                 ask(model="small", **given)
             assert error.value.param == "input"
     stray = {"type": "function_call_output", "call_id": "c", "output": "x"}
@@ -249,6 +251,28 @@ def test_a_compaction_is_refused_as_the_response_would_be(client):
         with pytest.raises(openai.BadRequestError) as error:
             ask(model="small", input=[user("One"), stray])
         assert error.value.param == "input[1].call_id"
+
+
+def test_an_empty_input_is_a_message_with_an_empty_text(client):
+    told = say(client, "")
+    (item,) = client.responses.input_items.list(told.id)
+    assert (item.role, item.content[0].text) == ("user", "")
+    assert say(client, [user("")]).output_text == told.output_text
+    assert client.responses.input_tokens.count(model="small", input="").input_tokens > 0
+    (kept,) = client.responses.compact(model="small", input="").output
+    assert (kept.role, kept.content[0].text) == ("user", "")
+
+
+def test_instructions_alone_are_answered_like_a_system_message_alone(client):
+    told = client.responses.create(
+        model="small", instructions="Be kind.", max_output_tokens=8, temperature=0
+    )
+    same = chat(client, [{"role": "system", "content": "Be kind."}])
+    assert told.output_text == same
+    assert list(client.responses.input_items.list(told.id)) == []
+    with pytest.raises(openai.BadRequestError, match="nothing to compact") as error:
+        client.responses.compact(model="small", instructions="Be kind.")
+    assert error.value.param == "input"
 
 
 def test_a_turn_of_a_chat_is_gone_on_from_by_its_name(server, client):

@@ -11,11 +11,11 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from weir.serve.api.errors import APIError, invalid_query
 from weir.serve.api.requests import parse_body
-from weir.serve.api.schemas.anthropic import AnthropicBody
+from weir.serve.api.schemas.anthropic import AnthropicBody, CountBody
 from weir.serve.api.schemas.base import unknown_fields
-from weir.serve.api.schemas.chat import ChatBody
+from weir.serve.api.schemas.chat import ChatBody, TextBody
 from weir.serve.api.schemas.ollama import OllamaChatBody
-from weir.serve.api.schemas.responses import ConversationBody, ResponseBody
+from weir.serve.api.schemas.responses import CompactBody, ConversationBody, ResponseBody
 from weir.serve.api.sessions import ForkBody
 
 
@@ -170,10 +170,50 @@ def test_an_answer_of_calls_refusals_or_thoughts_needs_no_content(given):
 
 @pytest.mark.parametrize("role", ["user", "assistant", "system"])
 def test_the_other_apis_need_content_too(role):
-    for given in ({}, {"content": None}):
-        message = {"role": role, **given}
-        for kind, field in ((ResponseBody, "input"), (AnthropicBody, "messages")):
-            assert f"'{field}[0].content'" in said(response(**{field: [message]}), kind)
+    for kind, field in (
+        (ResponseBody, "input"),
+        (CompactBody, "input"),
+        (ConversationBody, "items"),
+        (AnthropicBody, "messages"),
+        (CountBody, "messages"),
+    ):
+        named = {} if kind is ConversationBody else {"model": "small"}
+        for given in ({}, {"content": None}):
+            whole = {**named, field: [{"role": role, **given}]}
+            assert said(whole, kind) == f"Missing required parameter: '{field}[0].content'."
+        most = {"max_tokens": 1} if kind is AnthropicBody else {}
+        for content in ("", []):
+            whole = {**named, **most, field: [{"role": role, "content": content}]}
+            assert parse_body(json.dumps(whole).encode(), kind)
+
+
+@pytest.mark.parametrize("is_null", [False, True], ids=["missing", "null"])
+@pytest.mark.parametrize(
+    ("kind", "path", "name", "around"),
+    [
+        (ChatBody, "messages[0].content[0]", "text", {"type": "text"}),
+        (ChatBody, "messages[0].content[0]", "refusal", {"type": "refusal"}),
+        (ResponseBody, "input[0].content[0]", "text", {"type": "input_text"}),
+        (AnthropicBody, "messages[0].content[0]", "text", {"type": "text"}),
+        (ResponseBody, "input[0]", "output", {"type": "function_call_output", "call_id": "a"}),
+        (ChatBody, "", "messages", {"model": "small"}),
+        (AnthropicBody, "", "messages", {"model": "small"}),
+        (CountBody, "", "messages", {"model": "small"}),
+        (TextBody, "", "prompt", {"model": "small"}),
+    ],
+)
+def test_null_is_as_good_as_nothing_where_a_text_is_required(kind, path, name, around, is_null):
+    body = {**around, name: None} if is_null else around
+    field, _, inside = path.partition("[0]")
+    if path:
+        body = response(**{field: [{"role": "user", "content": [body]} if inside else body]})
+    dotted = f"{path}.{name}" if path else name
+    assert said(body, kind) == f"Missing required parameter: '{dotted}'."
+
+
+def test_in_ollamas_api_null_is_no_messages():
+    body = parse_body(json.dumps(response(messages=None)).encode(), OllamaChatBody)
+    assert body.history == []
 
 
 def test_a_byte_order_mark_in_front_of_a_body_is_passed_over():

@@ -850,14 +850,14 @@ class EngineClient:
     def check_pins(self) -> None:
         """Raise CannotPin if this server cannot pin outputs."""
         if self.is_replica:
-            raise CannotPin("servers of a cluster cannot pin outputs yet")
+            raise CannotPin("servers of a cluster cannot pin outputs yet. Leave weir.pin out.")
         if self._room.slots is None:
             every = any(slots is None for slots in self.engine.cache.slots_by_layer)
             raise CannotPin(
-                "this server's policy keeps every token, so no output has to be pinned"
+                "this server's policy keeps every token, so no output has to be pinned."
                 if every
                 else "this server has no slots for outputs that are pinned. Start it with --pin "
-                "and a policy whose text does not contain the pool 'beginning'"
+                "and a policy whose text does not contain the pool 'beginning'."
             )
 
     def pin_output(self, owner: str, session: str, call: str) -> PinnedOutput:

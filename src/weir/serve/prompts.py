@@ -163,7 +163,7 @@ class UnknownOutput(WeirError):
     def __init__(self, number: int, call: str, field: str) -> None:
         super().__init__(
             f"there is no output of the call {quote(call)} in this history. Use the id of a call "
-            "whose output was sent"
+            "whose output was sent."
         )
         self.number, self.field = number, field
 

@@ -21,6 +21,9 @@ from weir.serve.sessions.records import HIDDEN, TurnRecord, is_hidden
 from weir.serve.sessions.responses import StoredResponse
 from weir.serve.tools.formats import Tool, describe_tools
 
+NO_INPUT = "input is missing, or is a list without items that the model reads"
+"""What is wrong with a request without input. An empty text is an empty message, not no input."""
+
 
 class PreviousNotFound(WeirError):
     """The owner has no such response or conversation."""
@@ -108,8 +111,8 @@ class ResponseTurn:
         """
         if self.previous is None and not self.items:
             raise WeirError(
-                "there is nothing to compact: input is missing or empty. Send the history as "
-                "input, or name its last response as previous_response_id."
+                f"there is nothing to compact: {NO_INPUT}. Send the history as input, or name its "
+                "last response as previous_response_id."
             )
         start: TurnRecord | None = None
         items, before = self.items, list[Message]()
@@ -349,7 +352,9 @@ def node_of(response: str) -> str:
 
 def _check(messages: list[Message]) -> None:
     if not messages:
-        raise WeirError("there is nothing to answer: input is missing or empty. Send some input.")
+        raise WeirError(
+            f"there is nothing to answer: {NO_INPUT}. Send a text, or a list with a message."
+        )
     if messages[-1].role == "assistant":
         raise WeirError(
             "the last item is an assistant's message, which cannot be answered. Add another item "

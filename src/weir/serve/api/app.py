@@ -21,7 +21,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Match, Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Scope
 
 from weir import __version__
 from weir.errors import WeirError
@@ -165,9 +165,11 @@ async def _respond_to_error(request: Request, error: Exception) -> Response:
         message = f"unknown path: {request.method} {path}"
         if (what := NOT_OFFERED.get(path)) is not None:
             message = f"{path}: this server does not offer {what}"
+        elif _methods_at(request.app, {**request.scope, "path": request.scope["path"].rstrip("/")}):
+            message += ". Leave out the slash at the end."
         headers = dict(error.headers) if error.headers else None
         if error.status_code == 405:
-            methods = _methods_at(request)
+            methods = _methods_at(request.app, request.scope)
             headers = {"Allow": ", ".join(methods)}
             message = f"{path} does not accept {request.method}. Use {' or '.join(methods)}."
         error = APIError(error.status_code, message, headers=headers)
@@ -175,11 +177,11 @@ async def _respond_to_error(request: Request, error: Exception) -> Response:
     return (error if isinstance(error, APIError) else server_error()).response(request.url.path)
 
 
-def _methods_at(request: Request) -> list[str]:
+def _methods_at(app: FastAPI, scope: Scope) -> list[str]:
     """Return the methods of all routes of a path. Starlette knows only those of the first route."""
     found: set[str] = set()
-    for route in request.app.state.ways:
-        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:
+    for route in app.state.ways:
+        if isinstance(route, Route) and route.matches(scope)[0] is not Match.NONE:
             found |= route.methods or set()
     return sorted(found | {"HEAD"} if "GET" in found else found)
 

@@ -160,10 +160,13 @@ def _with_field(error: APIError) -> str:
     contains the name.
 
     Anthropic's and Ollama's errors have no separate place for the field. The path within the field
-    can differ in these APIs, so the path is left out.
+    can differ in these APIs, so the path is left out. Only `weir` is the same in all APIs, and its
+    path stays, because "weir:" would look like the name of the program.
     """
     message, param = str(error), error.body["error"]["param"]
     field = re.split(r"[.\[]", param or "", maxsplit=1)[0]
+    if field == "weir":
+        field = param
     return f"{field}: {message}" if field and field not in message else message
 
 

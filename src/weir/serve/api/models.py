@@ -7,7 +7,7 @@ import time
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, HTTPException, Query
 
 from weir.errors import shorten
 from weir.models import window_of
@@ -70,6 +70,8 @@ def _names_between(names: list[str], after: str | None, before: str | None) -> l
 @router.get("/v1/models/{name:path}")
 async def model(name: str, client: Client) -> dict[str, Any]:
     """Retrieve the model."""
+    if not name:
+        raise HTTPException(404)  # as for every other path with a slash too many
     check_model(client, name)
     return card(client, name)
 

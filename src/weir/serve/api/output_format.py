@@ -56,14 +56,14 @@ def refuse_own_tools(body: GenerationBody) -> None:
     """
     for name, calls in (("drop", body.drops), ("pin", body.pins)):
         if calls:
-            message = f"a text prompt has no tool outputs. Leave out weir.{name}, or send a chat"
+            message = f"a text prompt has no tool outputs. Leave out weir.{name}, or send a chat."
             raise APIError(400, message, param=f"weir.{name}", code="unsupported")
     for name, wanted in (("recall", body.recall), ("tell_forgotten", body.tells_forgotten)):
         if wanted:
-            message = f"{name} is only for chats. Leave it out, or send a chat"
+            message = f"{name} is only for chats. Leave it out, or send a chat."
             raise APIError(400, message, param=f"weir.{name}", code="unsupported")
     if body.own_tools:
-        message = "the server's tools are only for chats. Leave out weir.tools, or send a chat"
+        message = "the server's tools are only for chats. Leave out weir.tools, or send a chat."
         raise APIError(400, message, param="weir.tools", code="unsupported")
 
 

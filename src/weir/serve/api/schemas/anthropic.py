@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Discriminator, Field, StringConstraints, T
 from pydantic_core import PydanticCustomError
 
 from weir.serve.api.schemas.base import (
+    Given,
     Lenient,
     ListOf,
     LongName,
@@ -37,7 +38,7 @@ class TextBlock(Lenient):
     """Text of a message."""
 
     type: Literal["text"]
-    text: str
+    text: Annotated[str, Given]
 
 
 class CallBlock(Lenient):
@@ -108,7 +109,7 @@ class AnthropicMessage(Lenient):
     """A message of the conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | ListOf[Block]
+    content: Annotated[str | ListOf[Block], Given]
 
     @model_validator(mode="after")
     def _check_blocks(self) -> AnthropicMessage:
@@ -210,7 +211,7 @@ def _refuse_thread(value: object) -> None:
 class CountBody(GenerationBody):
     """Request body of `POST /v1/messages/count_tokens`."""
 
-    messages: Annotated[ListOf[AnthropicMessage], Field(min_length=1)]
+    messages: Annotated[ListOf[AnthropicMessage], Field(min_length=1), Given]
     system: str | ListOf[TextBlock] | None = None
     tools: (
         Annotated[

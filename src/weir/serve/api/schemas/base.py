@@ -58,6 +58,15 @@ def bounded_dict(most: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def _given(value: Any) -> Any:
+    """Refuse null as if the field were missing."""
+    if value is None:
+        raise PydanticKnownError("missing")
+    return value
+
+
+Given = BeforeValidator(_given)
+"""Validator of a required field for which null is the same as leaving it out."""
 SHOWN = 64
 """The most characters of a name from a request that a warning shows."""
 

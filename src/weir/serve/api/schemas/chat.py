@@ -31,6 +31,7 @@ from pydantic_core.core_schema import ErrorType
 
 from weir.serve.api.schemas.base import (
     MAX_NOTES,
+    Given,
     Lenient,
     ListOf,
     Name,
@@ -123,14 +124,14 @@ class TextPart(Lenient):
     """Text content of a message, in any of OpenAI's APIs."""
 
     type: Literal["text", "input_text", "output_text"]
-    text: str
+    text: Annotated[str, Given]
 
 
 class RefusalPart(Lenient):
     """An answer in which a model refused. It is treated as text."""
 
     type: Literal["refusal"]
-    refusal: str
+    refusal: Annotated[str, Given]
 
     @property
     def text(self) -> str:
@@ -558,7 +559,7 @@ class CompletionBody(GenerationBody):
 class ChatBody(CompletionBody):
     """Request body of `POST /v1/chat/completions`."""
 
-    messages: Annotated[ListOf[ChatMessage], Field(min_length=1)]
+    messages: Annotated[ListOf[ChatMessage], Field(min_length=1), Given]
     max_completion_tokens: Limit | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
@@ -626,7 +627,7 @@ class ChatBody(CompletionBody):
 class TextBody(CompletionBody):
     """Request body of `POST /v1/completions`."""
 
-    prompt: str | ListOf[Token] | ListOf[str] | ListOf[ListOf[Token]]
+    prompt: Annotated[str | ListOf[Token] | ListOf[str] | ListOf[ListOf[Token]], Given]
     logprobs: Annotated[Whole, Field(ge=0, le=5)] | None = None
 
     @field_validator("prompt", mode="after")

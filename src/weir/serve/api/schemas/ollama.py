@@ -139,13 +139,13 @@ class OllamaBody(GenerationBody):
 class OllamaChatBody(OllamaBody):
     """Request body of `POST /api/chat`."""
 
-    messages: Annotated[ListOf[OllamaMessage], Field(default_factory=list)]
+    messages: ListOf[OllamaMessage] | None = None
     tools: Annotated[ListOf[AnyTool], Field(max_length=128)] | None = None
 
     @property
     def history(self) -> list[Message]:
         """The messages, converted to the server's own type."""
-        return link_calls(self.messages)
+        return link_calls(self.messages or [])
 
     @property
     def offer(self) -> ToolOffer:

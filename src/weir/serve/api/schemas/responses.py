@@ -19,6 +19,7 @@ from pydantic import (
 
 from weir.serve.api.schemas.base import (
     Arguments,
+    Given,
     Lenient,
     ListOf,
     Noted,
@@ -79,7 +80,7 @@ class MessageItem(Lenient):
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | ListOf[AnyItemPart]
+    content: Annotated[str | ListOf[AnyItemPart], Given]
 
     @field_validator("type", mode="before")
     @classmethod
@@ -122,7 +123,7 @@ class ResultItem(Lenient):
 
     type: Literal["function_call_output"]
     call_id: CallId
-    output: str | ListOf[ItemPart]
+    output: Annotated[str | ListOf[ItemPart], Given]
 
     def item(self) -> Item:
         """Convert to an item with a new id."""
