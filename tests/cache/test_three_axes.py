@@ -250,7 +250,7 @@ def test_rows_move_between_caches_in_the_middle_of_an_image(name: str) -> None:
         ("drift must be a whole number", 0.5, 0, 0),
         ("span begins at places that are not among 0 to 30", -6, 0, 31),
         ("span begins at places", -6, 0, -1),
-        ("span is longer than a word or image can be", -6, 1, 0),
+        ("span has lengths that no token and no image can have", -6, 1, 0),
     ],
 )
 def test_a_state_that_no_row_can_have(said: str, drift: Any, column: int, value: int) -> None:

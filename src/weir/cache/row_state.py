@@ -404,15 +404,15 @@ def _check_weights(
 
 
 def _check_spans(spans: Tensor, origin: int, facts: Mapping[str, Any]) -> None:
-    """Check that words and images [tokens, 2] begin within the stream on three axes, and have a
-    valid length.
+    """Check that the spans [tokens, 2] of text tokens and images begin within the stream on three
+    axes, and have a valid length.
     """
     clock = origin + facts["seen"] + facts["drift"]
     begins, reach = spans[:, 0], spans[:, 1]
     if not bool(((begins >= origin) & (begins <= clock)).all()):
         raise WeirError(f"span begins at places that are not among {origin} to {clock}")
     if not bool(((reach >= 1) & (reach <= FARTHEST)).all()):
-        raise WeirError("span is longer than a word or image can be")
+        raise WeirError("span has lengths that no token and no image can have")
 
 
 def _check_split(tensors: Mapping[str, Tensor]) -> None:

@@ -22,11 +22,14 @@ if TYPE_CHECKING:
     from weir.stream import Archive, Conversation, Transcript
 
 SAVED = 8
-"""Number of the newest conversations that keep a saved stream. Older ones are recomputed, except
-those whose transcript lacks the beginning of the stream: they keep it too.
+"""Number of the newest conversations that keep a saved stream. Older ones are recomputed from
+their transcripts. A conversation whose transcript lacks the beginning of the stream keeps its saved
+stream, too.
 """
 SELDOM = 20
-"""Before a stream is saved again, at least this many times the duration of its last save passes."""
+"""Shortest wait between two saves of a stream, in multiples of the time that the first of them
+took.
+"""
 
 
 def folder() -> Path:
@@ -138,13 +141,15 @@ class Keeper:
             _clear(path.parent)
         except (WeirError, OSError, KeyboardInterrupt) as error:
             why = str(error) or "interrupted"
-            say(f"weir: {why}. --continue recomputes the conversation from its transcript {path}")
+            say(f"weir: {why}. --continue must recompute from {path} what was not saved")
         self._saved_at, self._last = stream.seen, time.monotonic()
         self._pause = SELDOM * (self._last - began)
 
 
 def _clear(chats: Path) -> None:
-    """Remove the saved streams of older conversations whose transcripts can be read again."""
+    """Remove the saved streams of older conversations that can be recomputed from their
+    transcripts.
+    """
     from weir.stream import Transcript
 
     saved = sorted(chats.glob("*.safetensors"), key=lambda p: p.stat().st_mtime, reverse=True)

@@ -30,7 +30,7 @@ POLICIES: dict[str, dict[str, str]] = {
         "streaming_llm": "endless reading at the lowest cost",
         "reservoir": "endless reading with a fair sample of everything in between",
         "subgen": "SubGen's Algorithm 1, as published",
-        "kcenter": "names and numbers from long ago, as SubGen's experiments do",
+        "kcenter": "names and numbers from long ago, as in SubGen's experiments",
         "balancekv": "an estimate of attention over all of a long prompt",
         "uniform": "the baseline of balancekv: a uniform sample",
         "buzz": "tokens that got much attention, from all of the stream",

@@ -1,4 +1,4 @@
-"""Fingerprints of models, from their weights in memory; no weight is dequantized or loaded.
+"""Fingerprints of models, from the weights as they are stored; no weight is dequantized or loaded.
 
 Some numbers of every weight are read: from the local shard, from the quantized data, or from the
 place where an offloaded weight is stored. So the same model can have another fingerprint if it is

@@ -7,12 +7,14 @@ first is checked.
 Each operation's result is compared with PyTorch's, in float32 or float64 and from the same inputs
 that the operation read, so that errors do not accumulate over operations. Therefore weights in 16
 bits need no wider tolerance. Neither do weights in blocks, because their inputs are rounded to 8
-bits from the same numbers, and so in the same way. There is one exception: attention's answers are
-merged by the product that reads them, so a few of them may be rounded to the neighboring step.
+bits from the same numbers, and so in the same way. There is one exception: the kernel of attention
+reads the slots of a head in several parts, and the product that follows merges their answers. So a
+few of this product's inputs may be rounded to the neighboring step.
 
 The first layer of each kind runs over random hidden states, with its rows at several places of the
-stream, some of them far beyond any window. It then runs over the step's own hidden states, at the
-step's own places. The other layers have only this run, which is not always compared (`every`).
+stream, some of them beyond the windows of nearly all models. It then runs over the step's own
+hidden states, at the step's own places. The other layers have only this run, which is not always
+compared (`every`).
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ from weir.native.proof import normalized, rotated
 from weir.slab import Step
 
 PLACES = (7, 1_000_003)
-"""Offsets that are added to the places of rows in trials; the second is beyond any model's
-window.
+"""Offsets that are added to the places of rows in trials; the second is beyond the
+windows of nearly all models.
 """
 FLIPS = 4
 """Number of inputs that two computations may round to different, neighboring 8-bit steps."""

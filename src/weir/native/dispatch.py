@@ -90,7 +90,8 @@ def block_function(kind: str, device: torch.device) -> int:
     """Compile products with weights of a type of blocks.
 
     Returns the address of their function, by which a `decode_step` table calls it. The address is
-    negated for numbers of 16 bits, and 0 if this machine has no kernel for such products.
+    negated if the weights are numbers of 16 bits (F16, BF16), and 0 if this machine has no kernel
+    for such products.
     """
     found = _TABLE.find("block_function", device) if device.type == "cpu" else None
     return 0 if found is None else int(found(kind))

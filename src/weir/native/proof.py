@@ -11,7 +11,7 @@ either rounding or another computation:
   from token ids to logits.
 - Each layer's own forward runs with stand-ins for its large weights, and with a cache that records
   queries, keys and values, and answers with random numbers. Rows are at several positions, one of
-  them far beyond any window.
+  them beyond the windows of nearly all models.
 
 With stand-ins for weights, this is as cheap as a few norms, however large the model is. What linear
 layers do with their real weights is not tried here, except for a few outputs of PyTorch's
@@ -48,7 +48,9 @@ from weir.native.module_trials import (
 from weir.slab import AttentionParams, Rotary, rotation_tables
 
 PLACES = (0, 1, 5, 97, 12_345, 2_000_003)
-"""Positions of the rows that a layer is tried on; the last is far beyond any model's window."""
+"""Positions of the rows that a layer is tried on; the last is beyond the windows of nearly all
+models.
+"""
 
 
 def prove(spec: ModelSpec, form: DecoderForm) -> list[Any]:
@@ -105,7 +107,8 @@ def _try_decoder(spec: ModelSpec, form: DecoderForm) -> list[tuple[tuple[Any, ..
     hidden = embeddings.answers[0] * form.factor
     for index, layer in enumerate((*layers, last)):
         if not torch.equal(layer.given(), hidden):
-            where = "the first layer" if not index else f"layer {index}"
+            where = "its last norm" if layer is last else f"layer {index}"
+            where = where if index else "the first layer"
             raise NotNative(f"its decoder changes hidden states before {where}")
         hidden = layer.answers[0]
     if not torch.equal(output.last_hidden_state, hidden):

@@ -59,14 +59,15 @@ def weir(
 
     Args:
         budget: average number of slots of a KV head; none for 1,024, or for as many as the model's
-            window holds.
+            window holds if those are fewer.
         newest: how many of the newest tokens stay exact, as sinks do.
         slots: the format of all other slots: one of int4, int8, k8v4 and fp8, or exact for
-            unquantized slots. If none is given and the model does not tolerate 4 bits, it is int8.
-        heads: "measured" finds out at loading which KV heads look up earlier tokens. All other
-            heads get half of the budget (at least 256 slots, unless the budget is smaller), and the
-            heads that look up tokens share the slots that this frees. "alike" gives all heads the
-            same budget.
+            unquantized slots. If it is left out and the model does not tolerate 4 bits, int8 is
+            used.
+        heads: "measured" finds out which KV heads look up earlier tokens, when a model is first
+            used with this policy. All other heads get half of the budget (at least 256 slots,
+            unless the budget is smaller), and the heads that look up tokens share the slots that
+            this frees. "alike" gives all heads the same budget.
     """
     if heads not in get_args(Heads):
         raise WeirError(f"heads of weir must be {' or '.join(get_args(Heads))}, got {quote(heads)}")

@@ -289,7 +289,7 @@ def _check_stream(tensors: dict[str, Tensor], rows: int, vocabulary: int) -> Non
                 f"{name} must be {shape} of {dtypes[0]}, got {list(t.shape)} of {t.dtype}"
             )
     if rows:
-        highest = tensors["logits"].amax(dim=1)  # NaN if a logit of the row is
+        highest = tensors["logits"].amax(dim=1)  # NaN if one of the row's logits is NaN
         if not bool(highest.isfinite().all()):
             raise WeirError("logits has numbers from which no token can be drawn")
     try:

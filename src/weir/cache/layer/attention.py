@@ -248,8 +248,8 @@ def store_last_queries(slab: Slab, spec: LayerSpec, queries: Tensor, segment: Se
 class WindowPiece:
     """New tokens of all rows, in segments; there is a fold before each segment except the first.
 
-    Tokens are counted from the oldest token of the run, or from the first token of the tail if
-    there is no run.
+    The indices in its chunks begin at the oldest token of the run, or at the first token of the
+    tail if there is no run.
 
     Args:
         state: the layer's slots, which are not changed.

@@ -40,8 +40,8 @@ class Lines(Task):
     """Measures LongEval's line retrieval; nano cannot read the format.
 
     Attributes:
-        file: an official file, `200_lines.jsonl`, or a data set of the Hub, `hub:ID:SPLIT`; none
-            generates cases in that format.
+        file: an official file, such as `200_lines.jsonl`, or a data set of the Hub, `hub:ID:SPLIT`;
+            none generates cases in that format.
         lines: number of lines of each generated case.
         samples: number of questions; the first ones of a file.
         chat: ask in words through the model's chat template. Otherwise, the model has to complete

@@ -36,8 +36,8 @@ class LongBench(Task):
     """A file of LongBench or LongBench-E.
 
     Attributes:
-        file: an official file, `multi_news.jsonl` or `qasper_e.jsonl`; or a data set of
-            the Hub, `hub:ID:SPLIT`.
+        file: an official file, such as `multi_news.jsonl` or `qasper_e.jsonl`; or a data set
+            of the Hub, `hub:ID:SPLIT`.
         truncate: cut longer prompts to this many tokens by leaving out their middle; none feeds
             them whole.
         chat: put prompts into the model's chat template, where LongBench does.

@@ -61,10 +61,10 @@ class Ruler(Task):
     Attributes:
         file: a file that RULER's `prepare.py` wrote, such as `niah_single_2/validation.jsonl`; or
             `hub:…`.
-        question: where the question is fed. `after`, as in RULER: when the text has been read and
-            compressed. `within`: with the text as one prompt, so that under `prefill="full"` the
-            question influences which tokens are kept. `before`: in front of the text and again
-            after it, so that a stream has the question while it reads.
+        question: where the question is fed. `after`: after the text, as in RULER, when the text has
+            already been read and compressed. `within`: with the text as one prompt, so that under
+            `prefill="full"` the question influences which tokens are kept. `before`: in front of
+            the text and again after it, so that a stream has the question while it reads.
         match: `all` scores the share of outputs that the answer contains; `part`, for RULER's
             questions (`qa`), whether the answer contains one of them.
         most: largest number of tokens of an answer; RULER has 128 for needles, 30 for variables,

@@ -31,7 +31,7 @@ class StreamStats:
     Attributes:
         seen: tokens so far, including the last one of the answer.
         held: slots in use in the fullest layer, including tokens that wait for a fold.
-        bytes: size of the row in bytes, which never changes.
+        bytes: size of the row in bytes, which changes only if the policy keeps every token.
         folds: number of folds so far.
         pinned: tokens of the stream's beginning that are never evicted.
         beginning: number of tokens of the stream's beginning.

@@ -95,7 +95,9 @@ class DiskTurns(TurnTables):
             undo.pop_all()
 
     def close(self) -> None:
-        """Save when turns were used, and release the folder. Closing twice does nothing."""
+        """Save the times at which turns were last used, and release the folder. Closing twice does
+        nothing.
+        """
         if self._lock < 0:
             return
         with contextlib.suppress(WeirError), self.changing():
