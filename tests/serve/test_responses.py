@@ -273,6 +273,10 @@ def test_instructions_alone_are_answered_like_a_system_message_alone(client):
     with pytest.raises(openai.BadRequestError, match="nothing to compact") as error:
         client.responses.compact(model="small", instructions="Be kind.")
     assert error.value.param == "input"
+    for words in ("Be kind.", "Be rude."):
+        with pytest.raises(openai.BadRequestError, match="there is nothing to answer") as error:
+            client.responses.create(model="small", instructions=words, previous_response_id=told.id)
+        assert error.value.param == "input"
 
 
 def test_a_turn_of_a_chat_is_gone_on_from_by_its_name(server, client):

@@ -192,6 +192,7 @@ class ResponseTurn:
 
     def _after_previous(self, previous: str) -> Prompt:
         found, record = self._find_previous(previous)
+        _check(messages_of(self.items))  # the history may be read again, and ends with an answer
         self._after = previous
         if record is not None and self._has_same_setup(found, record):
             prompt = self._extend(record, self.items, lambda: self._history(previous))
