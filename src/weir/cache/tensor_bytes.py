@@ -62,6 +62,7 @@ class TensorBytes:
 
         Raises:
             ValueError: the buffer is not in the format, or damaged.
+            RecursionError: the header is nested too deeply.
         """
         if not isinstance(data, Tensor):
             data = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0)

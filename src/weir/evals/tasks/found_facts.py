@@ -44,8 +44,8 @@ class FoundFacts(Task):
         samples: number of facts of each form.
         turns: MT-Bench's `mt_bench.jsonl`, whose first turns do not ask about anything earlier.
         half: which half of those turns: `first` was used to choose the thresholds.
-        pages: another book. Its pages 500 to 799, counted from 0, are searched for like turns, but
-            do not ask about anything earlier.
+        pages: another book. Its pages 500 to 799, counted from 0, are further turns that do not ask
+            about anything earlier.
     """
 
     distances: str | int = "1000 10000 100000"

@@ -255,7 +255,8 @@ class Recalled(Task):
 
 def most_facts(forms: Collection[str] = USUAL) -> int:
     """Return how many facts of each form `draw_recalled` can draw, each about another person."""
-    # Each of the usual forms needs one name, whether it is asked for or not.
+    # Each of the usual forms needs one name, whether it is asked for or not; `once` and
+    # `paraphrased` use the same name.
     return len(NAMES) * len(SURNAMES) // (4 + ("sessions" in forms) + 2 * ("order" in forms))
 
 
