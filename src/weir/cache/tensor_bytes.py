@@ -31,7 +31,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Dtypes of buffers, by their names in the format."""
+"""Dtypes that tensors can have, by their names in the format."""
 MOST_HEADER = 2**26
 """Bytes of the longest header that is parsed."""
 

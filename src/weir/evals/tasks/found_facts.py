@@ -79,7 +79,10 @@ class FoundFacts(Task):
             raise WeirError(f"half of found must be first or second, got {self.half!r}")
         words = str(self.distances).split()
         if not words or not all(word.isdecimal() for word in words):
-            raise WeirError("distances of found must be numbers of tokens, separated by spaces")
+            raise WeirError(
+                "distances of found must be numbers of tokens, separated by spaces, got "
+                f"{self.distances!r}"
+            )
         told, others = draw_recalled(self.samples, np.random.default_rng(subject.seed))
         by_form: list[dict[str, Any]] = []
         false = Counter[str]()

@@ -185,7 +185,10 @@ class Recalled(Task):
                     f"{', '.join(known)}, separated by spaces."
                 )
         if not self.tokens_back:
-            raise WeirError("distances of recalled must be numbers of tokens, separated by spaces")
+            raise WeirError(
+                "distances of recalled must be numbers of tokens, separated by spaces, got "
+                f"{self.distances!r}"
+            )
         if min(self.samples, self.per_stream) > (most := most_facts(self.forms.split())):
             name = "samples" if self.samples <= self.per_stream else "per_stream"
             raise WeirError(
