@@ -59,7 +59,7 @@ def test_blocks_stand_beside_the_others():
     ("words", "reason"),
     [
         (["--layers", "9"], "layer 9 does not exist. The layers are 0 to 3"),
-        (["--tokens", "90", "--queries", "90"], "90 tokens are too few for 90 queries"),
+        (["--tokens", "90", "--queries", "90"], "fewer than the 90 tokens, got 90. Use a longer"),
         (["--policy", "unifrom"], "did you mean 'uniform'"),
         (
             ["--policy", "h2o(64), uniform"],

@@ -873,7 +873,7 @@ def test_factors_for_long_and_short_texts(tmp_path: Path) -> None:
     usual = math.sqrt(1 + math.log(4) / math.log(64))
     config = read(tmp_path, "phi3", more | {".rope.scaling.attn_factor": usual}, **factors)
     assert frequencies(config, 1)[1] == usual
-    with pytest.raises(WeirError, match=r"rope_factors_short\.weight, but lacks one"):
+    with pytest.raises(WeirError, match=r"rope_factors_short\.weight, but does not have both"):
         read(tmp_path, "phi3", more, **{"rope_factors_long.weight": long})
 
 

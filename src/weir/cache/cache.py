@@ -387,7 +387,9 @@ class StreamingCache(Cache):
         return f"<weir.StreamingCache {self.summary()}>"
 
     def summary(self) -> str:
-        """Return one line: the policy, the chunk, tokens seen (of each row) and bytes."""
+        """Return one line: the policy, the chunk, the tokens seen by each of the first four rows,
+        and the bytes.
+        """
         seen = " and ".join(f"{n:,}" for n in self.seen[:4]) or "0"
         more = f" and {in_words(len(self.seen) - 4, 'row')} more" if len(self.seen) > 4 else ""
         tokens = "token" if self.seen[:4] == [1] else "tokens"
@@ -891,8 +893,8 @@ class StreamingCache(Cache):
         """Run a step of the model without calling it: a token of each row goes in, and logits
         [batch, vocabulary] come out.
 
-        Returns None and changes nothing if the model has to be called instead: the engine does not
-        run whole steps, or a token is refused.
+        Returns None and changes nothing if the model has to be called instead, for example because
+        the engine does not run whole steps, or because a token is refused.
         """
         model = self._model()
         if model is None:

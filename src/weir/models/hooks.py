@@ -415,9 +415,10 @@ def weir_attention(
     continues with the attention that it had.
 
     Takes queries rotated to their positions [batch, heads, length, key_dim], and keys and values of
-    the new tokens only [batch, kv_heads, length, dim]. `key` carries the cache and layer, as a mark
-    set by `StreamingCache.update` or in a tuple (`StepCache.update`), because a module does not
-    know the cache of its call. Returns ([batch, length, heads, value_dim], None).
+    the new tokens only [batch, kv_heads, length, dim]. `key` carries the index of the layer and the
+    object that computes attention for the running call, as a mark set by `StreamingCache.update` or
+    in a tuple (`StepCache.update`), because a module does not know the cache of its call. Returns
+    ([batch, length, heads, value_dim], None).
     """
     cache: Attending
     if isinstance(key, tuple):  # from a compiled step, which cannot mark a tensor

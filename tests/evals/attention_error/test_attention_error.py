@@ -277,8 +277,8 @@ def test_the_setting_is_the_papers_where_there_is_room(llama):
     assert set_up(llama, 100, 80, 10, 0, whole=False) == ErrorSetup(80, 10, 0, whole=False)
     for given, reason in (
         ((100, 200), "the text has only 100 tokens, but 200 are needed"),
-        ((100, 50, 50), "50 tokens are too few for 50 queries"),
-        ((100, 50, 10, 40), "40 stay exact, which leaves nothing"),
+        ((100, 50, 50), "queries must be at least 1 and fewer than the 50 tokens, got 50"),
+        ((100, 50, 10, 40), "exact must be at least 0 and fewer than the 40 tokens .* got 40"),
     ):
         with pytest.raises(WeirError, match=reason):
             set_up(llama, *given)

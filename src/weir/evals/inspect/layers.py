@@ -1,9 +1,10 @@
 """Measures the perplexity of a stream whose sinks are hidden from some layers or heads.
 
 StreamingLLM (Xiao et al. 2024), Table 1, in parts: the model reads a text under `sink(4) |
-recent(n)`, and the slots of the sinks are left empty in only one layer, in all layers except one,
-or in one KV head. Everything else is the same, including the newest tokens, so the change shows
-what those sinks are worth. Tokens are scored only after something has been evicted.
+recent(n)`, and the slots of the sinks are left empty in all layers, in only one layer, in all
+layers except one, or in one KV head. Everything else is the same, including the newest tokens, so
+the change shows what those sinks are worth. Tokens are scored only after something has been
+evicted.
 """
 
 from __future__ import annotations
@@ -180,7 +181,10 @@ def section(asked: Inspection) -> Section:
         ),
     ]
     if heads:
-        text += " In the third picture, they are hidden in one KV head of one layer."
+        text += (
+            f" In the third picture, the first {FIRST} tokens are hidden in one KV head of one "
+            "layer."
+        )
         alt = "Rise of the loss when the sinks are hidden in one KV head, by layer and head."
         pictures.append(Picture("layers-heads", _heat(facts["hidden_in_head"]), alt))
     rows = []

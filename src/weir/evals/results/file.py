@@ -77,7 +77,7 @@ def check_cell(line: JsonRecord, cells: int) -> None:
         for book in result.records("by_book"):
             book.number("ppl")
     if "marks" in result and set(result.text("marks")) - {"0", "1"}:
-        raise result.wrong("marks", "must have a 1 for each right answer and a 0 for each other")
+        raise result.wrong("marks", "must have a 1 for each right answer and a 0 for all others")
     if "by_form" in result:
         for row in result.records("by_form"):
             row.text("form")
@@ -223,7 +223,7 @@ def read_results(path: str | Path) -> tuple[dict[str, Any], list[CellRecord]]:
     """Read the grid and the records of a file; an incomplete last line is ignored.
 
     Raises:
-        WeirError: there is no such file, or `weir eval` has not written it.
+        WeirError: there is no such file, it cannot be read, or `weir eval` has not written it.
     """
     path = Path(path)
     _check_kind(path)

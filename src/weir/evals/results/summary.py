@@ -38,7 +38,7 @@ class Estimate:
             the text for one perplexity, and otherwise the averaged figures.
         seeds: number of seeds, or of pairs or models if those are averaged.
         sd: standard deviation over the seeds or models; None where it is not computed.
-        low, high: the 95 % interval; None for a single figure.
+        low, high: the 95 % interval; None where there is none, as for a single figure.
     """
 
     mean: float
@@ -256,8 +256,8 @@ def short_heads(settings: list[str]) -> dict[str, str]:
 
 
 def strip_budget(policy: str) -> str:
-    """Return a policy without its budget, such as `quantized(h2o, newest=4)`. The budget may be
-    written without its name, as in `h2o(64)`, and be that of an inner policy.
+    """Return a policy without its budget, such as `quantized(h2o, newest=4)`. The budget can be
+    written without its name, as in `h2o(64)`, and can belong to an inner policy.
     """
     try:
         call = parse_call(policy)

@@ -1,8 +1,8 @@
 """`choice`: asks multiple-choice questions one after the other on one stream.
 
 StreamingLLM (Xiao et al. 2024), section 4.3 and Table 5: the questions of ARC with their answers
-are concatenated into one stream, as in a chat that never ends, and in front of each answer, the
-model's completion is compared with it. For comparison, each question is also asked alone on its own
+are concatenated into one stream, as in a chat that never ends. Before an answer is fed, the model's
+completion is compared with it. For comparison, each question is also asked alone on its own
 stream (one-shot).
 """
 
@@ -44,7 +44,7 @@ class Choice(Task):
     label.
 
     Attributes:
-        file: questions in ARC's JSON lines, `ARC-Easy-Test.jsonl`; or a data set of the
+        file: questions in ARC's JSON lines, such as `ARC-Easy-Test.jsonl`; or a data set of the
             Hub, `hub:ID:SPLIT`.
         chat: ask in turns of the model's chat template. Otherwise, the stream is text: "Answer: B".
     """

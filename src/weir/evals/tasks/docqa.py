@@ -50,8 +50,8 @@ class DocumentQA(Task):
     the answer.
 
     Attributes:
-        file: an official file, `nq-open-10_total_documents_gold_at_0.jsonl.gz`, packed or not; or
-            a data set of the Hub, `hub:ID:SPLIT`.
+        file: an official file, such as `nq-open-10_total_documents_gold_at_0.jsonl.gz`, packed or
+            not; or a data set of the Hub, `hub:ID:SPLIT`.
         gold: put the document with the answer at this place, counted from 0. Several places,
             separated by spaces (`"0 4 9"`), are run one by one. With `none`, it stays where it is
             in the file, or comes last if its place is not below `documents`.

@@ -44,8 +44,8 @@ class FoundFacts(Task):
         samples: number of facts of each form.
         turns: MT-Bench's `mt_bench.jsonl`, whose first turns do not ask about anything earlier.
         half: which half of those turns: `first` was used to choose the thresholds.
-        pages: another book. Its pages 500 to 799, counted from 0, are searched for like turns, but
-            do not ask about anything earlier.
+        pages: another book. Its pages 500 to 799, counted from 0, are further turns that do not ask
+            about anything earlier.
     """
 
     distances: str | int = "1000 10000 100000"
@@ -79,7 +79,10 @@ class FoundFacts(Task):
             raise WeirError(f"half of found must be first or second, got {self.half!r}")
         words = str(self.distances).split()
         if not words or not all(word.isdecimal() for word in words):
-            raise WeirError("distances of found must be numbers of tokens, separated by spaces")
+            raise WeirError(
+                "distances of found must be numbers of tokens, separated by spaces, got "
+                f"{self.distances!r}"
+            )
         told, others = draw_recalled(self.samples, np.random.default_rng(subject.seed))
         by_form: list[dict[str, Any]] = []
         false = Counter[str]()

@@ -56,8 +56,9 @@ class Loop(Task):
             "looped", the share of stretches of 250 tokens in which less than a quarter of the runs
             of four tokens are different; "distinct", the share of different runs, averaged over all
             stretches of all texts, and "distinct_by_block", the average over the texts for each
-            stretch; "begins", for each text the token at which its first looped stretch begins,
-            None if no stretch is looped; "tokens" of a text and "kv_bytes" of one.
+            stretch; "begins", for each text the number of the token (from 0, without the prompt) at
+            which its first looped stretch begins, None if no stretch is looped; "tokens" of a text
+            and "kv_bytes" of one.
         """
         rng = np.random.default_rng(subject.seed)
         front = front_of(subject.tokenizer)

@@ -185,7 +185,10 @@ class Recalled(Task):
                     f"{', '.join(known)}, separated by spaces."
                 )
         if not self.tokens_back:
-            raise WeirError("distances of recalled must be numbers of tokens, separated by spaces")
+            raise WeirError(
+                "distances of recalled must be numbers of tokens, separated by spaces, got "
+                f"{self.distances!r}"
+            )
         if min(self.samples, self.per_stream) > (most := most_facts(self.forms.split())):
             name = "samples" if self.samples <= self.per_stream else "per_stream"
             raise WeirError(
@@ -255,7 +258,8 @@ class Recalled(Task):
 
 def most_facts(forms: Collection[str] = USUAL) -> int:
     """Return how many facts of each form `draw_recalled` can draw, each about another person."""
-    # Each of the usual forms needs one name, whether it is asked for or not.
+    # Each of the usual forms needs one name, whether it is asked for or not; `once` and
+    # `paraphrased` use the same name.
     return len(NAMES) * len(SURNAMES) // (4 + ("sessions" in forms) + 2 * ("order" in forms))
 
 

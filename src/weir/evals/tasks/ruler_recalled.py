@@ -33,9 +33,9 @@ class RulerRecalled(Ruler):
     """Answers a file of RULER with recall, where text that has left the cache is quoted before the
     question, and without recall.
 
-    Each text is read once. The question is asked on a copy of the stream without recall. If
-    something is recalled, it is asked again with recall on the stream. Otherwise, the first answer
-    counts for both.
+    Each text is read once. The question is first asked without recall, on a copy of the stream. If
+    something is recalled, the question is asked again with recall, on the stream itself. Otherwise,
+    the first answer counts for both.
 
     Attributes:
         recall: largest number of tokens of recalled text.

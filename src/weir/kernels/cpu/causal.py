@@ -112,8 +112,8 @@ def weigh(
             and in the denominator.
         count: number of slots.
         share: address of the output, float32 [lanes]: one over the denominator of each lane, which
-            is the sum of `below * e^(sum - largest sum)`. 0 if every logit is -inf, and NaN if one
-            is NaN or +inf.
+            is the sum of `below * e^(sum - largest sum)`. 0 if the denominator is 0, for example
+            because every logit is -inf, and NaN if a logit is NaN or +inf.
         apart: 1 if `above` and `below` are read, 0 if they are all 1.
         lanes: 8 or 16.
     """

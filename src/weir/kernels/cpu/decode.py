@@ -59,8 +59,8 @@ HELD = np.dtype(
             *("exact", "bits", "keys", "values"),
             # Slots of a head that have weights, and addresses of float32: log-weights, factors of
             # numerator and denominator, and logits [units, group] that count only in the
-            # denominator. The address is 0 if all log-weights are 0, if all factors are 1, or if
-            # there are no such logits.
+            # denominator. The address of log-weights is 0 if all of them are 0, those of factors
+            # are 0 if all factors are 1, and that of the logits is 0 if there are none.
             *("weighted", "mask", "above", "below", "sinks"),
         )
     ]

@@ -56,8 +56,8 @@ _AT_ONCE = 2**20
 """Largest number of distances in memory, for a head in each thread: 4 MB."""
 _SHARE = 5
 """All distances are computed if at least one key in this many is picked. A distance in a tile takes
-about a quarter of the time of another, but distances between two keys are computed in vain if
-neither of the two is picked.
+about a quarter of the time of one that is computed after a pick, but distances between two keys are
+computed in vain if neither of the two is picked.
 """
 
 

@@ -172,7 +172,8 @@ def _write_int4(
                 mantissa, exponent = math.frexp(min(max(peak[0], low), high))
                 peak[0] = math.ldexp(np.rint(mantissa * 16) / 16, exponent)
                 top = row * peak_steps[0] + head * peak_steps[1] + n * peak_steps[2]
-                peaks[top] = peak.view(np.int32)[0] >> np.int32(16)  # exact: it has five bits
+                # This is exact, because the peak has four significant bits.
+                peaks[top] = peak.view(np.int32)[0] >> np.int32(16)
                 step = peak[0] / levels
                 to = row * code_steps[0] + head * code_steps[1] + n * code_steps[2]
                 for i in range(half):

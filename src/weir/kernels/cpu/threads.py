@@ -142,8 +142,8 @@ def wait_until(_typing: Any, address: Any, number: Any) -> Any:
 
 
 def threads_for(work: int, worth: int) -> int:
-    """Return the number of threads for some work, so that each of several has at least `worth` of
-    it to do.
+    """Return the number of threads for some work. If there are several, each has at least `worth`
+    of it to do.
     """
     return max(1, min(torch.get_num_threads(), work // worth))
 

@@ -1,12 +1,12 @@
 """The self-balancing walk on a GPU, one program per block, with the same signs as on a CPU.
 
-The reference is `weir.pools.balance.halving.walk`. For each token in the order of the walk, both
-add its row of inner products, times its sign, to the sums of all later tokens, in float32. A
-product times a sign is exact, so both get the same sums. The random number of a token is compared
-with its probability in float64, where gain times sum, a product of two float32 numbers, is also
-exact, whether or not it is fused with the subtraction. Roofline: each inner product above the
-diagonal is read once. In practice, waiting takes longer than reading, because each token needs the
-signs of all tokens before it.
+The reference is `weir.pools.balance.halving.walk`. For each token in the order of the walk, the
+kernel and the reference add the token's row of inner products, times its sign, to the sums of all
+later tokens, in float32. A product times a sign is exact, so both get the same sums. The random
+number of a token is compared with its probability in float64, where gain times sum, a product of
+two float32 numbers, is also exact, whether or not it is fused with the subtraction. Roofline: each
+inner product above the diagonal is read once. In practice, waiting takes longer than reading,
+because each token needs the signs of all tokens before it.
 """
 
 from __future__ import annotations

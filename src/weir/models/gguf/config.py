@@ -414,7 +414,7 @@ class _Builder:
         if (long is None) != (short is None) or (kind == "longrope" and long is None):
             raise WeirError(
                 f"{self.header.path} needs the tensors rope_factors_long.weight and "
-                "rope_factors_short.weight, but lacks one of them. Use another file of the model."
+                "rope_factors_short.weight, but does not have both. Use another file of the model."
             )
         if kind == "none":
             factor = 1.0
