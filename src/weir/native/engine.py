@@ -43,8 +43,8 @@ from weir.native.watch import Watch
 from weir.slab import AttentionParams, Step, StepSlots
 
 PATIENCE = 1.0
-"""Seconds that the first step, or the first call of `why_not`, waits for the kernel. That is enough
-if the kernel is in numba's cache.
+"""Seconds to wait for the kernel, once: in the first step or in the first call of `why_not`,
+whichever comes first. That is enough if the kernel is in numba's cache.
 """
 WAITING = (
     "compiling the decode step for this machine, once, which takes half a minute; until it is "
@@ -66,7 +66,7 @@ class NativeStep:
         wait: whether to wait until the kernel is compiled, however long that takes.
 
     Args:
-        spec: of the model.
+        spec: the description of the model.
         wait: see the attribute.
     """
 
