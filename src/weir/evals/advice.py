@@ -71,7 +71,8 @@ class Advice:
         window: tokens the model was trained with; None if its configuration does not say.
         everything: whether the whole text fits the window and the memory or budget, so that nothing
             is evicted.
-        left_out: by policy, the reason why it was not tried.
+        left_out: by policy, the reason why it was not tried. Policies that are tried by default,
+            within a given memory, are not listed here if they do not fit.
     """
 
     tries: tuple[Trial, ...]

@@ -195,8 +195,8 @@ class NativeStep:
     def _make_program(
         self, form: DecoderForm, watch: Watch, step: Step, given: Given
     ) -> StepProgram:
-        """Make the table of whole steps if logits are wanted, otherwise of the decoder's steps.
-        Check it if none of its kind was checked before.
+        """Make the table of whole steps if logits are wanted and such steps are supported; otherwise,
+        make that of the decoder's steps. Check it if none of its kind was checked before.
         """
         whole = self._read_whole(form, step.slots)
         while True:
