@@ -195,7 +195,7 @@ class NativeStep:
     def _make_program(
         self, form: DecoderForm, watch: Watch, step: Step, given: Given
     ) -> StepProgram:
-        """Make the table of whole steps if logits are wanted and such steps are supported; otherwise,
+        """Make the table of whole steps if logits are wanted and such steps are supported; if not,
         make that of the decoder's steps. Check it if none of its kind was checked before.
         """
         whole = self._read_whole(form, step.slots)
