@@ -43,8 +43,8 @@ from weir.native.watch import Watch
 from weir.slab import AttentionParams, Step, StepSlots
 
 PATIENCE = 1.0
-"""Seconds to wait for the kernel, once, unless `NativeStep.wait` is true: in the first step or in the
-first call of `why_not`, whichever comes first. That is enough if the kernel is in numba's cache.
+"""Seconds to wait for the kernel, once, unless `NativeStep.wait` is true: in the first step, or in
+the first call of `why_not` if that comes before. That is enough if the kernel is in numba's cache.
 """
 WAITING = (
     "compiling the decode step for this machine, once, which takes half a minute; until it is "
