@@ -131,6 +131,9 @@ def test_bytes_are_read_as_people_write_them(text, number):
 )  # fmt: skip
 def test_what_is_no_number_of_bytes_is_refused(text):
     with pytest.raises(
-        WeirError, match=(r"must be a number of bytes, at least 1. Write, for example, 80GB")
+        WeirError,
+        match=(
+            r"must be a number of bytes, at least 1 and less than 2\^63. Write, for example, 80GB"
+        ),
     ):
         read_bytes(text)

@@ -123,5 +123,6 @@ def test_a_size_that_is_none_is_refused(capsys, model, text, memory):
     ended = run(capsys, "advise", "--text", text, "--model", model, "--memory", memory)
     assert (ended.code, ended.err.count("\n")) == (1, 1)
     assert (
-        "must be a number of bytes, at least 1. Write, for example, 80GB, 1.5 TB or 24 GiB"
+        "must be a number of bytes, at least 1 and less than 2^63. Write, for example, 80GB, "
+        "1.5 TB or 24 GiB"
     ) in ended.err

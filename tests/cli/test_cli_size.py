@@ -324,7 +324,7 @@ def test_a_memory_that_holds_no_stream_says_so_after_the_figures(capsys, model):
         (("--policy", "recent(2) | recent"), "recent"),
         (
             ("--memory", "much"),
-            ("'much' must be a number of bytes, at least 1. Write, for example, 80GB"),
+            ("'much' must be a number of bytes, at least 1 and less than 2^63. Write, for example"),
         ),
         (("--bandwidth", "-3GB/s"), "'-3GB/s' must be a number of bytes, at least 1"),
         (("--dtype", "float99"), "float99"),

@@ -1,7 +1,8 @@
 """One call of the model through all layers: begun, attended, and finished or undone.
 
-A call takes effect when it has finished. A call that fails leaves no trace. If keys or values of
-some rows are not finite, the call is finished, or repeated, without these rows.
+A call takes effect when it has finished. A call that fails changes no row, unless it is interrupted
+while layers fold: then the cache must be reset (`Outcome.broken`). If keys or values of some rows
+are not finite, the call is finished, or repeated, without these rows.
 
 If KV heads of a layer have different pipes, the heads of each pipe form a separate `Layer`.
 Queries, keys and values are distributed by head, and the answers are put back in order.
@@ -272,8 +273,9 @@ class Forward:
     def abandon(self, error: BaseException) -> Forward | None:
         """Undo a call that failed.
 
-        Returns the call to repeat, without the rows whose keys or values are not finite; None if
-        that is not why the call failed. Raises NotFiniteError if no other row has tokens.
+        If it failed because keys or values of some rows are not finite, returns the call to repeat
+        without these rows, or raises NotFiniteError if no other row has tokens. Returns None if it
+        failed for another reason.
         """
         if isinstance(error, RowsNotFinite):
             return self._again({row: (error.layer, c) for row, c in error.columns.items()})

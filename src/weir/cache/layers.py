@@ -92,8 +92,8 @@ def plan_layers(
     after another.
 
     Raises WeirError if every layer has a sliding window that is smaller than the policy's slots and
-    a chunk together, the slots of a layer cannot have the policy's format, or the policy was made
-    for another number of heads.
+    a chunk together, the slots of a layer cannot have the policy's format, the policy was made for
+    another number of layers or heads, or the pool `gated` is used for only some heads of a layer.
     """
     pipes = _pipes_of(policy, describe(model))
     most = _reach_of(pipes, chunk)
@@ -226,8 +226,10 @@ def warn_of_window(model: PreTrainedModel, policy: Policy, chunk: int) -> None:
 
 
 def known_places(model: PreTrainedModel) -> int | None:
-    """Return the number of places for which `positions="original"` is meant: up to the model's
-    window, or up to where its rotary frequencies change. None if the model does not say.
+    """Return the number of places for which `positions="original"` is meant.
+
+    They end where the model's rotary frequencies change or, if these never change, at the end of
+    its window. None if the model does not say.
     """
     return frequencies_change_at(model.config) or window_of(model.config)
 
@@ -249,7 +251,7 @@ def warn_of_place(model: PreTrainedModel) -> None:
 
 
 def _callers() -> int:
-    """Return the stack level of the first caller outside weir and the packages in `WITHIN`, for
+    """Return the stack level of the first caller outside the packages in `WITHIN`, for
     `warnings.warn`.
     """
     frame, level = sys._getframe(1), 1

@@ -70,9 +70,9 @@ def size_of(
     """Compute the bytes of a model and of its streams.
 
     Args:
-        model: the model. A model without weights on the device `meta` is enough
-            (`models.skeleton`). If the policy `depends_on_weights`, the same budget in all heads is
-            then assumed, and slots of 4 bits if no format of slots is given.
+        model: the model. It can be on the device `meta`, without weights (`models.skeleton`). If
+            the policy `depends_on_weights`, such a model is assumed to get the same budget in all
+            heads, and slots of 4 bits if no format of slots is given.
         policy, chunk, slots, positions: as for `StreamingCache`.
         tokens: the length of a stream, for `dense` and other policies that keep every token. The
             bytes of the stream are then those of transformers' own cache, as in
@@ -157,7 +157,7 @@ def read_bytes(text: str) -> int:
         value = -1.0
     if not 1 <= value < 2**63:
         raise WeirError(
-            f"{text!r} must be a number of bytes, at least 1. Write, for example, 80GB, 1.5 TB or "
-            "24 GiB."
+            f"{text!r} must be a number of bytes, at least 1 and less than 2^63. Write, for "
+            "example, 80GB, 1.5 TB or 24 GiB."
         )
     return int(value)

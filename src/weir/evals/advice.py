@@ -34,8 +34,8 @@ CANDIDATES = (
 )
 """The policies that are tried by default."""
 SMALLEST = 96
-"""The smallest budget that is tried for these policies if the memory is given; all of them accept
-it.
+"""The smallest budget that is tried for `CANDIDATES` if the memory is given; all of these policies
+accept it.
 """
 TIMES = 4
 """Length of a sample as a multiple of the largest budget, so that tokens have to be evicted."""
@@ -71,7 +71,8 @@ class Advice:
         window: tokens the model was trained with; None if its configuration does not say.
         everything: whether the whole text fits the window and the memory or budget, so that nothing
             is evicted.
-        left_out: by policy, the reason why it was not tried.
+        left_out: by policy, the reason why it was not tried. Policies that are tried by default,
+            within a given memory, are not listed here if they do not fit.
     """
 
     tries: tuple[Trial, ...]
@@ -103,17 +104,20 @@ def advise(
     """Try policies on the beginning of a text, each as large as the memory allows or with the same
     budget.
 
-    If `memory` determines the budget, budget and chunk together never exceed the model's window.
+    If `memory` determines the budget, budget and chunk together never exceed the model's window. If
+    the whole text fits (`Advice.everything`), it is read whole, and only `dense` is tried.
 
     Args:
-        model, tokenizer, text: the text is a file, UTF-8, plain or .xz.
+        model, tokenizer: the model and its tokenizer.
+        text: the path of a text file in UTF-8, plain or compressed (.xz).
         memory: bytes that the cache of one stream can take.
         budget: instead of memory, slots of each KV head, for policies that are given without a
             budget.
         policies: comma-separated policies and policy files; None for `CANDIDATES`. A policy that
             takes a budget and has none gets `budget`, or the largest that fits. A policy that does
             not fit is left out.
-        tokens: length of the sample; by default four times the largest budget, but at least 4,096.
+        tokens: length of the sample; by default four times the largest budget, but at least 4,096,
+            or the whole text if it is shorter than that.
         chunk, seed: tokens between two folds, and the seed of all random draws.
         on_step: called with the policy under trial and the share of all work that is done.
 

@@ -228,8 +228,8 @@ def with_peak(name: str, curve: Sequence[float | None], shown: tuple[float, floa
 
 
 def legend_columns(names: Sequence[str], width: float, points: float) -> int:
-    """Return how many columns of a legend fit into a width in inches, with letters of a given
-    size.
+    """Return how many columns of a legend, from 1 to 3, fit into a width in inches, with letters of
+    a size in points.
     """
     letters = max(map(len, names), default=1) + 6  # the line and the gap take the space of six
     return max(1, min(3, len(names), int(72 * width / (0.58 * points * letters))))

@@ -145,7 +145,8 @@ def contains(answer: str, right: Sequence[str]) -> bool:
 
 
 def words_found(answer: str, right: str) -> float:
-    """Return the share of the right answer's words that occur in an answer, after normalization.
+    """Return the share of the right answer's words that occur in an answer, after normalization; 1
+    if the right answer has no words.
 
     This is the needle-in-a-haystack score of Fu et al. 2024, which BalanceKV (section 4.3) follows.
     """

@@ -1,5 +1,5 @@
-"""weir's cache folder for files that can be made again: timings, measurements of models,
-and gates.
+"""weir's cache folder, for files that can be made again: timings, measurements of models, and
+trained gates (`models.gates`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from typing import Any
 
 
 def cache_folder() -> Path:
-    """Return weir's cache folder, which may not exist yet: below `XDG_CACHE_HOME`, `~/.cache`, or
-    the system's folder for temporary files.
+    """Return weir's cache folder, which may not exist yet.
+
+    It is below `XDG_CACHE_HOME` if that is set, otherwise below `~/.cache` or, for a user without a
+    home directory, below the system's folder for temporary files.
     """
     home = os.environ.get("XDG_CACHE_HOME")
     try:
@@ -25,7 +27,7 @@ def cache_folder() -> Path:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Read a JSON file with an object; empty if it is missing, unreadable or not an object."""
+    """Read a JSON object from a file; {} if the file is missing or unreadable, or has no object."""
     try:
         found: Any = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -51,9 +51,9 @@ class OutputProjection:
         belongs to a query head.
 
         Their shape is [kv_heads, group, value_dim, value_dim], float32. Returns None if the weights
-        cannot be read: the model no longer exists, the layer has none of the names `_NAMES`, the
-        weights are offloaded or quantized in a form that `output_weight` does not support, or they
-        have another size than the heads.
+        cannot be read: the model no longer exists, its attention has no linear layer with one of
+        the names in `_NAMES`, the weights are offloaded or quantized in a form that `output_weight`
+        does not support, or they have another size than the heads.
         """
         if device not in self._known:
             found = self._factors(value_dim)

@@ -35,7 +35,7 @@ class RotaryWatch:
         rotations: weir's replacements for the embedding, by layer type.
 
     Raises WeirError if the embedding and weir's replacements compute different rotations, or if a
-    hook changes the embedding's positions.
+    hook changes the embedding's positions other than by adding the same number to all of them.
     """
 
     def __init__(self, model: PreTrainedModel, rotations: Mapping[str | None, Rotary]) -> None:

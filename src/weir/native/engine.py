@@ -43,8 +43,8 @@ from weir.native.watch import Watch
 from weir.slab import AttentionParams, Step, StepSlots
 
 PATIENCE = 1.0
-"""Seconds that the first step, or the first call of `why_not`, waits for the kernel. That is enough
-if the kernel is in numba's cache.
+"""Seconds to wait for the kernel, once, unless `NativeStep.wait` is true: in the first step, or in
+the first call of `why_not` if that comes before. That is enough if the kernel is in numba's cache.
 """
 WAITING = (
     "compiling the decode step for this machine, once, which takes half a minute; until it is "
@@ -66,7 +66,7 @@ class NativeStep:
         wait: whether to wait until the kernel is compiled, however long that takes.
 
     Args:
-        spec: of the model.
+        spec: the description of the model.
         wait: see the attribute.
     """
 
@@ -195,8 +195,8 @@ class NativeStep:
     def _make_program(
         self, form: DecoderForm, watch: Watch, step: Step, given: Given
     ) -> StepProgram:
-        """Make the table of whole steps if logits are wanted, otherwise of the decoder's steps.
-        Check it if none of its kind was checked before.
+        """Make the table of whole steps if logits are wanted and such steps are supported; if not,
+        make that of the decoder's steps. Check it if none of its kind was checked before.
         """
         whole = self._read_whole(form, step.slots)
         while True:

@@ -99,7 +99,8 @@ def activate(name: str, x: Tensor) -> Tensor:
 
 
 class StandIn(nn.Module):
-    """A stand-in for a linear layer: each output is a multiple of one input, plus a bias.
+    """A stand-in for a linear layer: each output is a multiple of one input, plus a bias if the
+    layer has one.
 
     It is linear, differs from every other stand-in, and is cheap, so it shows what a layer does
     with its projections without their weights.

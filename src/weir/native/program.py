@@ -43,8 +43,8 @@ class LayerOperations:
         spans: for each part, its row in the program's spans.
         q, k, v, o, gate, up, down: products [rows, outputs]; q and k are normalized if all heads
             are normalized together.
-        partial: answers and sums of each stretch (see `kernels.step`) of each head, in the layout
-            of `weir.kernels.cpu.decode`.
+        partial: answers and sums of each stretch (see `native.kernels.step`) of each head, in the
+            layout of `weir.kernels.cpu.decode`.
         gated: the input of `down`.
     """
 

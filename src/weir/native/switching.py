@@ -66,8 +66,9 @@ def compile_steps(
         Whether `torch.compile` is used.
 
     Raises:
-        WeirError: weir does not support the model, `torch.compile` has no such option, or options
-            are given although `torch.compile` is turned off or not used on this device.
+        WeirError: weir does not support the model, `torch.compile` has no such option, options are
+            given although `torch.compile` is turned off or not used on this device, or `strict` is
+            true and steps cannot be compiled.
     """
     if not on:
         # This must also work for a model that was changed so that weir no longer supports it.

@@ -176,7 +176,8 @@ def read_policy_file(name: str) -> PolicyFile:
         if len(layer.policy) > MOST_CHARACTERS:
             raise WeirError(
                 f"{name} is damaged: the policy of layer {number} has {len(layer.policy):,} "
-                f"characters, and at most {MOST_CHARACTERS:,} are allowed"
+                f"characters, and at most {MOST_CHARACTERS:,} are allowed. Run weir calibrate "
+                "again."
             )
     layers = tuple(layer.policy for layer in stated.layers)
     return PolicyFile(layers, stated.model.model_dump(), stated.chunk)

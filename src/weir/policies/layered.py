@@ -12,7 +12,8 @@ from weir.policies.pipe import Origin, Pipe, Policy
 class Layered(Policy):
     """A policy for each layer.
 
-    Layers with their own sliding window keep it under any policy, and are not counted.
+    If only some layers of a model have a sliding window, these keep it under any policy, and are
+    not counted.
 
     Attributes:
         policies: the policy of each layer, from the bottom up.

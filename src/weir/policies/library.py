@@ -386,8 +386,8 @@ def defensivekv(budget: int = 256, sinks: int = 4, half_life: int | None = 2048)
 def certified(budget: int = 256, sinks: int = 4, floor: float = 0.1, watch: int = 8) -> Policy:
     """Keep sinks, the newest tokens, heavy hitters and a weighted sample of the rest.
 
-    The last two get a quarter of the budget each. The sample makes sums over all tokens unbiased,
-    and allows a bound on the error (`Stream.report`).
+    The last two get a quarter of the budget each, or less if the budget is too small for that. The
+    sample makes sums over all tokens unbiased, and allows a bound on the error (`Stream.report`).
     """
     # A small budget must leave a slot for a newest token.
     quarter = min(budget // 4, (budget - sinks - 1) // 2)
@@ -478,10 +478,10 @@ def subgen(
     The other parameters are those of the pool.
 
     Args:
-        recent: number of newest tokens that are kept; none for two fifths of the budget, including
+        recent: number of newest tokens that are kept; none for two fifths of the budget, minus the
             sinks.
-        clusters: the most clusters, each with `per_cluster` slots; none for two fifths of the
-            budget.
+        clusters: the most clusters, each with `per_cluster` slots; none for as many as fit in two
+            fifths of the budget.
     """
     recent = max(1, 2 * budget // 5 - sinks) if recent is None else recent
     if clusters is None:

@@ -64,7 +64,7 @@ class Marks:
             value = getattr(self, name)
             known = value is not None or name != "beginning"
             if known and (not fits(value, int) or not 0 <= value <= 2**53):
-                raise WeirError(f"{name} must be a number of tokens, at least 0, got {value!r}")
+                raise WeirError(f"{name} must be a number of tokens from 0 to 2^53, got {value!r}")
         if (why := wrong_ranges(self.kept)) is not None:
             raise WeirError(f"kept {why}")
         object.__setattr__(self, "kept", tuple((start, stop) for start, stop in self.kept))

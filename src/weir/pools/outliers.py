@@ -42,8 +42,8 @@ class Outliers(SizedPool):
         dilate: number of neighbors of a token on each side that are kept as if they pointed away as
             far; 25 in the authors' code. The newest `dilate` tokens wait in the pool for their
             neighbors.
-        below: the largest cosine of a token that is kept, even if there is room; 0 in the authors'
-            code. None to keep as many as there are slots.
+        below: tokens with a larger cosine than this are not kept, even if there is room; 0 in the
+            authors' code. None to keep as many as there are slots.
     """
 
     drops = True

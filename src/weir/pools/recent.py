@@ -48,7 +48,7 @@ class Recent(Pool):
         return self.n is None
 
     def slots(self) -> int | None:
-        """Return the number of tokens kept."""
+        """Return the number of tokens kept; None if there is no limit."""
         return self.n
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:

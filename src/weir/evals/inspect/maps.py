@@ -62,7 +62,7 @@ def section(asked: Inspection) -> Section:
     named = f" ({named})" if named else ""
     text = (
         f"The mean over {len(ids)} sequences of {asked.length} tokens{named}: each row is a query, "
-        "each column a key, as StreamingLLM's Figures 2, 7, 11, 13 and 14. A bright column is a "
+        "each column a key, as in StreamingLLM's Figures 2, 7, 11, 13 and 14. A bright column is a "
         "token that all queries attend to: a sink. Logits are those that go into the "
         "softmax: scaled, and capped where the model caps them. "
     )

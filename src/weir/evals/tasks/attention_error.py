@@ -27,16 +27,16 @@ class AttentionError(Task):
     """Measures the relative error of each layer's attention over the last queries of a text.
 
     Attributes:
-        rate: for policies that are written without a budget, the share that they keep of the tokens
-            between the first `exact` and the last `queries`; with `none`, each policy has its own
-            budget.
+        rate: the share that a policy keeps of the tokens between the first `exact` and the last
+            `queries`; the policy must then be written without a budget. With `none`, each policy
+            has its own budget.
         tokens: tokens of the text that are used; with `none`, as many as fit into the model's
             window, at most 4,096.
         queries: number of last tokens whose queries are evaluated; with `none`, 256, or a quarter
             of the tokens if that is less.
         exact: number of first tokens that stay exact if there is a rate and the policy has the
-            parameters `sinks` and `recent`; with `none`, 256, or an eighth of the tokens if that is
-            less.
+            parameters `sinks` and `recent`, and sets neither; with `none`, 256, or an eighth of the
+            tokens if that is less.
     """
 
     rate: float | None = None

@@ -481,8 +481,10 @@ def linear_int8(x: Tensor, numbers: Tensor, scale: Tensor) -> Tensor:
 def _multiply(
     x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None
 ) -> Tensor | None:
-    """Compute the product in float32. Returns None if sizes do not match, which compiled code that
-    only gets addresses would not notice.
+    """Compute the product in float32. Returns None if PyTorch must compute it or raise its error.
+
+    It must if a size is 0, the bias is not on the CPU, or sizes do not match, which compiled code
+    that only gets addresses would not notice.
     """
     outputs, inputs = weight.shape
     *before, width = x.shape or (0,)

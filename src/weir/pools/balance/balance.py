@@ -44,13 +44,14 @@ class Balance(SizedPool):
 
     While there is room, nothing is removed. Then blocks are halved, the lightest tokens first and
     of those the oldest, so the newest tokens stay exact longest. A prompt that is folded whole is
-    halved in rounds, as in the paper's experiments.
+    halved in rounds, as in the paper's experiments, unless `eager` is true or the sets are
+    separate.
 
     Attributes:
         n: number of slots.
         block: the most tokens that are halved at once, an even number, at most half of the slots.
-            `none` for the paper's 256 in a prompt that is folded whole, and in a stream for a 16th
-            of the slots (half of the slots if eager), but at most 256.
+            With `none`, it is the paper's 256 where a prompt is halved in rounds, and otherwise a
+            16th of the slots (half of the slots if eager), but at most 256.
         halves: which tokens of a block stay. pairs: one of each two neighbors, which represents
             both; exactly half stay, and both sums of attention, its numerator and its denominator,
             are unbiased. authors: the rule of the authors' code, exactly half. paper: the smaller
@@ -67,9 +68,10 @@ class Balance(SizedPool):
             halves=authors. separate: the paper's Algorithm 1, with one set for the denominator and
             others for the numerator, by the length of the value; each token then takes two slots,
             and `constant` is not used.
-        precision: the paper's epsilon, for separate sets. When there is no room, values shorter
-            than precision / sqrt(tokens so far) times the longest are erased from the numerator. If
-            the lengths of values fill more buckets than there are slots, the shortest values are
+        precision: the paper's epsilon, for separate sets. The numerator has a set for each bucket
+            of values: those with lengths from 2^(i-1) to 2^i. When there is no room, the buckets
+            that end at or below precision / sqrt(tokens so far) times the longest value's length
+            are erased. If there are still more sets than slots, those of the shortest values are
             erased, too.
         eager: halve a level as soon as it has a block, as Algorithm 4 does. The policy is then not
             exact below its budget.
