@@ -101,7 +101,8 @@ def make_request(
         match: finds the prompt of the request.
         limit: the field with the maximum number of tokens of an answer, and its value.
         logprobs: number of most likely tokens to report with each; None for no log-probabilities.
-        default: the maximum number of tokens of an answer if the body sets none.
+        default: the maximum number of tokens of an answer if the body sets none; the server's limit
+            applies if it is smaller.
     """
     limits, rows = client.limits, client.engine.load().rows
     name, tokens = limit

@@ -35,7 +35,7 @@ class Settings:
     Attributes:
         place: the storage that all replicas share, for `open_storage`.
         name: the name of the model in the API.
-        most: number of checkpoints that a replica keeps in memory.
+        most: the most checkpoints that a replica keeps in memory.
         keys: SHA-256 hashes of the API keys.
         threads: number of CPU threads for PyTorch; None for PyTorch's default.
         loading: arguments of `load`.
