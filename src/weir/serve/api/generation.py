@@ -46,7 +46,7 @@ WARNINGS = 16
 ATTEMPTS = 2 + LOOKUPS
 """The most times that a request is started.
 
-It is started again if the turn that it continues is deleted while it waits, or if the turn's
+It is started again if the turn that it continues is deleted while it waits, or because the turn's
 snapshot is damaged. It then continues an earlier turn, or no turn if no earlier one is left.
 """
 

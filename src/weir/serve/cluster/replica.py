@@ -77,7 +77,8 @@ class ReplicaProcess:
     """The process of a replica, which is started again when it has ended.
 
     Args:
-        number: the number of this replica. A process with the same number has the same responses.
+        number: the number of this replica. A process with the same number has the same responses if
+            they are in a file (`Settings.book`).
     """
 
     def __init__(self, settings: Settings, number: int) -> None:
