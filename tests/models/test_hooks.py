@@ -563,7 +563,9 @@ def test_a_model_that_moved_to_another_dtype_is_refused(name: str) -> None:
     logits(model, ids[:, :10], past_key_values=read)
     expected = logits(model, ids[:, 10:], past_key_values=copy.deepcopy(read))
     model.to(torch.bfloat16)
-    with pytest.raises(WeirError, match="was float32 on cpu when this cache was made and is b"):
+    with pytest.raises(
+        WeirError, match="float32 on cpu when this cache got its first tokens and is b"
+    ):
         logits(model, ids[:, 10:], past_key_values=read)
     # A cache that has been fed nothing has no slots yet. It creates them in the dtype of the first
     # keys.

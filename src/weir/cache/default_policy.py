@@ -68,8 +68,8 @@ def check_origin(policy: Policy, model: PreTrainedModel) -> None:
 
 
 def find_model_policy(model: PreTrainedModel | str, revision: str | None = None) -> Policy | None:
-    """Find the policy file in the folder of a model, or of a name that `weir.load` accepts; None if
-    there is none.
+    """Read the policy file in the folder of a model; None if there is none. `model` can also be a
+    name that `weir.load` accepts.
 
     A file that is not a policy file, or that was measured on another model, is refused (WeirError):
     if it were ignored, the user who put it there would not notice. If `model` is a name, there are

@@ -163,7 +163,7 @@ class AttentionCall:
 
 
 class ListeningCache(StreamingCache):
-    """A cache that passes every layer's call to `hear`, on any model weir serves.
+    """A cache that passes every layer's call to `hear`, on any model that weir streams.
 
     Decode steps that an engine runs are not passed on. The other arguments are those of
     `StreamingCache`.

@@ -24,8 +24,8 @@ INTERRUPTED = 130
 TERMINATED = 128 + signal.SIGTERM
 """Exit codes, as shells use them."""
 SELDOM = 50_000
-"""New objects between two collections while libraries are imported; Python's default is some
-hundreds.
+"""New objects between two collections while libraries are imported; Python's default is at most a
+few thousand.
 """
 SPINS = "2000"
 """Rounds that a thread of OpenMP waits in a loop before it sleeps, about 30 microseconds.

@@ -36,7 +36,7 @@ class Limits:
         parcel: bytes of a session's file that is imported or exported.
         prompt: tokens that one request may feed.
         answer: tokens of an answer.
-        answer_default: tokens of a chat's answer if the client does not say.
+        answer_default: tokens of a chat's answer if the client does not say; at most `answer`.
         queue: sequences that may wait for a row.
         requests: requests of one client at once, including waiting ones.
         open: requests of all clients at once.

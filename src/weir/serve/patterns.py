@@ -17,10 +17,10 @@ CHECKSUM = r"^[0-9a-f]{0,64}$"
 """Checksum in the file of a session."""
 
 SENTENCES = {
-    SESSION: "must have 1 to 128 letters, digits or _ . : - and begin with a letter or digit",
-    TURN: "must be the id of a turn: resp_ and 32 hexadecimal digits",
+    SESSION: "must have 1 to 128 letters, digits or any of `_.:-`, the first a letter or digit",
+    TURN: "must be the id of a turn: resp_ and 32 hexadecimal digits in lower case",
     NAME: "must have 1 to 64 letters, digits, underscores or hyphens",
     LONG_NAME: "must have 1 to 128 letters, digits, underscores or hyphens",
-    CHECKSUM: "must be a checksum of at most 64 hexadecimal digits",
+    CHECKSUM: "must be a checksum of at most 64 hexadecimal digits in lower case",
 }
 """The end of the sentence about a text that does not match, for errors."""

@@ -560,7 +560,7 @@ class PromptMatcher:
         return (None, "") if note is None else (self._store.find_turn(owner, node), note)
 
     def _look_back(self, owner: str, held: Handle, root: str, session: str | None) -> list[Message]:
-        """Find the conversation that a history, which is read again, is most like.
+        """Find the saved conversation that is most like a history which must be read again.
 
         Results that were dropped or pinned there are also dropped or pinned in this history.
         """

@@ -157,15 +157,15 @@ class Layer:
         return out.flatten(1, 2)
 
     def _check_like(self, keys: Tensor, values: Tensor) -> None:
-        """Refuse keys and values that do not fit the existing slots."""
+        """Refuse keys whose dtype, device or shape differs from that of the existing slots."""
         slab = self.state.slab
         assert slab is not None
         if keys.dtype != slab.keys.dtype or keys.device != slab.keys.device:
             was = f"{str(slab.keys.dtype).removeprefix('torch.')} on {slab.keys.device}"
             now = f"{str(keys.dtype).removeprefix('torch.')} on {keys.device}"
             raise WeirError(
-                f"the model was {was} when this cache was made and is {now} now. Move it back, or "
-                "make a new cache."
+                f"the model was {was} when this cache got its first tokens and is {now} now. Move "
+                "it back, or make a new cache."
             )
         if keys.shape[1] != slab.keys.shape[1] or keys.shape[3] != slab.keys.shape[3]:
             raise WeirError(

@@ -297,7 +297,8 @@ class LayerState:
         seeds: the seed of each row's draws.
         plain: whether every slot in use holds one token of weight 1, so that attention can skip the
             weights.
-        first: the first slot that attention reads: an exact one while no row has quantized ones.
+        first: the first slot that attention reads: the first exact slot as long as no row has
+            quantized ones, otherwise 0.
         version: a number that increases whenever slots are replaced or lengths change, in any layer
             of this process. A decode step, which only appends, does not increase it.
     """

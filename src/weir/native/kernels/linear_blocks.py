@@ -662,7 +662,7 @@ def multiply_panels(
     part: int,
     parts: int,
 ) -> tuple[int, int]:
-    """Multiply with one of `parts` parts of a weight; returns the range of its outputs.
+    """Multiply with one of `parts` parts of a weight; returns the range of this part's outputs.
 
     Args:
         function: the function for the weight's type, from `block_function`.

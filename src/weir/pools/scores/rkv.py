@@ -29,9 +29,10 @@ ROWS = 512
 class RKV(Asking):
     """Keep tokens by weight * attention - (1 - weight) * redundancy, separately for each KV head.
 
-    Redundancy is a share that sums to 1 over all tokens. So is attention before it is pooled over
-    neighbors, but without the tokens of the last `window` queries. These tokens are kept if they
-    arrive here. Keys are compared as attention reads them.
+    Redundancy is a share that sums to 1 over all tokens. Attention is a share, too, before it is
+    pooled over neighbors: it sums to 1 over all tokens except those of the last `window` queries.
+    The tokens of these queries are kept if they arrive here. Keys are compared as attention reads
+    them.
 
     Attributes:
         n: number of tokens to keep.

@@ -78,7 +78,7 @@ def make_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         # Tokenizing a long text holds a thread. There are as many threads as requests may be open,
-        # so that every other request still finds one.
+        # so that no request has to wait for one.
         threads = ThreadPoolExecutor(client.limits.open, "weir-request")
         asyncio.get_running_loop().set_default_executor(threads)
         watching = asyncio.create_task(watch_stalls())

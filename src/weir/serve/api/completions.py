@@ -111,7 +111,9 @@ class CompletionRenderer(Renderer):
         yield DONE
 
     def keep_alive(self, generation: Generation) -> bytes:
-        """Write a comment, and also a chunk if the client asks for the progress of its prompt."""
+        """Write a comment. Until the first answer begins, also write a chunk with the progress of
+        the prompt, if the client asks for it.
+        """
         comment = super().keep_alive(generation)
         if not self._with_progress or generation.sequences[0].output_ids:
             return comment

@@ -46,7 +46,7 @@ WARNINGS = 16
 ATTEMPTS = 2 + LOOKUPS
 """The most times that a request is started.
 
-It is started again if the turn that it continues is deleted while it waits, or if the turn's
+It is started again if the turn that it continues is deleted while it waits, or because the turn's
 snapshot is damaged. It then continues an earlier turn, or no turn if no earlier one is left.
 """
 
@@ -101,7 +101,8 @@ def make_request(
         match: finds the prompt of the request.
         limit: the field with the maximum number of tokens of an answer, and its value.
         logprobs: number of most likely tokens to report with each; None for no log-probabilities.
-        default: the maximum number of tokens of an answer if the body sets none.
+        default: the maximum number of tokens of an answer if the body sets none; the server's limit
+            applies if it is smaller.
     """
     limits, rows = client.limits, client.engine.load().rows
     name, tokens = limit

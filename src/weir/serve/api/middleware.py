@@ -122,8 +122,8 @@ def check_http(scope: Scope) -> APIError | None:
     """Return the error for a request that this server cannot read as HTTP/1.0 or HTTP/1.1, or None.
 
     Such a request is of another version, has an expectation that this server does not know, or has
-    a Transfer-Encoding although it is HTTP/1.0 or also has a Content-Length. A proxy in front of
-    this server could then find another end of the body.
+    a Transfer-Encoding in HTTP/1.0 or together with a Content-Length. With such a
+    Transfer-Encoding, a proxy in front of this server could find another end of the body.
     """
     version = scope["http_version"]
     if not version.startswith("1."):

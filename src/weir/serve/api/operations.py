@@ -45,7 +45,8 @@ class Metrics:
         )
         self.first = Histogram(
             "weir_time_to_first_token_seconds",
-            "Time from a request to the first token of its answer.",
+            "Time to the first token of an answer, from when its request has been read and "
+            "tokenized.",
             buckets=SECONDS,
             registry=own,
         )

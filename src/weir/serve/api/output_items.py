@@ -94,8 +94,8 @@ class OutputItems:
     def next_round(self, *, opens_thoughts: bool) -> list[ItemEvent]:
         """End a part of the answer that called one of the server's tools.
 
-        The message continues with the text of the next part. Thoughts in that part are another
-        item.
+        The message continues with the text of the next part, unless that part begins with thoughts:
+        they end the message, and are a separate item.
         """
         events: list[ItemEvent] = []
         assert self._parser is not None

@@ -35,7 +35,7 @@ class Settings:
     Attributes:
         place: the storage that all replicas share, for `open_storage`.
         name: the name of the model in the API.
-        most: number of checkpoints that a replica keeps in memory.
+        most: the most checkpoints that a replica keeps in memory.
         keys: SHA-256 hashes of the API keys.
         threads: number of CPU threads for PyTorch; None for PyTorch's default.
         loading: arguments of `load`.
@@ -77,7 +77,8 @@ class ReplicaProcess:
     """The process of a replica, which is started again when it has ended.
 
     Args:
-        number: the number of this replica. A process with the same number has the same responses.
+        number: the number of this replica. A process with the same number has the same responses if
+            they are in a file (`Settings.book`).
     """
 
     def __init__(self, settings: Settings, number: int) -> None:

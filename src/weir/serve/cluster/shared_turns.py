@@ -112,7 +112,7 @@ class SharedTurns(TurnTables):
 
     def add(self, turns: Sequence[Turn], what: str = "one turn") -> None:
         """Add turns to one session, parents first, either all or none. If the session then has
-        too many, the oldest are deleted.
+        too many, the oldest are deleted. Of more than `kept` turns, only the newest are added.
         """
         owner, session = turns[0][1].owner, turns[0][1].session
         turns = turns[-self._kept :]

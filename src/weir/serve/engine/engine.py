@@ -47,7 +47,8 @@ PREFIXES = 8
 IDLE_SECONDS = 0.05
 """The longest pause between two steps while all sequences wait for tool calls to finish."""
 GROWTH = 4
-"""Decode calls are compiled for some numbers of rows. Each is this many times the one before.
+"""Decode calls are compiled for some numbers of rows. Each is this many times the one before,
+except the last, which is all rows.
 
 Computing an unused row costs little compared with compiling another program.
 """
@@ -59,7 +60,11 @@ class Cancelled(WeirError):
 
 @dataclass(frozen=True)
 class RowInspection:
-    """A running sequence between two steps. Its row has not read the last of `output_ids` yet."""
+    """A running sequence between two steps.
+
+    Its row has not read the last of `output_ids` yet, or several of the last while it reads what
+    `Engine.resume` has brought.
+    """
 
     holding: Holding
     output_ids: tuple[int, ...]
@@ -175,8 +180,8 @@ class Engine:
     test.
 
     Args:
-        chunk: tokens between two folds; None for the chunk that the policy was measured with, or
-            64.
+        chunk: tokens between two folds; None for the chunk that a policy file was measured with, or
+            for 64 if the policy does not come from such a file.
         shared: whether one client gets only a share of the rows and of the queue.
         deterministic: make an answer independent of other answers. Each row is read and decoded in
             a separate call, because matrix products of other batch sizes may round differently.

@@ -86,8 +86,8 @@ class TokenSequence:
             those of a `PrefixState`. Tokens that `Engine.resume` has brought count, too.
         reused: tokens of the prompt that a `PrefixState` had read already.
         alone: whether its prompt must be read in a separate call.
-        output_ids: the answer so far, with the tokens that `Engine.resume` has brought; the last
-            of them has not been fed yet.
+        output_ids: the answer so far, with the tokens that `Engine.resume` has brought. The last
+            token, and those that are also in `unread`, have not been fed yet.
         num_brought: how many of `output_ids` were brought, and not sampled.
         prefilled: for a fork, the state and logits [vocabulary] at the end of the prompt.
     """
@@ -130,7 +130,7 @@ class TokenSequence:
 
     @property
     def is_running(self) -> bool:
-        """Whether its prompt is being read, or its answer generated."""
+        """Whether it reads its prompt, generates its answer, or waits for a call that it made."""
         return self.stage in (Stage.PREFILL, Stage.DECODE, Stage.CALLING)
 
     @property
