@@ -113,7 +113,7 @@ class Stream:
             self.use_archive(archive, tokenizer)
 
     def use_archive(self, archive: Archive, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """Store the text that the stream reads from here on in an archive, which `recall` searches.
+        """From now on, store the text that the stream reads in an archive. `recall` searches it.
 
         Raises:
             WeirError: there is no tokenizer, or the stream has several rows.
@@ -354,7 +354,8 @@ class Stream:
             )
         if max_new_tokens is not None and not is_count(max_new_tokens):
             raise WeirError(
-                f"max_new_tokens must be 0 or more, or None for no limit, got {max_new_tokens!r}"
+                "max_new_tokens must be a whole number of at least 0, or None for no limit, got "
+                f"{max_new_tokens!r}"
             )
         check_penalty(repetition_penalty)
         sampling = Sampling(temperature, top_k, top_p, min_p)
