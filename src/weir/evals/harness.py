@@ -110,7 +110,8 @@ class WeirLM(TemplateLM):
     """A model under a cache policy, with the interface that the harness expects.
 
     Args:
-        pretrained: `nano`, a folder, a Hub id, or a loaded model.
+        pretrained: a name as for `weir.load`, such as `nano`, a folder or a Hub id; or a loaded
+            model.
         policy: a pipe or a named policy.
         chunk, seed, positions, prefill: as for `StreamingCache`.
         dtype, device, device_map, revision, trust_remote_code: as for `weir.load`, with two

@@ -26,9 +26,10 @@ from weir.stream.stream_text import StreamText
 from weir.stream.whole_text import WholeText, new_cache
 
 PIECE = 1024
-"""Largest number of tokens that the model reads in one call, except for the first call of a stream
-with `prefill="full"`. Memory grows with this number. Smaller pieces take longer, because layers
-that keep a window attend and fold once for each piece (`weir.cache.layer.attention`).
+"""Largest number of new tokens that the model reads in one call, except for the first call of a
+stream with `prefill="full"`. (Under `recompute`, a call also reads the tokens of its windows
+again.) Memory grows with this number. Smaller pieces take longer, because layers that keep a window
+attend and fold once for each piece (`weir.cache.layer.attention`).
 """
 MOST_LOGITS = 1 << 25
 """Largest number of logits that are computed at once, 128 MB in float32."""
@@ -227,7 +228,10 @@ class Stream:
         offsets: Tensor | None = None,
         all_logits: bool = False,
     ) -> Tensor:
-        """Feed any number of tokens in bounded memory.
+        """Feed any number of tokens, piece by piece.
+
+        Memory is bounded, however many tokens there are, except with `prefill="full"`, under
+        `kvzip`, and under policies that keep every token.
 
         Args:
             token_ids: [length], or [batch, length] for several streams in step. The output of a

@@ -171,7 +171,7 @@ def decode_quantized(
     `weir.kernels.cpu.decode_quantized.decode_quantized`.
 
     Args:
-        splits: a power of two: the number of parts that the quantized slots are split into, and the
+        splits: a power of two, the number of parts that the quantized slots are split into; the
             exact slots are split into as many. None for enough parts to keep the device busy.
     """
     batch, kv_heads, group, _, key_dim = queries.shape
