@@ -36,13 +36,13 @@ NAMES = {"queries": "queries", "keys_shifted": "keys, shifted", "values": "value
 """The kinds of vectors, by their names in the facts."""
 COLORS = ("#2c6e9b", "#7a9a01", "#c0392b")
 USUAL = 4096
-"""Tokens of the longest prompt, if they fit in the model's window."""
+"""By default, tokens of the longest prompt, if the model's window and the text have as many."""
 LENGTHS = 4
-"""Lengths of prompts: the longest, half of it, a quarter and an eighth."""
+"""Number of prompt lengths: the longest, half of it, a quarter and an eighth."""
 PROMPTS = 5
 """Largest number of prompts of each length."""
 FEWEST = 8
-"""Tokens of the shortest prompt."""
+"""Smallest number of tokens in a prompt; shorter lengths are left out."""
 _Z = NormalDist().inv_cdf(0.975)
 
 
