@@ -342,8 +342,8 @@ def _sink(config: Any) -> ModelSink:
 
 
 def _heads(config: Any, module: Any, dtype: torch.dtype) -> tuple[Heads, int, int]:
-    """Return how many heads of which sizes an attention module has in this process, the index of
-    the first KV head among them, and how many processes share the heads.
+    """Return how many heads of which sizes an attention module has in this process, the layer's
+    index of the first KV head among them, and how many processes share the heads.
     """
     names = ("num_attention_heads", "num_heads", "n_heads", "n_head")
     heads = next(int(n) for name in names if (n := getattr(config, name, None)) is not None)
