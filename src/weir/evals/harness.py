@@ -30,7 +30,7 @@ from weir.stream import MOST_LOGITS, PIECE, Stream, cut_at_stop, render_chat
 Likelihood = tuple[float, bool]
 """Log-likelihood of a continuation, in nats, and whether greedy decoding would give it."""
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-"""Sampling options under the policies that transformers' `generate` cannot run."""
+"""The sampling options that work under policies that transformers' `generate` cannot run."""
 
 
 def pad_rows(rows: Sequence[Sequence[int]], pad: int, left: bool) -> tuple[Tensor, Tensor]:
@@ -110,7 +110,8 @@ class WeirLM(TemplateLM):
     """A model under a cache policy, with the interface that the harness expects.
 
     Args:
-        pretrained: `nano`, a folder, a Hub id, or a loaded model.
+        pretrained: a name as for `weir.load`, such as `nano`, a folder or a Hub id; or a loaded
+            model.
         policy: a pipe or a named policy.
         chunk, seed, positions, prefill: as for `StreamingCache`.
         dtype, device, device_map, revision, trust_remote_code: as for `weir.load`, with two
@@ -205,7 +206,9 @@ class WeirLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Encode a text, after the start token unless the text has it or the caller forbids it."""
+        """Encode a text, with the start token in front unless the text already begins with it or
+        the caller forbids it.
+        """
         start = self.tokenizer.bos_token
         if add_special_tokens is None:
             add_special_tokens = not (start and string.startswith(str(start)))

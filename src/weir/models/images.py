@@ -243,8 +243,8 @@ def _sizes(kind: str, given: Mapping[str, Any]) -> list[list[int]]:
     grid = isinstance(sizes, Tensor) and sizes.ndim == 2 and sizes.shape[1] == 3
     if not grid or sizes.is_floating_point():
         raise WeirError(
-            f"{name} must be a tensor [images, 3] with sizes in patches, as the model's processor "
-            f"makes it, got {quote(sizes)}"
+            f"{name} must be a tensor [images, 3] of integers, the sizes in patches, as the "
+            f"model's processor makes it, got {quote(sizes)}"
         )
     whole: list[list[int]] = sizes.long().tolist()
     return whole
@@ -281,7 +281,8 @@ def _each(model: PreTrainedModel, kind: str, given: Mapping[str, Any]) -> Iterat
         pieces = math.prod(size) // merged
         if min(size) < 1 or pieces < 1:
             raise WeirError(
-                f"the size of each {kind} must be at least one patch in each direction, got {size}"
+                f"the size of each {kind} must be at least one patch in each direction, and "
+                f"{merged} patches in all, got {size}"
             )
         more = {f"{kind}_grid_thw": torch.tensor([size])}
         if seconds is not None:
@@ -300,8 +301,8 @@ def _seconds(given: Mapping[str, Any], videos: int) -> Tensor | None:
     seconds = torch.as_tensor(durations).flatten()
     if len(seconds) < videos or not bool(((seconds >= 0) & seconds.isfinite()).all()):
         raise WeirError(
-            f"second_per_grid_ts must give the seconds per piece for each of the {videos} videos, "
-            f"got {quote(durations)}"
+            "second_per_grid_ts must give the seconds per piece, a finite number of at least 0, "
+            f"for each of the {videos} videos, got {quote(durations)}"
         )
     return seconds
 

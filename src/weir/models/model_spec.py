@@ -219,8 +219,8 @@ _INSTEAD_OF_COMPILING = (
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
-    """Return the device for token ids: that of the weights, or of accelerate's hook; WeirError on
-    `meta`.
+    """Return the device for token ids: that of the weights or, if they are offloaded, that of
+    accelerate's hook. Raises WeirError if the model has no weights.
     """
     device = model.device
     if device.type != "meta":
@@ -318,7 +318,7 @@ def is_encoder_config(config: Any) -> bool:
 
 def _refuse_closed(kind: str, modules: list[nn.Module]) -> None:
     """Refuse attention that does not use transformers' attention interface, such as Nemotron's in
-    5.12.
+    transformers 5.12.
     """
     if kind in OWN_FAMILIES:
         return
@@ -342,8 +342,8 @@ def _sink(config: Any) -> ModelSink:
 
 
 def _heads(config: Any, module: Any, dtype: torch.dtype) -> tuple[Heads, int, int]:
-    """Return the sizes of an attention module's keys and values in weir, its first KV head, and how
-    many processes share the heads.
+    """Return how many heads of which sizes an attention module has in this process, the layer's
+    index of the first KV head among them, and how many processes share the heads.
     """
     names = ("num_attention_heads", "num_heads", "n_heads", "n_head")
     heads = next(int(n) for name in names if (n := getattr(config, name, None)) is not None)

@@ -3,7 +3,8 @@
 `pinned` puts a pool for the stream's beginning before a layer's pools. After the pools that pass
 tokens on in order, it puts two more: one for the header of the current turn, and one for tokens
 that must be kept, in the slots that the beginning leaves free (`weir.pools.Marks`). `quantized`
-keeps the first and the newest tokens, and tokens that marks name, as the model computes them.
+keeps the first and the newest tokens, and tokens that marks name, as the model computes them. It
+also leaves slots exact that can hold a key that no token had (`Pool.synthetic`).
 
 `pyramid` is from PyramidKV (Cai et al. 2024, "PyramidKV: Dynamic KV Cache Compression based on
 Pyramidal Information Funneling", arXiv:2406.02069), section 4.2: lower layers attend to many tokens
@@ -28,7 +29,7 @@ from weir.pools import Beginning, Frame, Header, Kept, Pool, Snap
 EXACT = "exact"
 """The name of unquantized slots."""
 SAME = "same"
-"""Value that gives a beginning the format of a policy's other slots."""
+"""Value that gives a beginning the format of a policy's quantized slots, or int8 without any."""
 SHARE = 4
 """By default, the beginning gets one slot for this many of the policy's."""
 
@@ -63,7 +64,7 @@ class PolicyWrapper(Policy):
 
     @property
     def stands_for(self) -> str:
-        """Its pools, or the wrapper around the other policy's pools if that is not a pipe."""
+        """Its pools. If the other policy is not a pipe, the wrapper around that policy's pools."""
         if isinstance(self.policy, Pipe):
             return self.pipes[0].stands_for
         return f"{self.verb}({self.policy.stands_for}, {self.options})"
@@ -171,7 +172,7 @@ def pinned(
         n: slots for the beginning of the stream.
         header: slots for the control tokens before an answer.
         format: the format of the slots for the beginning: exact, int8, int4, k8v4 or fp8, or same
-            for that of the policy's other slots.
+            for that of the policy's quantized slots (int8 if it has none).
     """
     return Pinned(streaming_llm() if policy is None else policy, n, header, format)
 
@@ -318,6 +319,8 @@ def pyramidkv(
 ) -> Policy:
     """Keep the tokens that SnapKV keeps, with more slots in the lower layers and fewer in the
     upper.
+
+    The other parameters are those of the pool `snap`.
 
     Args:
         budget: average number of slots of a KV head in a layer.

@@ -48,7 +48,7 @@ class Bounds:
 
 
 Count = Annotated[int, Bounds(1)]
-"""Type of a parameter that is a number of at least 1."""
+"""Type of a parameter that is a whole number of at least 1."""
 Natural = Annotated[int, Bounds(0)]
 Kernel = Annotated[int, Bounds(1, odd=True)]
 """Number of neighboring places, with the token's place in the middle."""

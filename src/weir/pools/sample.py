@@ -22,8 +22,8 @@ class Sample(Pool):
 
     Attributes:
         weighted: whether kept tokens also count for the others, so that the numerator and the
-            denominator of attention are unbiased and no token overflows. Otherwise weights do not
-            change.
+            denominator of attention are unbiased and no token moves on to a next pool. Otherwise
+            weights do not change.
         per_head: whether each KV head has a separate sample.
     """
 

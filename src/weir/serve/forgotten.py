@@ -77,7 +77,9 @@ def describe_turn(
 def describe_messages(
     messages: Sequence[Message], dropped: Collection[str]
 ) -> list[dict[str, Any]]:
-    """Describe messages by their roles, their beginnings, and the calls whose results they are."""
+    """Describe messages by their roles, their beginnings, the functions that they call, and the ids
+    of the calls whose results they are.
+    """
     shown = [*enumerate(messages)]
     if len(shown) > MOST_MESSAGES:
         shown = [*shown[: MOST_MESSAGES - 1], shown[-1]]

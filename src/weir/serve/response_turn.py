@@ -38,6 +38,8 @@ class ResponseTurn:
     """The turn of one response.
 
     Attributes:
+        client: has the engine and the stores.
+        owner: the owner of the response, as in `TurnRecord`.
         items: the items of the input, without those up to its last compaction.
         places: for each item, the index of the request's item that it was made from, for errors.
         instructions: a system message before the history; None for none.
@@ -205,7 +207,7 @@ class ResponseTurn:
         """Return the stored response with an id, and its turn. One of them can be None.
 
         Raises PreviousNotFound if there is neither, or if the response was not to be stored and is
-        named by its id.
+        named by its id rather than by a compaction.
         """
         found = self.client.responses.get_response(self.owner, previous)
         record = self.client.store.find_turn(self.owner, node_of(previous))
@@ -216,9 +218,9 @@ class ResponseTurn:
     def _has_same_setup(self, found: StoredResponse | None, record: TurnRecord) -> bool:
         """Return whether a turn was answered with the same instructions and tools.
 
-        If a turn has no stored response, such as a turn of a chat, its first message is compared
-        with the instructions, and its hash shows whether it had these tools. For a request with
-        neither instructions nor tools, they count as the same.
+        If a turn has no stored response, such as a turn of a chat, the first message of its history
+        is compared with the instructions, and the hash of the turn shows whether it had these
+        tools. For a request with neither instructions nor tools, they count as the same.
         """
         if found is not None:
             return self._matches(found)

@@ -197,8 +197,8 @@ def add_guidance(schema: Mapping[str, Any], spaces: str, *, strict: bool) -> dic
 
 
 def check_schema(schema: Any) -> None:
-    """Raise BadSchema for a schema that may take too long to compile, or has numbers that
-    llguidance rounds.
+    """Raise BadSchema for a schema that may take too long to compile, that has numbers which JSON
+    does not allow, or whose `const` or `enum` has whole numbers that llguidance may round.
     """
     size = 0
     try:
@@ -233,8 +233,8 @@ def check_schema(schema: Any) -> None:
         for value in (node.get("const"), *(listed if isinstance(listed, list) else ())):
             if isinstance(value, int) and abs(value) > EXACT:
                 raise BadSchema(
-                    f"the number {value} is not exact: only whole numbers from -{EXACT} to {EXACT} "
-                    "are. Write it as a string."
+                    f"the number {value} may be rounded: a whole number must be from -{EXACT} to "
+                    f"{EXACT}. Write it as a string."
                 )
 
 
@@ -261,7 +261,9 @@ def _objects(schema: Any) -> list[dict[str, Any]]:
 
 
 def _digits(multiple: Any) -> int:
-    """Return a `multipleOf` without its decimal point: 25 for 0.25; 1 if it is not a number."""
+    """Return a `multipleOf` without its decimal point: 25 for 0.25; 1 for 0 and for values
+    that are not numbers.
+    """
     if isinstance(multiple, bool) or not isinstance(multiple, int | float) or not multiple:
         return 1
     digits = Decimal(str(multiple)).normalize().as_tuple()

@@ -43,7 +43,7 @@ With the default thresholds, the collector runs several times while a large body
 time scans everything that was created so far. This takes longer than parsing.
 """
 RATE = 1_000_000
-"""Number of bytes for which a call counts as if it had come one second later, in the order of a
+"""A call of this many bytes counts as if it had come one second later, in the order of its
 client's calls. So a small call that comes soon after a large call of the same client goes first.
 """
 PIECE = 1_048_576
@@ -233,8 +233,8 @@ class WorkerProcess(Worker):
             _value_of(process.ask(_Message((_keep, (given,)))))
 
     def call(self, function: Callable[..., Any], *given: Any) -> Any:
-        """Call a function. Raises Busy if the process is lost, and WeirError if the call takes too
-        long.
+        """Call a function. Raises Busy if the process is lost or the server is shutting down, and
+        WeirError if the call takes too long.
 
         A bytearray is sent unchanged, and emptied as soon as it is sent, because a large body must
         not stay here while a process works on it.

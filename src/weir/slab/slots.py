@@ -238,7 +238,8 @@ class QuantizedStorage:
     Attributes:
         format: the format of the slots.
         buffers: by name [batch, kv_heads, slots, ...]: `keys`, `keys_peaks`, `values`,
-            `values_peaks`, and if keys move `masters`, `masters_peaks`.
+            `values_peaks`, and if keys move `masters`, `masters_peaks`. A peak is the largest
+            absolute value of a vector, or of a group of its numbers.
         dtype: the dtype of dequantized keys and values.
     """
 
@@ -308,7 +309,7 @@ class QuantizedStorage:
         return QuantizedStorage(self.format, joined, self.dtype)
 
     def unrotated(self) -> QuantizedStorage:
-        """Return the same slots, to be read as they are stored, without rotating them back."""
+        """Return the same slots, to be read without undoing the rotation of their format."""
         return QuantizedStorage(self.format.unrotated(), self.buffers, self.dtype)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> QuantizedStorage:

@@ -19,9 +19,10 @@ most four bytes.
 class Detokenizer:
     """Converts the tokens of one answer to text, piece by piece.
 
-    A piece has only whole characters, without special tokens. Text that may be the beginning of a
-    stop is held back until later tokens show whether it is one; if none follow, `end` returns it.
-    All pieces together are the text that the tokenizer makes of all tokens, up to a stop. If later
+    A piece has only whole characters (but see `LONGEST`), and no special tokens except those in
+    `kept`. Text that may be the beginning of a stop is held back until later tokens show whether it
+    is one; if none follow, `end` returns it. All pieces together are the text that the tokenizer
+    makes of all tokens, up to a stop, and without an incomplete character at the end. If later
     tokens change the text of earlier ones, the returned text stays as it was.
 
     Args:

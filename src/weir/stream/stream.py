@@ -26,9 +26,10 @@ from weir.stream.stream_text import StreamText
 from weir.stream.whole_text import WholeText, new_cache
 
 PIECE = 1024
-"""Largest number of tokens that the model reads in one call, except for the first call of a stream
-with `prefill="full"`. Memory grows with this number. Smaller pieces take longer, because layers
-that keep a window attend and fold once for each piece (`weir.cache.layer.attention`).
+"""Largest number of new tokens that the model reads in one call, except for the first call of a
+stream with `prefill="full"`. (Under `recompute`, a call also reads the tokens of its windows
+again.) Memory grows with this number. Smaller pieces take longer, because layers that keep a window
+attend and fold once for each piece (`weir.cache.layer.attention`).
 """
 MOST_LOGITS = 1 << 25
 """Largest number of logits that are computed at once, 128 MB in float32."""
@@ -113,7 +114,7 @@ class Stream:
             self.use_archive(archive, tokenizer)
 
     def use_archive(self, archive: Archive, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """Store the text that the stream reads from here on in an archive, which `recall` searches.
+        """From now on, store the text that the stream reads in an archive. `recall` searches it.
 
         Raises:
             WeirError: there is no tokenizer, or the stream has several rows.
@@ -227,7 +228,10 @@ class Stream:
         offsets: Tensor | None = None,
         all_logits: bool = False,
     ) -> Tensor:
-        """Feed any number of tokens in bounded memory.
+        """Feed any number of tokens, piece by piece.
+
+        Memory is bounded, however many tokens there are, except with `prefill="full"`, under
+        `kvzip`, and under policies that keep every token.
 
         Args:
             token_ids: [length], or [batch, length] for several streams in step. The output of a
@@ -354,7 +358,8 @@ class Stream:
             )
         if max_new_tokens is not None and not is_count(max_new_tokens):
             raise WeirError(
-                f"max_new_tokens must be 0 or more, or None for no limit, got {max_new_tokens!r}"
+                "max_new_tokens must be a whole number of at least 0, or None for no limit, got "
+                f"{max_new_tokens!r}"
             )
         check_penalty(repetition_penalty)
         sampling = Sampling(temperature, top_k, top_p, min_p)

@@ -60,7 +60,7 @@ class Passage:
 
     Attributes:
         turns: numbers of the first and last exchange, from 1. As on the server, a message and its
-            answer are one turn.
+            answer are one turn. (0, 0) for tokens before the first turn (`Transcript.loaded`).
         tokens: number of tokens of these exchanges.
         held: the share of these tokens that still has slots, over all layers and KV heads, 0 to 1.
         text: the beginning of the first message.

@@ -54,7 +54,8 @@ def run(
 ) -> dict[str, Any]:
     """Train a model from books and save it in a folder, with weights in bfloat16.
 
-    An earlier run with the same text in `out` is continued.
+    An earlier run in `out` is continued if it has the same text, vocabulary and recipe, of which
+    only `tokens` can differ; otherwise, it is refused.
 
     Args:
         recipe, text, out: the recipe of the run, its books (UTF-8, plain or .xz), and the model's

@@ -82,7 +82,8 @@ class TrainingRecipe:
         decay: weight decay of the matrices inside the layers.
         exercise_rows, exercise_weight: number of samples of a step that are exercises, and the
             weight of their loss relative to the books' loss.
-        only_segments: the share of the run, at its beginning, in which all exercises are segments.
+        only_segments: the share of the run, at its beginning, in which all exercises are repeated
+            segments of random words.
         sink: `none`, `zero`, `learnable`, `learnable:N` or `taught`; see `SinkKind`.
         sinks_after, sink_weight, sink_share: with `taught`, the share of the run after which the
             model is taught to put unused attention on the start token, the weight of that loss, and

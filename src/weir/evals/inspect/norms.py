@@ -36,13 +36,13 @@ NAMES = {"queries": "queries", "keys_shifted": "keys, shifted", "values": "value
 """The kinds of vectors, by their names in the facts."""
 COLORS = ("#2c6e9b", "#7a9a01", "#c0392b")
 USUAL = 4096
-"""Tokens of the longest prompt, if they fit in the model's window."""
+"""By default, tokens of the longest prompt, if the model's window and the text have as many."""
 LENGTHS = 4
-"""Lengths of prompts: the longest, half of it, a quarter and an eighth."""
+"""Number of prompt lengths: the longest, half of it, a quarter and an eighth."""
 PROMPTS = 5
 """Largest number of prompts of each length."""
 FEWEST = 8
-"""Tokens of the shortest prompt."""
+"""Smallest number of tokens in a prompt; shorter lengths are left out."""
 _Z = NormalDist().inv_cdf(0.975)
 
 
@@ -141,8 +141,8 @@ def _text(asked: Inspection, found: Sequence[dict[str, Any]]) -> str:
     heads = "all heads" if asked.heads is None else "the chosen query heads with their KV heads"
     return (
         f"The mean Euclidean norm over {over}, {heads} and all tokens of a prompt. Keys are "
-        "shifted by their mean over the prompt, head by head, which changes no attention: "
-        "BalanceKV does so before it compresses. Its Table 3 has Llama-3.1-8B-Instruct and prompts "
+        "shifted by their mean over the prompt, head by head, as BalanceKV does before it "
+        "compresses. This changes no attention. Its Table 3 has Llama-3.1-8B-Instruct and prompts "
         "of 2,281 to 21,274 tokens: queries 14.45 to 15.21, keys 15.35 to 15.95, values 3.34 to "
         "3.37, so they are bounded, as its theorem requires. The first ± is the paper's 95 % "
         "interval, which treats all vectors of a prompt as independent. The second ± is the "

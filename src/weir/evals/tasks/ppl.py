@@ -23,6 +23,7 @@ class Perplexity(Task):
 
     Attributes:
         tokens: number of tokens to read; with `none`, all.
+        text: a file of books; with `none`, the packaged excerpt.
         block: tokens in a block of `ppl_by_block`.
         start: a text that replaces the tokenizer's start token.
     """

@@ -171,8 +171,8 @@ def decode_quantized(
     `weir.kernels.cpu.decode_quantized.decode_quantized`.
 
     Args:
-        splits: number of parts that the quantized slots are split into, and also the number for
-            the exact slots, a power of two; None for enough to keep the device busy.
+        splits: a power of two, the number of parts that the quantized slots are split into; the
+            exact slots are split into as many. None for enough parts to keep the device busy.
     """
     batch, kv_heads, group, _, key_dim = queries.shape
     (start, stop), count = slots, coded[0][0].shape[2]

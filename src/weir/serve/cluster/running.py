@@ -1,7 +1,7 @@
 """Replicas on Ray: each is the same server as without a cluster, with a shared store.
 
-Ray places their processes and starts them again. The front forwards requests to them. This file
-joins a cluster, starts replicas, and serves until the end.
+Ray places their processes, and starts lost ones again. The front forwards requests to them. This
+file joins a cluster, starts replicas, and serves until the end.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Replica:
         self._process.drain()
 
     def wait(self, seconds: float) -> None:
-        """Wait for the end of the process."""
+        """Wait for the end of the process, and kill it if it takes longer than `seconds`."""
         self._process.wait(seconds)
 
 

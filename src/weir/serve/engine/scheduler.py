@@ -154,8 +154,9 @@ class Scheduler:
 def group_prefills(reading: list[TokenSequence], chunk: int) -> list[TokenSequence]:
     """Choose the sequences whose prompts are read in the next call.
 
-    A prompt longer than a chunk is read in separate calls, so that other prompts do not change its
-    result, even by rounding. Shorter prompts are read together, as many as fit in a chunk.
+    A prompt that is longer than a chunk, or must be read alone (`TokenSequence.alone`), is read in
+    separate calls, so that other prompts do not change its result, even by rounding. Shorter
+    prompts are read together, as many as `fits_one_call` allows.
 
     Args:
         reading: sequences with unread prompts; the one read longest ago comes first, and is always

@@ -114,7 +114,7 @@ class TurnRecord:
     Attributes:
         node: the id of the turn.
         owner: hash of the API key of the request; empty if the server needs none.
-        session: the first session that the turn was added to and is still in.
+        session: of the sessions that the turn is still in, the one it was added to first.
         parent: the id of the turn that this one continues; None for the first turn of a stream.
         chain: hash of all messages of the conversation, up to and including the answer of this
             turn.
