@@ -90,8 +90,8 @@ class Blocks:
 
         Args:
             first: the number of the first output, a multiple of `PANEL`.
-            data: the bytes of the outputs [outputs, bytes of a line], uint8. The number of outputs
-                is a multiple of `PANEL`, except in the last call.
+            data: the bytes of the outputs [outputs, bytes of one output], uint8. The number of
+                outputs is a multiple of `PANEL`, except in the last call.
         """
         pack = dispatch.pack_blocks(torch.device("cpu"))
         if pack is not None and pack(self.kind, data, self.codes, self.scales, first // PANEL):
@@ -336,7 +336,8 @@ def _scaled(embedding: nn.Module, rows: Tensor) -> Tensor:
 def looks_up(embedding: Any) -> bool:
     """Return whether an embedding computes the same as a `BlockEmbedding`.
 
-    PyTorch's own class does. An embedding with a scale is tried on a few rows.
+    PyTorch's own class does, unless it has a `max_norm`. An embedding with a scale is tried on a
+    few rows.
     """
     plain = type(embedding) is nn.Embedding and embedding.max_norm is None
     if plain or not isinstance(embedding, nn.Embedding) or not hasattr(embedding, "embed_scale"):
