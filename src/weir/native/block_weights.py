@@ -3,10 +3,11 @@
 `weir.load(name, weights="q8_0")` quantizes weights to such blocks, and `weights="gguf"` keeps the
 blocks of a file.
 
-`weir.native.block_formats` describes the memory layout of each type. On a CPU with AVX2 or VNNI, a
-product of any number of rows multiplies the codes directly (`native.kernels.linear_blocks`), after
-rounding the rows to 8 bits, block by block; for weights of 16 bits, rows are not rounded. On other
-machines, each product dequantizes the weight. This module does not use caches.
+`weir.native.block_formats` describes the memory layout of each type. On a CPU with AVX2 or VNNI, if
+numba is installed, a product of any number of rows multiplies the codes directly
+(`native.kernels.linear_blocks`), after rounding the rows to 8 bits, block by block; for weights of
+16 bits, rows are not rounded. Otherwise, each product dequantizes the weight. This module does not
+use caches.
 
 Format: the types of the ggml project.
 """

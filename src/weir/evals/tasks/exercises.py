@@ -379,8 +379,8 @@ class Changed(_RepeatedFacts):
 class Verbatim(ExerciseTask):
     """Asks for long numbers, such as passwords, after 16, 32, 64 ... tokens.
 
-    In the other tasks, a number has three digits, which are three tokens. Here answers have any
-    length, and a cache that keeps only some of the tokens cannot reproduce them. Distances are
+    In the other tasks, a number has three digits, which are three tokens. Here it has `length`
+    digits, and a cache that keeps only some of the tokens cannot reproduce it. Distances are
     counted from the beginning of the number.
     """
 
