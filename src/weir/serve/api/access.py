@@ -53,7 +53,7 @@ class Access:
                 raise WeirError(
                     "--allow-origin must be the origin of a web page, such as "
                     f"http://localhost:3000, got {quote(origin)}. Give the scheme, the host and "
-                    "the port, without a path."
+                    "any port, without a path."
                 )
 
     def wrap(self, app: ASGIApp) -> ASGIApp:
