@@ -20,7 +20,7 @@ MOST_HEADS = 1 << 16
 LARGEST = 1 << 24
 """The largest vocabulary, hidden size or head size that a configuration may declare."""
 MOST_PER_BYTE = 8
-"""The most weights that one byte of a file can hold. Formats with the fewest bits store about four
+"""The most weights that one byte of a file can hold. Formats with the fewest bits store about five
 weights in a byte.
 """
 NESTED = 64

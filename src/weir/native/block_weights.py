@@ -3,10 +3,11 @@
 `weir.load(name, weights="q8_0")` quantizes weights to such blocks, and `weights="gguf"` keeps the
 blocks of a file.
 
-`weir.native.block_formats` describes the memory layout of each type. On a CPU with AVX2 or VNNI, a
-product of any number of rows multiplies the codes directly (`native.kernels.linear_blocks`), after
-rounding the rows to 8 bits, block by block; for weights of 16 bits, rows are not rounded. On other
-machines, each product dequantizes the weight. This module does not use caches.
+`weir.native.block_formats` describes the memory layout of each type. On a CPU with AVX2 or VNNI, if
+numba is installed, a product of any number of rows multiplies the codes directly
+(`native.kernels.linear_blocks`), after rounding the rows to 8 bits, block by block; for weights of
+16 bits, rows are not rounded. Otherwise, each product dequantizes the weight. This module does not
+use caches.
 
 Format: the types of the ggml project.
 """
@@ -90,8 +91,8 @@ class Blocks:
 
         Args:
             first: the number of the first output, a multiple of `PANEL`.
-            data: the bytes of the outputs [outputs, bytes of a line], uint8. The number of outputs
-                is a multiple of `PANEL`, except in the last call.
+            data: the bytes of the outputs [outputs, bytes of one output], uint8. The number of
+                outputs is a multiple of `PANEL`, except in the last call.
         """
         pack = dispatch.pack_blocks(torch.device("cpu"))
         if pack is not None and pack(self.kind, data, self.codes, self.scales, first // PANEL):
@@ -336,7 +337,8 @@ def _scaled(embedding: nn.Module, rows: Tensor) -> Tensor:
 def looks_up(embedding: Any) -> bool:
     """Return whether an embedding computes the same as a `BlockEmbedding`.
 
-    PyTorch's own class does. An embedding with a scale is tried on a few rows.
+    PyTorch's own class does, unless it has a `max_norm`. An embedding with a scale is tried on a
+    few rows.
     """
     plain = type(embedding) is nn.Embedding and embedding.max_norm is None
     if plain or not isinstance(embedding, nn.Embedding) or not hasattr(embedding, "embed_scale"):

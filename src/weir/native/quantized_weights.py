@@ -160,7 +160,8 @@ def _quantize_by_torchao(model: PreTrainedModel, bits: dict[str, int]) -> None:
 def shrink(skeleton: PreTrainedModel, weights: str, path: Path | None = None) -> None:
     """Resize the weights of a model on the device `meta` as loading with `weights=` would.
 
-    Does not need torchao. Raises a WeirError if no layer except the head can be quantized.
+    Does not need torchao. Raises a WeirError if no layer except the head can be quantized, or if
+    "gguf" is given without a GGUF file.
 
     Args:
         skeleton: the model, without numbers.

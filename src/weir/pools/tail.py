@@ -1,9 +1,10 @@
-"""A weighted sample of the tokens that reach it, with an estimate of the error that it causes.
+"""A weighted sample of the tokens that reach the pool, with an estimate of the sample's error.
 
 Priority sampling (Duffield, Lund and Thorup 2007, "Priority sampling for estimation of arbitrary
 subset sums", section 1): a token of weight s draws u and has the priority s / u. The n tokens with
 the highest priorities are kept. With τ the highest priority among the others, each kept token
-counts max(1, τ / s) times. Sums over all that came are then unbiased, whatever the weights.
+counts max(1, τ / s) times. Sums over the kept tokens are then unbiased estimates of the sums over
+all tokens that came, whatever the weights.
 
 "Error certificates" (arXiv:2607.21475) draws such a sample once from a whole prompt, in addition
 to tokens that are kept for certain. Here, weights and random numbers of tokens never change, and τ
@@ -101,7 +102,9 @@ class Tail(SizedPool, Sample):
         return wrong or super().wrong_state(state, held, ahead)
 
     def fold(self, held: Slots, new: Slots, fold: Fold) -> tuple[Slots, Slots]:
-        """Keep the tokens with the highest priorities. τ rises to the highest of the others."""
+        """Keep the tokens with the highest priorities. τ rises to the highest priority of the
+        others, if that is larger.
+        """
         state = fold.state
         old = self.came_with(held, fold)
         if self.watch:

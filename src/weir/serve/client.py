@@ -376,7 +376,8 @@ class EngineClient:
     def recall_of(self, asked: int | None) -> int:
         """Return the number of tokens of recalled text that a request may get.
 
-        This is the number that it asks for, or the server's, and at most a quarter of the slots.
+        This is the number that it asks for, or the server's if it asks for none, but at most a
+        quarter of the slots of any layer.
         """
         slots = [n for n in self.engine.cache.slots_by_layer if n is not None]
         most = self.recall if asked is None else asked

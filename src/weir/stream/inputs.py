@@ -53,9 +53,9 @@ def read_ids(given: Tokens | None, vocabulary: int) -> Tensor:
 
 
 def pieces_of(given: Iterator[int], size: int) -> Iterator[list[int]]:
-    """Yield the ids of an iterator in pieces of `size`, never reading further ahead.
+    """Yield the ids of an iterator in pieces of `size`, and read each piece only when it is needed.
 
-    Raises WeirError if it yields nothing, or something that is not a whole number.
+    Raises WeirError if the iterator yields nothing, or something that is not a whole number.
     """
     last: list[int] | None = None
     while piece := list(itertools.islice(given, size)):

@@ -40,7 +40,7 @@ class Recomputation:
         if limit is not None and policy.budget > limit:
             raise WeirError(
                 f"recompute reads {policy.budget} tokens at once, but the model can read only "
-                f"{limit}"
+                f"{limit}. Use a budget of at most {limit}."
             )
         self.model = model
         self.policy = policy

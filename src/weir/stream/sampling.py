@@ -123,8 +123,8 @@ def _check(finite: bool) -> None:
 
 
 def _nucleus(logits: Tensor, part: float) -> Tensor:
-    """Set the logits [rows, vocabulary] of all but a row's nucleus to -inf: the fewest likeliest
-    tokens whose probabilities add up to `part`.
+    """Set the logits [rows, vocabulary] of all tokens outside a row's nucleus to -inf. The nucleus
+    is the fewest likeliest tokens whose probabilities add up to at least `part`.
 
     Nucleus sampling of Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration",
     section 3.1. Most nuclei are small, so the vocabulary is not sorted.

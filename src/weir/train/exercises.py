@@ -80,8 +80,8 @@ class Words:
         names = [ids[0] for ids in (ids_of(f" {name}") for name in NAMES) if len(ids) == 1]
         if len(names) < 12:
             raise WeirError(
-                "the exercises need 12 names that are one token, but this tokenizer has only "
-                f"{len(names)}. Train it on more text or with a larger vocabulary."
+                "the exercises need at least 12 names that are one token, but this tokenizer has "
+                f"only {len(names)}. Train it on more text or with a larger vocabulary."
             )
         special = set(tokenizer.all_special_ids)
         special |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}

@@ -36,7 +36,9 @@ from weir.train.recipe import TrainingRecipe
 from weir.train.shapes import decoder_layers, new_model
 
 MOST_LOGITS = 2**28
-"""Largest number of logits in memory at one time, 1 GiB; larger steps are computed in parts."""
+"""Largest number of logits in memory at one time (1 GiB), unless a single sample has more. Larger
+steps are computed in parts.
+"""
 
 
 @dataclass(frozen=True)
@@ -197,7 +199,9 @@ def _window(model: PreTrainedModel) -> int:
 
 
 def _rows_at_once(model: PreTrainedModel) -> int:
-    """Return how many samples of the window's length give at most `MOST_LOGITS` logits."""
+    """Return how many samples of the window's length give at most `MOST_LOGITS` logits; at least
+    1.
+    """
     return max(1, MOST_LOGITS // (_window(model) * model.config.vocab_size))
 
 

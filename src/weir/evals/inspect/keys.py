@@ -59,7 +59,7 @@ GRAY = "#77828c"
 FEWEST = 8
 """Smallest number of points, for which there are three numbers of centers."""
 USUAL = 1024
-"""Tokens of a passage, as in the paper, if they fit in the model's window."""
+"""Tokens of a passage, as in the paper; as many as the model's window holds if those are fewer."""
 TEXTS = 5
 """Largest number of passages."""
 LAYERS = 5
@@ -67,7 +67,7 @@ LAYERS = 5
 CENTERS = 16
 """Number of centers in the paper's figure."""
 PERPLEXITY = 30.0
-"""The usual perplexity of t-SNE; a third of the tokens if there are few."""
+"""The perplexity of t-SNE, its usual value; for few tokens, about a third of their number."""
 MOST_ROWS = 40
 """Largest number of heads that have a table row each; if there are more, each layer has a row."""
 
@@ -219,8 +219,9 @@ def measure(
     Returns:
         For each layer, KV head and kind: the mean "score", the half-width of its interval
         ("reach"), "scores" by passage, "k" (numbers of centers), "radius" and "control" by passage
-        and k. And vectors to draw: those of the first passage, a few layers and one head, which is
-        random as in the paper if none is chosen.
+        and k. And vectors to draw: keys and values of the first passage, in a few layers, of one
+        head of each layer. This is the first of the chosen heads or, if none are chosen, a random
+        one, as in the paper.
     """
     found: dict[tuple[int, int, str], dict[str, Any]] = {}
     kept: list[Vectors] = []

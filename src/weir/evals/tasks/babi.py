@@ -74,9 +74,9 @@ class Babi(Task):
     """Hides the facts of bAbI in a novel, and asks a question at its end.
 
     Attributes:
-        file: a file of bAbI, `qa1_single-supporting-fact_test.txt`.
+        file: a file of bAbI, such as `qa1_single-supporting-fact_test.txt`.
         length: tokens of the novel and the facts in it.
-        samples: number of questions, one from each of the first stories.
+        samples: largest number of questions, one from each of the first stories.
     """
 
     file: str

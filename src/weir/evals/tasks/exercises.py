@@ -42,8 +42,8 @@ STATEMENT = ASK + DIGITS + 1
 
 
 class StreamLayout(NamedTuple):
-    """The places where statements and answers begin, and the stream's length. Both are the same in
-    all streams of a batch.
+    """The places where statements and answers begin, and the stream's length. All streams of a
+    batch have the same layout.
 
     `statements` has the places for each question, the newest last.
     """
@@ -246,7 +246,7 @@ class ExerciseTask(Task):
             "marks", 1 or 0 for each answer in the order of the questions;
             "stale", the share of answers that agree with an earlier fact where old and new first
             differ; "token_accuracy", the share of the answers' tokens that are right; "tokens" of
-            one stream, "kv_bytes" of one.
+            one stream, "kv_bytes" of one. Figures in `left_out` are not returned.
 
         Raises:
             WeirError: the tokenizer lacks the words of the exercises.
@@ -379,8 +379,8 @@ class Changed(_RepeatedFacts):
 class Verbatim(ExerciseTask):
     """Asks for long numbers, such as passwords, after 16, 32, 64 ... tokens.
 
-    In the other tasks, a number has three digits, which are three tokens. Here answers have any
-    length, and a cache that keeps only some of the tokens cannot reproduce them. Distances are
+    In the other tasks, a number has three digits, which are three tokens. Here it has `length`
+    digits, and a cache that keeps only some of the tokens cannot reproduce it. Distances are
     counted from the beginning of the number.
     """
 

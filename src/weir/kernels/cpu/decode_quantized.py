@@ -1,14 +1,14 @@
 """Attention of one query per head over slots, the first of which have 8 or 4 bits, on a CPU.
 
-The peak of a vector is its largest absolute number. Vectors of whole numbers of 8 bits with one
-peak are passed to `decode`, unless they are short. All others (floating point in bytes, two numbers
-in a byte, several peaks, or short vectors) are widened here to float32, slot by slot. The
-quantization step, a peak divided by the number of steps in it, is applied to a slot's logit,
-<q, c> * step, and to its share p of the attention, p * step, where q is a query and c are the
-stored numbers of a key. If each group of a value's numbers has a separate peak, the steps are
-applied to these numbers instead. So quantized keys and values are read once, and only one of them
-at a time is in memory as float32. Sums are float32. One pass computes the logits of all slots, one
-their exponentials, and one the weighted values.
+The peak of a vector is its largest absolute number. If all keys and values are whole numbers of 8
+bits with one peak, and not short, they are passed to `decode`. Otherwise (floating point in bytes,
+two numbers in a byte, several peaks, or short vectors), keys and values are widened here to
+float32, slot by slot. The quantization step, a peak divided by the number of steps in it, is
+applied to a slot's logit, <q, c> * step, and to its share p of the attention, p * step, where q is
+a query and c are the stored numbers of a key. If each group of a value's numbers has a separate
+peak, the steps are applied to these numbers instead. So quantized keys and values are read once,
+and only one of them at a time is in memory as float32. Sums are float32. One pass computes the
+logits of all slots, one their exponentials, and one the weighted values.
 """
 
 from __future__ import annotations

@@ -162,8 +162,8 @@ class Filling:
     def raw_parts(self, most: int) -> Iterator[tuple[int, np.ndarray]]:
         """Yield the rows of the parameter, in its order, as the bytes that the file has for them.
 
-        Each part has at most `most` rows: the index of the first one, and bytes [rows, bytes of a
-        row].
+        A part has at most `most` rows. For each part, yields the index of its first row, and its
+        bytes [rows, bytes of a row].
         """
         rows = self.shape.numel() // self.columns
         if self.order is None and len(self.tensors) == 1:

@@ -56,8 +56,8 @@ PRODUCT = np.dtype(
             # The two numbers from `linear.way_of`; the number of outputs; the addresses of the
             # weight, and of its scales, or 0.
             *("way", "first", "outputs", "weight", "scale"),
-            # For a weight in blocks: the function from `block_function`, and the bytes of a panel's
-            # codes and scales. Otherwise 0.
+            # For a weight in blocks: the result of `block_function` (negative if inputs must not be
+            # rounded to 8 bits), and the bytes of a panel's codes and scales. Otherwise 0.
             *("function", "code_bytes", "scale_bytes"),
             # The address of a bias, or 0, and the bits of its numbers; the address of the output,
             # float32 [rows, outputs]; the number of parts.

@@ -51,8 +51,9 @@ class Access:
                 )
             if origin != "*" and not ORIGIN.fullmatch(origin):
                 raise WeirError(
-                    "--allow-origin must be the origin of a web page without a path, such as "
-                    f"http://localhost:3000, got {quote(origin)}. Leave out the path."
+                    "--allow-origin must be the origin of a web page, such as "
+                    f"http://localhost:3000, got {quote(origin)}. Give the scheme, the host and "
+                    "any port, without a path."
                 )
 
     def wrap(self, app: ASGIApp) -> ASGIApp:

@@ -51,7 +51,8 @@ class ChatRequest:
         messages: the history, or a handle of the worker that holds it.
         offer: the tools that the client offers.
         limit: the field with the maximum number of tokens of an answer, and its value.
-        logprobs: number of most likely tokens to report with each; None for no log-probabilities.
+        logprobs: number of most likely tokens to report with each token of an answer; None for no
+            log-probabilities.
         held_to: the schema of answers, and whether unknown keywords are refused; None for text.
         schema_param: the field with that schema.
     """

@@ -154,7 +154,7 @@ class BoundedConnection(H11Protocol):
 
     def _end_slow(self) -> None:
         """Close the connection if no request has arrived since the last check, and none is being
-        read. A client that has sent a part of a request gets status 408.
+        read. A client that has sent a part of a request's head gets status 408.
         """
         if self.conn.their_state is h11.IDLE and self.scope is self._known:
             if self.conn.trailing_data[0]:  # a part of a head

@@ -279,7 +279,7 @@ def _find_saved(turn: ResponseTurn) -> tuple[TurnRecord | None, list[Item]]:
 
 @contextlib.contextmanager
 def _errors_of(turn: ResponseTurn) -> Iterator[None]:
-    """Turn errors about a response's turn into errors that name the wrong field."""
+    """Convert errors about a response's turn to API errors that name the field at fault."""
     named = "previous_response_id" if turn.conversation is None else "conversation"
     try:
         yield

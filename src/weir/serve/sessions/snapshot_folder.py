@@ -84,7 +84,7 @@ class SnapshotFolder:
                 self._unlink(name)
 
     def size(self, name: str) -> int | None:
-        """Return the bytes of a file. None if there is no ordinary file with that name."""
+        """Return the size of a file in bytes. None if there is no ordinary file with that name."""
         if not _FILE.fullmatch(name):
             return None
         try:
@@ -219,7 +219,9 @@ class DiskReserve:
 
     @contextmanager
     def released(self) -> Iterator[None]:
-        """Free the reserved room in this block, and reserve it again afterwards if possible."""
+        """Free the reserved room while the `with` block runs, and reserve it again afterwards if
+        possible.
+        """
         with contextlib.suppress(OSError):
             self._path.unlink()
         try:

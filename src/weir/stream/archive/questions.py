@@ -27,8 +27,8 @@ questions, if they are not longer than this number of characters. The text in be
 pasted.
 """
 SHORT = 12
-"""In a turn of at most this many words, every sentence counts as a question, because it may consist
-of keywords.
+"""In a turn of at most this many words, every sentence that does not begin with a quotation mark
+counts as a question, because it may consist of keywords.
 """
 LONGEST = 600
 """Largest number of characters of a sentence that can be a question. A longer sentence is data."""

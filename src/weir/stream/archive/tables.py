@@ -192,8 +192,8 @@ class ArchiveTables:
     def _branch_after(
         self, db: sqlite3.Connection, owner: str, after: ArchiveEnd | None
     ) -> ArchiveEnd:
-        """Return the end of the branch to which turns are added: a new branch if other turns
-        already follow.
+        """Return the end of the branch to which turns are added: a new branch if there is no end
+        yet, or if other turns already follow it.
         """
         columns = "INSERT INTO archived_branches (owner, tree, parent, fork, english, plain) VALUES"
         if after is None:
@@ -310,7 +310,7 @@ class ArchiveTables:
             self._prune(db, owner, tree)
 
     def _prune(self, db: sqlite3.Connection, owner: str, tree: int) -> None:
-        """Delete the turns of a tree that are not ancestors of any end."""
+        """Delete the turns and branches of a tree that are not visible from any end."""
         ends = "SELECT branch, max(turn) FROM archived_ends WHERE tree = ? AND owner = ? GROUP BY 1"
         needed: dict[int, int] = dict(map(tuple, db.execute(ends, (tree, owner)).fetchall()))
         branches = db.execute(
