@@ -134,6 +134,52 @@ def test_a_declaration_that_pools_do_not_have_is_refused(name, more):
     assert "odd" not in POOLS
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "meant"),
+    [
+        ("is_stochastc", True, "is_stochastic"),
+        ("drop", True, "drops"),
+        ("inorder", False, "in_order"),
+        ("tie_margn", 0.0, "tie_margin"),
+        ("tie_margins", 0, "tie_margin"),
+    ],
+)
+def test_a_declaration_that_is_misspelt_is_refused(key, value, meant):
+    body = {"score": lambda self, slots, fold: slots.a, "__annotations__": {"n": int}}
+    kind = dataclass(frozen=True)(type("Odd", (Ranked,), {**body, key: value}))
+    with pytest.raises(WeirError) as error:
+        pool("odd")(kind)
+    assert str(error.value) == (
+        f"the pool odd sets {key}, which weir does not know, did you mean {meant!r}? Write "
+        f"{meant}, or use a name that is less similar."
+    )
+    assert "odd" not in POOLS
+
+
+def test_other_names_are_no_misspelt_declarations():
+    others = {
+        "weights": 0.5,
+        "weighted": True,
+        "drop": 3,
+        "log": True,
+        "_drop": True,
+        "margin": 0.1,
+    }
+    pool("other")(made(tie_margn=0.5, keeps_runs=lambda self: True, **others))
+
+    @pool("another")
+    @dataclass(frozen=True)
+    class Another(Ranked):
+        """Its parameters have names that are almost those of declarations."""
+
+        n: int
+        drop: bool = True
+        tie_margins: float = 0.5
+
+        def score(self, slots: Slots, fold: Fold) -> Tensor:
+            return slots.a
+
+
 def test_a_pool_that_is_no_dataclass_is_refused():
     class Plain(Pool):
         def slots(self) -> int:

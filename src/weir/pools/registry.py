@@ -6,11 +6,13 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any, TypeVar
+from difflib import get_close_matches
+from typing import Any, TypeVar, cast
 
 from weir.errors import WeirError, quote, suggest
 from weir.pools.base import Pool, SizedPool
-from weir.pools.parameters import check_arguments
+from weir.pools.parameters import check_arguments, fits
+from weir.pools.ranked import Ranked
 
 POOLS: dict[str, type[Pool]] = {}
 """Every pool, by its name in a policy."""
@@ -23,6 +25,9 @@ WAITING = "new"
 
 NEEDS = "needs_"
 """The beginning of the names by which a pool declares what it reads, such as `needs_mass`."""
+
+ALIKE = 0.85
+"""How similar a name must be to a declaration, from 0 to 1, to be taken for a misspelling of it."""
 
 CONSTANTS = {"true": True, "false": False, "none": None}
 """Words that are values and not names, in upper or lower case."""
@@ -85,8 +90,8 @@ def pool(name: str) -> Callable[[PoolClass], PoolClass]:
 
 
 def _check_declarations(name: str, kind: type[Pool]) -> None:
-    """Refuse an attribute such as `needs_mas` that begins as the declarations of `Pool` do, and is
-    none of them.
+    """Refuse an attribute such as `needs_mas` or `is_stochastc`, which begins as the declarations
+    of `Pool` do or is spelled almost as one of them, and is none of them.
     """
     known = [key for key in vars(Pool) if key.startswith(NEEDS)]
     for base in kind.__mro__:
@@ -97,6 +102,25 @@ def _check_declarations(name: str, kind: type[Pool]) -> None:
                     f"{suggest(key, known) or '.'} Use one of {', '.join(known)}, or a name that "
                     f"does not begin with {NEEDS}."
                 )
+            if near := _find_misspelt(kind, key, vars(base)[key]):
+                raise WeirError(
+                    f"the pool {name} sets {key}, which weir does not know, did you mean {near!r}? "
+                    f"Write {near}, or use a name that is less similar."
+                )
+
+
+def _find_misspelt(kind: type[Pool], key: str, value: Any) -> str:
+    """Return the declaration that a constant of a class almost has the name of; "" if none.
+
+    A parameter and a private name are no declarations, and neither is a value of another type.
+    """
+    if key.startswith("_") or key in {field.name for field in fields(cast(Any, kind))}:
+        return ""
+    known = [name for name, made in vars(Pool).items() if isinstance(made, property)]
+    if not isinstance(value, bool):
+        known = ["tie_margin"] if issubclass(kind, Ranked) and fits(value, float) else []
+    near = get_close_matches(key, known, 1, ALIKE)
+    return near[0] if near and key not in known else ""
 
 
 def check_name(name: Any, what: str) -> None:
