@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict
 from typing import Annotated
 
@@ -37,7 +38,12 @@ def check(
         rules = [asdict(result) for result in results]
         print_json({"policy": policy, "model": model_name, "failed": failed, "rules": rules})
     else:
+        excuses = Counter(result.reason for result in results if result.outcome == "not applicable")
         for result in results:
             reason = f" ({result.reason})" if result.reason else ""
-            print_line(f"{result.outcome:<14}  {result.rule}{reason}")
+            if result.outcome != "not applicable" or excuses[result.reason] == 1:
+                print_line(f"{result.outcome:<14}  {result.rule}{reason}")
+        for reason, count in excuses.items():
+            if count > 1:
+                print_line(f"not applicable  {count} other rules ({reason})")
     return int(failed)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal, cast
 
 import torch
@@ -22,7 +23,7 @@ from weir.errors import WeirError, first_line
 from weir.loading import load
 from weir.models import CACHE
 from weir.policies import KVzip, Pipe, Policy, Recompute
-from weir.pools import Fold, Pool
+from weir.pools import Fold, Pool, is_own
 from weir.slab import QuantizedSlots, Slots
 
 Outcome = Literal["passed", "failed", "not applicable"]
@@ -32,17 +33,22 @@ ONCE = "Each pool keeps a token or passes it on, and does not do both."
 SLOTS = "Each pool keeps at most slots() slots, and keeps all tokens while they fit."
 IN_PLACE = "No pool writes in place into the slots that it receives."
 EXACT = "While all tokens are held, the logits equal those of dense."
+BUDGET = "A named policy has at most as many slots as its budget."
 SEED = "The same seed gives the same result."
+DECLARES = "Each pool does what it declares."
+READS = "Each pool reads only what it declares."
 CUT = "The result does not depend on how the text is cut into calls."
 BATCH = "A row of a batch gives the same result as alone."
 RESTORE = "A row that was taken and put into another cache continues identically."
 WATCHED = (ONCE, SLOTS, IN_PLACE)
-"""Rules that are checked at each fold of the first run."""
+"""Rules that are checked at each fold of the first run. So is `DECLARES`, in part."""
 
 CHUNK = 16
 """Tokens between folds. It is small, so that few tokens arrive at once and most pools can hold
 them.
 """
+MORE = 64
+"""How many queries more than a pool declares are kept, to find whether it reads more."""
 STEP, DRAWS = 2.0**-14, 3
 """The share by which weights are changed to find how far rounding changes logits, and how often."""
 
@@ -100,6 +106,10 @@ class _Watch:
         whole: the number of tokens after which the first token was lost or represented by others.
         merged: pools in which slots have come to represent several tokens.
         arrived, held: pools to which tokens came, and pools that have held a token.
+        sized, fitted: pools that must keep all tokens while they fit, each with its slots, and
+            those of them to which tokens came that fit.
+        passed: the newest token that a pool has passed on, by pool, layer and head; only for pools
+            that are `in_order`.
     """
 
     faults: dict[str, str] = field(default_factory=dict)
@@ -108,10 +118,21 @@ class _Watch:
     merged: set[str] = field(default_factory=set)
     arrived: set[str] = field(default_factory=set)
     held: set[str] = field(default_factory=set)
+    sized: dict[str, int] = field(default_factory=dict)
+    fitted: set[str] = field(default_factory=set)
+    passed: dict[tuple[int, int, int], int] = field(default_factory=dict)
 
     def pipe(self, pipe: Pipe) -> Pipe:
         """Return the same pipe of exact slots, whose folds are watched."""
+        for pool in pipe.pools:
+            if (room := pool.slots()) and not (pool.needs_marks or pool.shares_slots):
+                self.sized[pool.name] = min(room, self.sized.get(pool.name, room))
         return Pipe(tuple(self._pool(pool) for pool in pipe.pools), pipe.text)
+
+    @property
+    def untried(self) -> dict[str, int]:
+        """Pools of `sized` to which more tokens came at once than they have slots, or none."""
+        return {name: room for name, room in self.sized.items() if name not in self.fitted}
 
     def _pool(self, pool: Pool) -> Pool:
         kind = type(pool)
@@ -154,6 +175,8 @@ class _Watch:
         merged = pool.name in self.merged
         own_room = None if pool.needs_marks or pool.shares_slots or merged else room
         for all_tokens, its in zip(came, kept, strict=True):
+            if own_room is not None and 0 < len(all_tokens) <= own_room:
+                self.fitted.add(pool.name)
             if own_room is not None and len(its) < len(all_tokens) <= own_room:
                 told = f"kept {len(its)} of {len(all_tokens)} tokens, which fit in its {room} slots"
                 self._blame(SLOTS, pool, told)
@@ -161,7 +184,45 @@ class _Watch:
             self.arrived.add(pool.name)
         if any(kept):
             self.held.add(pool.name)
+        if fault := self._find_undeclared(pool, held, new, result, fold):
+            self._blame(DECLARES, pool, fault)
         return result
+
+    def _find_undeclared(
+        self, pool: Pool, held: Slots, new: Slots, result: tuple[Slots, Slots], fold: Fold
+    ) -> str:
+        """Return what a pool did in a fold although it declares that it does not; "" if nothing."""
+        kept, came = _positions(result[0]), _positions(held, new)
+        batch = len(new.position)
+        heads = len(came) // batch
+        if pool.in_order and fold.unbroken:
+            for head, its in enumerate(result[1].position.flatten(0, 1).tolist()):
+                places = [place for place in its if place >= 0]
+                key = id(pool), fold.draws.layer, head
+                first = self.passed.get(key, places[0] - 1 if places else -1) + 1
+                if places != list(range(first, first + len(places))):
+                    return "declares in_order, but did not pass on tokens in order and without gaps"
+                if places:
+                    self.passed[key] = places[-1]
+        newest = (tokens[len(tokens) - len(its) :] for its, tokens in zip(kept, came, strict=True))
+        if pool.keeps_run and fold.unbroken and kept != list(newest):
+            return "declares keeps_run, but did not keep the newest tokens"
+        if pool.heads_agree:
+            for row in range(0, len(came), heads):
+                part = slice(row, row + heads)
+                if _count_kinds(came[part]) == 1 < _count_kinds(kept[part]):
+                    return "declares heads_agree, but its heads kept different tokens"
+        before, after = _weights(held, new), _weights(result[0])
+        changed = any(
+            old.get(place, weights) != weights
+            for old, its in zip(before, after, strict=True)
+            for place, weights in its.items()
+        )
+        if changed and not pool.two_weights and _differ(after) and not _differ(before):
+            return "gave a token log-weights a and b that differ, but does not declare two_weights"
+        if changed and not (pool.weighs or pool.ends_pipe):
+            return "changed the log-weights of a token, but does not declare weighs"
+        return ""
 
     def _blame(self, rule: str, pool: Pool, what: str) -> None:
         self.faults.setdefault(rule, f"the pool {pool.name} {what}")
@@ -190,6 +251,21 @@ class _Changed(Policy):
         return tuple(made[pipe] for pipe in pipes)
 
 
+class _WithMoreQueries(Pipe):
+    """A pipe for which more queries are kept than its pools declare."""
+
+    @cached_property
+    def needs_queries(self) -> int:
+        """The number of last queries that are kept."""
+        return max(pool.needs_queries for pool in self.pools) + MORE
+
+
+def _needs(pool: Pool) -> bool:
+    """Return whether a pool declares that it reads something that others could read, too."""
+    needs = pool.needs_queries or pool.needs_mass or pool.needs_gates or pool.needs_marks
+    return bool(needs or pool.is_stochastic)
+
+
 def _with_exact_slots(pipe: Pipe) -> Pipe:
     """Return the pipe without formats."""
     return Pipe(pipe.pools, pipe.text)
@@ -199,6 +275,30 @@ def _tensors(slots: Slots) -> list[Tensor]:
     """Return the tensors of slots, without keys and values that are quantized."""
     quantized = isinstance(slots, QuantizedSlots)
     return list((slots.others() if quantized else slots.tensors()).values())
+
+
+def _weights(*parts: Slots) -> list[dict[int, tuple[float, float]]]:
+    """Return the log-weights a and b of the tokens in slots by position, for each head of each
+    row.
+    """
+    position, a, b = (
+        torch.cat([getattr(slots, name) for slots in parts], dim=2).flatten(0, 1).tolist()
+        for name in ("position", "a", "b")
+    )
+    return [
+        {place: (one, other) for place, one, other in zip(*head, strict=True) if place >= 0}
+        for head in zip(position, a, b, strict=True)
+    ]
+
+
+def _differ(weights: list[dict[int, tuple[float, float]]]) -> bool:
+    """Return whether the two log-weights of a token differ."""
+    return any(a != b for head in weights for a, b in head.values())
+
+
+def _count_kinds(lists: list[list[int]]) -> int:
+    """Count different lists."""
+    return len(set(map(tuple, lists)))
 
 
 def _positions(*parts: Slots) -> list[list[int]]:
@@ -217,8 +317,11 @@ class _Check:
         self.model, self.policy = model, policy
         # Rounding of stored keys and values could differ with how the text is cut.
         self.exact = _Changed(policy, _with_exact_slots)
-        slots = [count or 0 for count in self._cache().slots_by_layer]
-        length = max(*slots, 128) + 6 * CHUNK + 5
+        cache = self._cache()
+        self.parts = [part for layer in cache.stack.by_index for part in layer.parts]
+        slots = [count or 0 for count in cache.slots_by_layer]
+        self.most = max(slots)
+        length = max(self.most, 128) + 6 * CHUNK + 5
         vocabulary = int(cast(Tensor, model.get_input_embeddings().weight).shape[0])
         draw = torch.Generator().manual_seed(0)
         self.ids = torch.randint(vocabulary, (3, length), generator=draw).to(model.device)
@@ -227,24 +330,38 @@ class _Check:
     def results(self) -> Iterator[RuleResult]:
         """Check one rule after the other."""
         watch, cause = _Watch(), ""
+        cache = self._cache(_Changed(self.policy, watch.pipe))
         try:
-            watched = self._run(self._cache(_Changed(self.policy, watch.pipe)), self.ids[:1])
+            watched = self._run(cache, self.ids[:1])
         except Exception as error:
             cause = _explain(error)
-        found = {rule: watch.fault(rule) for rule in WATCHED}
         stopped = "the first run stopped with an error" if cause else ""
-        yield _result(RUNS, "" if any(found.values()) else cause)
+        yield _result(RUNS, cause or self._report(cache))
+        found = {rule: watch.fault(rule) for rule in WATCHED}
+        if not (stopped or found[SLOTS]):
+            found[SLOTS], watch.excused[SLOTS] = self._fit(watch)
         for rule, fault in found.items():
             yield _result(rule, fault, "" if fault else stopped or watch.excused.get(rule, ""))
+        yield _result(BUDGET, *self._budget())
+        wrong = watch.fault(DECLARES)
         if stopped:
-            yield from (_result(rule, "", stopped) for rule in (EXACT, SEED, CUT, BATCH, RESTORE))
+            for rule in (EXACT, SEED, DECLARES, READS, CUT, BATCH, RESTORE):
+                yield _result(rule, wrong if rule == DECLARES else "", stopped)
             return
         whole = int(min(watch.whole, self.ids.shape[1]))
         yield self._check(EXACT, lambda: self._exact(watched[:, :whole]))
         yield (same := self._check(SEED, self._seed))
         random = "" if same.outcome == "passed" else "the same seed gives different results"
-        for rule, check in ((CUT, self._cut), (BATCH, self._batch), (RESTORE, self._restore)):
-            yield _result(rule, "", random) if random else self._check(rule, check)
+        checks = {
+            DECLARES: lambda: wrong or self._declares(),
+            READS: self._reads,
+            CUT: self._cut,
+            BATCH: self._batch,
+            RESTORE: self._restore,
+        }
+        for rule, check in checks.items():
+            fault = wrong if rule == DECLARES else ""
+            yield _result(rule, fault, random) if random else self._check(rule, check)
 
     def _check(self, rule: str, check: Callable[[], str]) -> RuleResult:
         try:
@@ -252,8 +369,10 @@ class _Check:
         except Exception as error:
             return _result(rule, _explain(error))
 
-    def _cache(self, policy: Policy | str | None = None) -> StreamingCache:
-        return StreamingCache(self.model, policy or self.policy, chunk=CHUNK)
+    def _cache(
+        self, policy: Policy | str | None = None, seed: int = 0, chunk: int = CHUNK
+    ) -> StreamingCache:
+        return StreamingCache(self.model, policy or self.policy, chunk=chunk, seed=seed)
 
     def _run(
         self, cache: StreamingCache, ids: Tensor, step: int | None = None, pads: int = 0
@@ -267,6 +386,107 @@ class _Check:
             made = self.model(ids[:, start:stop], attention_mask=seen, **{CACHE: cache})
             parts.append(made.logits)
         return torch.cat(parts, dim=1)
+
+    def _report(self, cache: StreamingCache) -> str:
+        """Return why the report of a cache fails; "" if it does not."""
+        try:
+            cache.report()
+        except Exception as error:
+            return _explain(error)
+        return ""
+
+    def _fit(self, watch: _Watch) -> tuple[str, str]:
+        """Give pools that have got too many tokens at once fewer of them.
+
+        Returns the fault that was found, and why the rule is not applicable.
+        """
+        if not watch.untried:
+            return "", ""
+        again, chunk = _Watch(), min(*watch.untried.values(), CHUNK)
+        try:
+            cache = self._cache(_Changed(self.policy, again.pipe), chunk=chunk)
+            self._run(cache, self.ids[:1, : self.most + 4 * chunk])
+        except Exception as error:
+            return f"with {chunk} tokens between two folds, {_explain(error)}", ""
+        untried = min(watch.untried.keys() & again.untried.keys(), default="")
+        excuse = f"the pool {untried} never got tokens that all fit in its slots"
+        return again.fault(SLOTS), excuse if untried else ""
+
+    def _budget(self) -> tuple[str, str]:
+        """Return by how much the slots exceed the budget, and why the rule is not applicable."""
+        called = self.policy.called
+        parameter = called.parameters.get("budget") if called else None
+        if called is None or parameter is None:
+            return "", "the policy has no parameter budget"
+        budget = called.given.get("budget", parameter.default)
+        if not isinstance(budget, int):
+            return "", "the policy has no budget"
+        heads = [len(part.spec.heads or (0,)) for part in self.parts]
+        slots = [part.spec.pipe.slots for part in self.parts]
+        if None in slots:
+            return f"{called} has no limit", ""
+        mean = sum(n * (count or 0) for n, count in zip(heads, slots, strict=True)) / sum(heads)
+        return (f"{called} has {mean:g} slots" if mean > budget else ""), ""
+
+    def _alone(self) -> Iterator[tuple[Pool, Pipe]]:
+        """Find the pools that are not weir's, each with a pipe in which no pool before it declares
+        that it needs anything or that it draws random numbers.
+        """
+        known = set()
+        for pools in (part.spec.pipe.pools for part in self.parts):
+            for place, pool in enumerate(pools):
+                kind = type(getattr(pool, "pool", pool))
+                if kind in known or is_own(kind):
+                    continue
+                known.add(kind)
+                quiet = (one for one in pools[:place] if not _needs(one))
+                try:
+                    yield pool, Pipe((*quiet, pool))
+                except WeirError:  # it must come after one of the others
+                    yield pool, Pipe(pools[: place + 1])
+
+    @cached_property
+    def _ran_alone(self) -> list[tuple[Pool, Pipe, StreamingCache, Tensor | str]]:
+        """The pools and pipes of `_alone`, each with its cache and logits, or the error."""
+        ran = []
+        for pool, pipe in self._alone():
+            cache = self._cache(pipe)
+            made: Tensor | str
+            try:
+                made = self._run(cache, self.ids[:1])
+            except Exception as error:
+                made = _explain(error)
+            ran.append((pool, pipe, cache, made))
+        return ran
+
+    def _declares(self) -> str:
+        for pool, pipe, cache, made in self._ran_alone:
+            if isinstance(made, str) or any(one.is_stochastic for one in pipe.pools):
+                continue
+            other = self._cache(pipe, seed=1)
+            got = self._run(other, self.ids[:1])
+            if fault := self._differ(got, made, 0.0) or _hold_otherwise(other, cache):
+                return (
+                    f"the pool {pool.name} does not declare is_stochastic, but with another seed, "
+                    f"{fault}"
+                )
+        return ""
+
+    def _reads(self) -> str:
+        for pool, pipe, cache, made in self._ran_alone:
+            if isinstance(made, str):
+                return (
+                    f"without the declarations of other pools, the pool {pool.name} fails: {made}"
+                )
+            other = self._cache(_WithMoreQueries(pipe.pools))
+            got = self._run(other, self.ids[:1])
+            if fault := self._differ(got, made) or _hold_otherwise(other, cache):
+                return (
+                    f"the pool {pool.name} declares needs_queries = {pool.needs_queries}, but if "
+                    f"another pool needs {pipe.needs_queries + MORE}, {fault}. Read only the last "
+                    "needs_queries queries"
+                )
+        return ""
 
     def _exact(self, watched: Tensor) -> str:
         wanted = self._run(self._cache("dense"), self.ids[:1, : watched.shape[1]])
