@@ -327,7 +327,7 @@ def test_a_pool_that_declares_a_run_must_keep_the_newest_tokens(nano):
 
 @pytest.mark.parametrize(
     ("size", "outcome", "reason"),
-    [(96, "passed", ""), (100, "failed", "double(budget=96) has 100 slots")],
+    [(96, "passed", ""), (100, "failed", "double(budget=96) has 100 slots per KV head")],
 )
 def test_a_named_policy_has_at_most_as_many_slots_as_its_budget(
     nano, monkeypatch, size, outcome, reason

@@ -106,8 +106,9 @@ class _Watch:
         whole: the number of tokens after which the first token was lost or represented by others.
         merged: pools in which slots have come to represent several tokens.
         arrived, held: pools to which tokens came, and pools that have held a token.
-        sized, fitted: pools that must keep all tokens while they fit, each with its slots, and
-            those of them to which tokens came that fit.
+        sized: pools that must keep all tokens while they fit, each with its slots and with the
+            slots of the pools before it.
+        fitted: those of them to which tokens came that fit.
         passed: the newest token that a pool has passed on, by pool, layer and head; only for pools
             that are `in_order`.
     """
@@ -118,21 +119,25 @@ class _Watch:
     merged: set[str] = field(default_factory=set)
     arrived: set[str] = field(default_factory=set)
     held: set[str] = field(default_factory=set)
-    sized: dict[str, int] = field(default_factory=dict)
+    sized: dict[str, tuple[int, int]] = field(default_factory=dict)
     fitted: set[str] = field(default_factory=set)
     passed: dict[tuple[int, int, int], int] = field(default_factory=dict)
 
     def pipe(self, pipe: Pipe) -> Pipe:
         """Return the same pipe of exact slots, whose folds are watched."""
+        before = 0
         for pool in pipe.pools:
-            if (room := pool.slots()) and not (pool.needs_marks or pool.shares_slots):
-                self.sized[pool.name] = min(room, self.sized.get(pool.name, room))
+            room = pool.slots() or 0
+            if room and not (pool.needs_marks or pool.shares_slots):
+                least, most = self.sized.get(pool.name, (room, before))
+                self.sized[pool.name] = min(room, least), max(before, most)
+            before += room
         return Pipe(tuple(self._pool(pool) for pool in pipe.pools), pipe.text)
 
     @property
-    def untried(self) -> dict[str, int]:
+    def untried(self) -> set[str]:
         """Pools of `sized` to which more tokens came at once than they have slots, or none."""
-        return {name: room for name, room in self.sized.items() if name not in self.fitted}
+        return self.sized.keys() - self.fitted
 
     def _pool(self, pool: Pool) -> Pool:
         kind = type(pool)
@@ -212,6 +217,8 @@ class _Watch:
                 part = slice(row, row + heads)
                 if _count_kinds(came[part]) == 1 < _count_kinds(kept[part]):
                     return "declares heads_agree, but its heads kept different tokens"
+        if not any(map(_has_weights, (held, new, result[0]))):
+            return ""
         before, after = _weights(held, new), _weights(result[0])
         changed = any(
             old.get(place, weights) != weights
@@ -277,6 +284,11 @@ def _tensors(slots: Slots) -> list[Tensor]:
     return list((slots.others() if quantized else slots.tensors()).values())
 
 
+def _has_weights(slots: Slots) -> bool:
+    """Return whether a log-weight of a token is not 0."""
+    return any(bool((t[slots.held] != 0).any()) for t in (slots.a, slots.b))
+
+
 def _weights(*parts: Slots) -> list[dict[int, tuple[float, float]]]:
     """Return the log-weights a and b of the tokens in slots by position, for each head of each
     row.
@@ -320,8 +332,7 @@ class _Check:
         cache = self._cache()
         self.parts = [part for layer in cache.stack.by_index for part in layer.parts]
         slots = [count or 0 for count in cache.slots_by_layer]
-        self.most = max(slots)
-        length = max(self.most, 128) + 6 * CHUNK + 5
+        length = max(*slots, 128) + 6 * CHUNK + 5
         vocabulary = int(cast(Tensor, model.get_input_embeddings().weight).shape[0])
         draw = torch.Generator().manual_seed(0)
         self.ids = torch.randint(vocabulary, (3, length), generator=draw).to(model.device)
@@ -402,13 +413,14 @@ class _Check:
         """
         if not watch.untried:
             return "", ""
-        again, chunk = _Watch(), min(*watch.untried.values(), CHUNK)
+        rooms, before = zip(*(watch.sized[name] for name in watch.untried), strict=True)
+        again, chunk = _Watch(), min(*rooms, CHUNK)
         try:
             cache = self._cache(_Changed(self.policy, again.pipe), chunk=chunk)
-            self._run(cache, self.ids[:1, : self.most + 4 * chunk])
+            self._run(cache, self.ids[:1, : max(before) + 4 * chunk])
         except Exception as error:
             return f"with {chunk} tokens between two folds, {_explain(error)}", ""
-        untried = min(watch.untried.keys() & again.untried.keys(), default="")
+        untried = min(watch.untried & again.untried, default="")
         excuse = f"the pool {untried} never got tokens that all fit in its slots"
         return again.fault(SLOTS), excuse if untried else ""
 
@@ -424,9 +436,9 @@ class _Check:
         heads = [len(part.spec.heads or (0,)) for part in self.parts]
         slots = [part.spec.pipe.slots for part in self.parts]
         if None in slots:
-            return f"{called} has no limit", ""
+            return f"{called} has no limit of slots", ""
         mean = sum(n * (count or 0) for n, count in zip(heads, slots, strict=True)) / sum(heads)
-        return (f"{called} has {mean:g} slots" if mean > budget else ""), ""
+        return (f"{called} has {mean:g} slots per KV head" if mean > budget else ""), ""
 
     def _alone(self) -> Iterator[tuple[Pool, Pipe]]:
         """Find the pools that are not weir's, each with a pipe in which no pool before it declares
