@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -129,6 +130,21 @@ def test_a_function_that_returns_no_policy_is_refused_by_name(nothing):
         odd()
     with pytest.raises(PolicyError, match="the policy function odd must return a Policy"):
         policy("odd")
+
+
+def test_a_function_that_fails_is_named_with_its_line_and_its_error_is_the_cause():
+    @named("nobody")
+    def odd(budget: int = 64) -> Policy:
+        return Pipe((Recent({}[budget]),))
+
+    line = inspect.getsourcelines(odd)[1] + 2
+    told = rf"the policy function odd\(\) failed \(test_naming\.py, line {line}\): KeyError: 8\. C"
+    for call in (lambda: odd(8), lambda: policy("odd(8)")):
+        with pytest.raises(WeirError, match=f"^{told}") as error:
+            call()
+        assert isinstance(error.value.__cause__, KeyError)
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        odd(size=8)
 
 
 # --- what a policy records of the call that made it

@@ -314,7 +314,8 @@ class Parser:
         except PolicyError:
             raise
         except WeirError as error:
-            raise self.wrong(str(error), at) from None
+            # The cause is the error of a user's own code, if there is one.
+            raise self.wrong(str(error), at) from error.__cause__
 
     def _resolve(self, value: Any, hint: Any, at: int) -> Any:
         """Make the pool or policy that a parameter requires. Other values are returned

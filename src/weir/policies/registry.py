@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from weir.errors import WeirError, format_value, quote
-from weir.pools import POOLS, Make, check_arguments, check_free, check_name
+from weir.pools import POOLS, Make, check_arguments, check_free, check_name, name_failed_policy
 
 GROUP = "weir.pools"
 """The entry-point group whose modules are imported."""
@@ -139,7 +139,8 @@ def named(paper: str) -> Callable[[Make], Make]:
 
         @functools.wraps(make)
         def makes(*args: Any, **kwargs: Any) -> Any:
-            policy = checked(*args, **kwargs)
+            with name_failed_policy(make):
+                policy = checked(*args, **kwargs)
             # `Policy` cannot be imported here, because the modules that define it import this one.
             if not hasattr(policy, "as_written"):
                 raise WeirError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from traceback import walk_tb
@@ -14,6 +14,7 @@ from torch import OutOfMemoryError, Tensor
 
 from weir.errors import WeirError, first_line, quote
 from weir.pools.base import Pool
+from weir.pools.parameters import Natural, fits
 from weir.slab import Slots
 
 _DECLARED = {
@@ -28,7 +29,7 @@ it, and what to set in the class.
 """
 
 
-def is_own(kind: type) -> bool:
+def is_own(kind: type | Callable[..., Any]) -> bool:
     """Return whether a class or function belongs to weir, so that weir's tests check it."""
     return kind.__module__.partition(".")[0] == "weir"
 
@@ -49,20 +50,70 @@ def name_failure(pool: Pool, method: str) -> Iterator[None]:
         if (users := _find_users(pool)) is None:
             raise
         modules = {kind.__module__ for kind in type(users).__mro__ if not is_own(kind)}
-        frames = [
-            (frame, line)
-            for frame, line in walk_tb(error.__traceback__)
-            if frame.f_globals.get("__name__") in modules
-        ]
-        where = ""
-        if frames:
-            method, (last, line) = frames[0][0].f_code.co_name, frames[-1]
-            where = f" ({os.path.basename(last.f_code.co_filename)}, line {line})"
+        frames = _frames_of(error, modules)
+        method = frames[0][0].f_code.co_name if frames else method
+        call = "" if isinstance(getattr(type(users), method, None), property) else "()"
         what = f"{type(error).__name__}: {first_line(error)}"
         raise WeirError(
-            f"the pool {users.name} failed in {method}(){where}: {what.rstrip('.')}. "
+            f"the pool {users.name} failed in {method}{call}{_locate(frames)}: {what.rstrip('.')}. "
             f"{_advise(users, error, [frame for frame, _ in frames])}"
         ) from error
+
+
+@contextmanager
+def name_failed_policy(make: Callable[..., Any]) -> Iterator[None]:
+    """Raise a WeirError if the function of a named policy that a user wrote fails, as
+    `name_failure` does for a pool.
+    """
+    try:
+        yield
+    except (WeirError, MemoryError, OutOfMemoryError):
+        raise
+    except Exception as error:
+        # Without frames, the function was called with arguments that it does not have.
+        frames = _frames_of(error, {make.__module__})
+        if is_own(make) or not frames:
+            raise
+        what = f"{type(error).__name__}: {first_line(error)}"
+        raise WeirError(
+            f"the policy function {make.__name__}() failed{_locate(frames)}: {what.rstrip('.')}. "
+            "Change the function's code."
+        ) from error
+
+
+def _frames_of(error: Exception, modules: set[str]) -> list[tuple[FrameType, int]]:
+    """Return the frames of an error that run code of these modules, each with its line."""
+    return [
+        (frame, line)
+        for frame, line in walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__") in modules
+    ]
+
+
+def _locate(frames: list[tuple[FrameType, int]]) -> str:
+    """Return the file and the line of the innermost frame, in parentheses; empty without frames."""
+    if not frames:
+        return ""
+    last, line = frames[-1]
+    return f" ({os.path.basename(last.f_code.co_filename)}, line {line})"
+
+
+def check_declared(pool: Pool) -> None:
+    """Refuse values of a pool's declarations, such as `needs_queries`, that have a wrong type."""
+    if (users := _find_users(pool)) is None:
+        return
+    for name, kind in vars(Pool).items():
+        if not isinstance(kind, property):
+            continue
+        with name_failure(users, name):
+            value = getattr(users, name)
+        wanted = Natural if name == "needs_queries" else bool
+        if not fits(value, wanted):
+            words = "a whole number of at least 0" if wanted is Natural else "True or False"
+            raise WeirError(
+                f"{name} of the pool {users.name} must be {words}, got {quote(value)}. "
+                "Change it in the pool's class."
+            )
 
 
 def _find_users(pool: Pool) -> Pool | None:
