@@ -139,6 +139,36 @@ def test_a_none_that_no_declaration_would_set_gets_no_such_advice(llama, ids):
         feed(llama, ids)
 
 
+@pytest.mark.parametrize(
+    ("declared", "told"),
+    [
+        (0, r"it reads the last queries, but no pool .* Set needs_queries = 16, or another"),
+        (4, r"it reads the attention of the last 8 queries, .* of more than 4\. Set needs_queries"),
+    ],
+)
+def test_a_pool_that_declares_too_few_queries_is_named(llama, ids, declared, told):
+    def score(self, slots, fold):
+        return fold.read.received(slots, 8)
+
+    failing(Ranked, score=score)
+    POOLS["failing"].needs_queries = declared
+    line = inspect.getsourcelines(score)[1] + 1
+    where = rf"the pool failing failed in score\(\) \(test_failures\.py, line {line}\): "
+    with pytest.raises(WeirError, match=f"^{where}{told}"):
+        feed(llama, ids)
+
+
+def test_a_method_that_takes_other_arguments_is_named(llama, ids):
+    def score(self, slots):
+        return slots.a
+
+    failing(Ranked, score=score)
+    line = inspect.getsourcelines(score)[1]
+    told = rf"failing failed in score\(\) \(test_failures\.py, line {line}\): TypeError: .* takes 2"
+    with pytest.raises(WeirError, match=told):
+        feed(llama, ids)
+
+
 def keeps(self, held, new, fold):
     both = held.join(new)
     return both.part(0, self.n), both.part(self.n, len(both))

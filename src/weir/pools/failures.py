@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from inspect import isfunction
 from traceback import walk_tb
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, cast
 
 from torch import OutOfMemoryError, Tensor
 
 from weir.errors import WeirError, first_line, quote
 from weir.pools.base import Pool
+from weir.pools.observed_attention import UndeclaredError
 from weir.pools.parameters import Natural, fits
 from weir.slab import Slots
 
 _DECLARED = {
     "mass": ("slots.mass", "needs_mass = True"),
     "queries": ("fold.queries", "needs_queries = 16, or another number,"),
+    "gate": ("fold.read.gate", "needs_gates = True"),
     "kept": ("fold.kept", "needs_marks = True"),
     "turn": ("fold.turn", "needs_marks = True"),
     "beginning": ("fold.beginning", "needs_marks = True"),
@@ -44,20 +48,27 @@ def name_failure(pool: Pool, method: str) -> Iterator[None]:
     """
     try:
         yield
-    except (WeirError, MemoryError, OutOfMemoryError):
+    except (MemoryError, OutOfMemoryError):
         raise
     except Exception as error:
-        if (users := _find_users(pool)) is None:
+        named = isinstance(error, WeirError) and not isinstance(error, UndeclaredError)
+        if named or (users := _find_users(pool)) is None:
             raise
         modules = {kind.__module__ for kind in type(users).__mro__ if not is_own(kind)}
         frames = _frames_of(error, modules)
-        method = frames[0][0].f_code.co_name if frames else method
+        where = ""
+        if frames:
+            method, (last, line) = frames[0][0].f_code.co_name, frames[-1]
+            where = _locate(last.f_code, line)
+        elif (code := _find_refusing(users, error, modules)) is not None:
+            method, where = code.co_name, _locate(code, code.co_firstlineno)
         call = "" if isinstance(getattr(type(users), method, None), property) else "()"
-        what = f"{type(error).__name__}: {first_line(error)}"
-        raise WeirError(
-            f"the pool {users.name} failed in {method}{call}{_locate(frames)}: {what.rstrip('.')}. "
-            f"{_advise(users, error, [frame for frame, _ in frames])}"
-        ) from error
+        if isinstance(error, UndeclaredError):
+            what = str(error)
+        else:
+            advice = _advise(users, error, [frame for frame, _ in frames])
+            what = f"{_describe_error(error)} {advice}"
+        raise WeirError(f"the pool {users.name} failed in {method}{call}{where}: {what}") from error
 
 
 @contextmanager
@@ -74,11 +85,16 @@ def name_failed_policy(make: Callable[..., Any]) -> Iterator[None]:
         frames = _frames_of(error, {make.__module__})
         if is_own(make) or not frames:
             raise
-        what = f"{type(error).__name__}: {first_line(error)}"
+        last, line = frames[-1]
         raise WeirError(
-            f"the policy function {make.__name__}() failed{_locate(frames)}: {what.rstrip('.')}. "
-            "Change the function's code."
+            f"the policy function {make.__name__}() failed{_locate(last.f_code, line)}: "
+            f"{_describe_error(error)} Change the function's code."
         ) from error
+
+
+def _describe_error(error: Exception) -> str:
+    """Return the type of an error and the first line of its message, as a sentence."""
+    return f"{type(error).__name__}: {first_line(error).rstrip('.')}."
 
 
 def _frames_of(error: Exception, modules: set[str]) -> list[tuple[FrameType, int]]:
@@ -90,12 +106,18 @@ def _frames_of(error: Exception, modules: set[str]) -> list[tuple[FrameType, int
     ]
 
 
-def _locate(frames: list[tuple[FrameType, int]]) -> str:
-    """Return the file and the line of the innermost frame, in parentheses; empty without frames."""
-    if not frames:
-        return ""
-    last, line = frames[-1]
-    return f" ({os.path.basename(last.f_code.co_filename)}, line {line})"
+def _find_refusing(pool: Pool, error: Exception, modules: set[str]) -> CodeType | None:
+    """Return the code of a user's method if the error says that it was called with arguments that
+    it does not have. No frame of the method exists then.
+    """
+    found = re.search(r"(\w+)\(\) (takes|missing|got)", str(error))
+    function = getattr(type(pool), found[1], None) if found and type(error) is TypeError else None
+    return function.__code__ if isfunction(function) and function.__module__ in modules else None
+
+
+def _locate(code: CodeType, line: int) -> str:
+    """Return the file of some code and the line, in parentheses."""
+    return f" ({os.path.basename(code.co_filename)}, line {line})"
 
 
 def check_declared(pool: Pool) -> None:
