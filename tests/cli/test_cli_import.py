@@ -130,12 +130,13 @@ def test_a_cell_of_eval_whose_pool_fails_records_why(capsys, broken, tmp_path):
     assert json.loads(out.read_text().splitlines()[-1])["reason"] == TOLD
 
 
-def test_import_after_the_command_is_refused_and_told_where_it_goes(capsys, module):
-    ended = run(capsys, "policies", "mine_last", "--import", module)
+@pytest.mark.parametrize("command", ["policies", "check"])
+def test_import_after_the_command_is_refused_and_told_where_it_goes(capsys, module, command):
+    ended = run(capsys, command, "mine_last", "--import", module)
     assert (ended.code, ended.out) == (2, "")
     assert ended.err == (
         "weir: No such option: --import; put --import before the command, as in weir --import "
-        "my_pools.py policies; see weir policies --help\n"
+        f"my_pools.py {command}; see weir {command} --help\n"
     )
 
 

@@ -201,6 +201,7 @@ def test_a_state_that_is_none_is_refused_when_it_is_first_made(llama, ids, state
     ("tally", "told"),
     [
         (lambda self, slots, before, fold: None, r"it is None\. Return a tensor from tally\(\)"),
+        (lambda self, slots, before, fold: 3, r"it must be a tensor, got a value of type int"),
         (lambda self, slots, before, fold: torch.zeros(3), r"its shape must be that of the slots"),
         (
             lambda self, slots, before, fold: slots.position,
