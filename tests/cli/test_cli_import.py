@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import sys
@@ -121,6 +122,18 @@ def test_inspect_leaves_out_a_section_whose_pool_fails(capsys, broken, tmp_path)
     facts = json.loads(ended.out)
     assert (ended.code, list(facts["sections"])) == (0, ["norms"])
     assert facts["left_out"] == {"kept": TOLD}
+    page = html.unescape((tmp_path / "page" / "index.html").read_text("utf-8"))
+    assert f"Left out: {TOLD}</p>" in page
+
+
+def test_advise_leaves_out_a_policy_whose_pool_fails(capsys, broken, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("The river rose in the night. " * 60)
+    words = ["--text", text, "--budget", "16", "--tokens", "200", "--json"]
+    words += ["--policies", f"{POLICY}, streaming_llm"]
+    found = json.loads(run(capsys, "--import", broken, "advise", *words).out)
+    assert found["best"] == "streaming_llm(budget=16)"
+    assert found["left_out"] == {POLICY: f"{POLICY}: {TOLD}"}
 
 
 def test_a_cell_of_eval_whose_pool_fails_records_why(capsys, broken, tmp_path):
@@ -130,12 +143,13 @@ def test_a_cell_of_eval_whose_pool_fails_records_why(capsys, broken, tmp_path):
     assert json.loads(out.read_text().splitlines()[-1])["reason"] == TOLD
 
 
-def test_import_after_the_command_is_refused_and_told_where_it_goes(capsys, module):
-    ended = run(capsys, "policies", "mine_last", "--import", module)
+@pytest.mark.parametrize("command", ["policies", "check"])
+def test_import_after_the_command_is_refused_and_told_where_it_goes(capsys, module, command):
+    ended = run(capsys, command, "mine_last", "--import", module)
     assert (ended.code, ended.out) == (2, "")
     assert ended.err == (
         "weir: No such option: --import; put --import before the command, as in weir --import "
-        "my_pools.py policies; see weir policies --help\n"
+        f"my_pools.py {command}; see weir {command} --help\n"
     )
 
 

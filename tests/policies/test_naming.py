@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -51,6 +52,24 @@ def test_the_name_of_a_pool_from_another_package_is_refused():
         "for the policy."
     )
     assert "outliers" not in NAMED
+
+
+def test_the_name_of_a_policy_from_another_package_is_refused_when_the_pool_is_used(monkeypatch):
+    @dataclass(frozen=True)
+    class Mine(Recent):
+        pass
+
+    Mine.__qualname__ = "Mine"
+    monkeypatch.setitem(POOLS, "h2o", Mine)
+    told = (
+        rf"h2o is both a pool, {__name__}\.Mine, and a policy, weir\.policies\.library\.h2o\. Use "
+        r"another name for the pool\."
+    )
+    for text in ("h2o(16)", "sink(4) | h2o(16)", "quantized(h2o(16))"):
+        with pytest.raises(PolicyError, match=f"^{told}"):
+            policy(text)
+    with pytest.raises(WeirError, match=f"^{told}"):
+        named("somebody")(NAMED["h2o"].make)
 
 
 def test_a_policy_and_a_pool_of_one_package_may_share_a_name(monkeypatch):
@@ -129,6 +148,35 @@ def test_a_function_that_returns_no_policy_is_refused_by_name(nothing):
         odd()
     with pytest.raises(PolicyError, match="the policy function odd must return a Policy"):
         policy("odd")
+
+
+def test_a_function_that_fails_is_named_with_its_line_and_its_error_is_the_cause():
+    @named("nobody")
+    def odd(budget: int = 64) -> Policy:
+        return Pipe((Recent({}[budget]),))
+
+    line = inspect.getsourcelines(odd)[1] + 2
+    told = rf"the policy function odd\(\) failed \(test_naming\.py, line {line}\): KeyError: 8\. C"
+    for call in (lambda: odd(8), lambda: policy("odd(8)")):
+        with pytest.raises(WeirError, match=f"^{told}") as error:
+            call()
+        assert isinstance(error.value.__cause__, KeyError)
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        odd(size=8)
+
+
+def test_an_error_of_the_default_budget_says_so():
+    @named("nobody")
+    def odd(budget: int = 8) -> Policy:
+        return Pipe((Sink(4), Recent(budget - 8)))
+
+    told = r"n of recent must be a whole number of at least 1 or none, got 0"
+    with pytest.raises(PolicyError, match=rf"^odd with its default budget=8: {told} \(character 1"):
+        policy("odd")
+    for call in (lambda: odd(8), lambda: policy("odd(8)"), lambda: policy("odd(budget=8)")):
+        with pytest.raises(WeirError, match=f"^{told}"):
+            call()
+    assert policy("odd(9)").slots == 5
 
 
 # --- what a policy records of the call that made it

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import weir
 from weir.errors import WeirError
+from weir.policies import parse_policy
 from weir.pools import POOLS, Fold, Ranked, SizedPool, Tallied, pool
 from weir.slab import Slots
 
@@ -138,6 +139,36 @@ def test_a_none_that_no_declaration_would_set_gets_no_such_advice(llama, ids):
         feed(llama, ids)
 
 
+@pytest.mark.parametrize(
+    ("declared", "told"),
+    [
+        (0, r"it reads the last queries, but no pool .* Set needs_queries = 16, or another"),
+        (4, r"it reads the attention of the last 8 queries, .* of more than 4\. Set needs_queries"),
+    ],
+)
+def test_a_pool_that_declares_too_few_queries_is_named(llama, ids, declared, told):
+    def score(self, slots, fold):
+        return fold.read.received(slots, 8)
+
+    failing(Ranked, score=score)
+    POOLS["failing"].needs_queries = declared
+    line = inspect.getsourcelines(score)[1] + 1
+    where = rf"the pool failing failed in score\(\) \(test_failures\.py, line {line}\): "
+    with pytest.raises(WeirError, match=f"^{where}{told}"):
+        feed(llama, ids)
+
+
+def test_a_method_that_takes_other_arguments_is_named(llama, ids):
+    def score(self, slots):
+        return slots.a
+
+    failing(Ranked, score=score)
+    line = inspect.getsourcelines(score)[1]
+    told = rf"failing failed in score\(\) \(test_failures\.py, line {line}\): TypeError: .* takes 2"
+    with pytest.raises(WeirError, match=told):
+        feed(llama, ids)
+
+
 def keeps(self, held, new, fold):
     both = held.join(new)
     return both.part(0, self.n), both.part(self.n, len(both))
@@ -170,6 +201,7 @@ def test_a_state_that_is_none_is_refused_when_it_is_first_made(llama, ids, state
     ("tally", "told"),
     [
         (lambda self, slots, before, fold: None, r"it is None\. Return a tensor from tally\(\)"),
+        (lambda self, slots, before, fold: 3, r"it must be a tensor, got a value of type int"),
         (lambda self, slots, before, fold: torch.zeros(3), r"its shape must be that of the slots"),
         (
             lambda self, slots, before, fold: slots.position,
@@ -205,3 +237,49 @@ def test_a_report_that_fails_is_named(llama, ids):
     stream.feed(ids(1, 24))
     with pytest.raises(WeirError, match=r"failing failed in report\(\) .*KeyError: 'x'\."):
         stream.report()
+
+
+def test_post_init_that_fails_is_named_and_its_error_is_the_cause():
+    def __post_init__(self):
+        raise ValueError("n must be even")
+
+    failing(Ranked, score=reads_queries, __post_init__=__post_init__)
+    line = inspect.getsourcelines(__post_init__)[1] + 1
+    told = rf"failing failed in __post_init__\(\) \(test_failures\.py, line {line}\): ValueError: n"
+    for write in (lambda: parse_policy("recent(4) | failing"), POOLS["failing"]):
+        with pytest.raises(WeirError, match=told) as error:
+            write()
+        assert isinstance(error.value.__cause__, ValueError)
+
+
+@pytest.mark.parametrize("policy", ["recent(4) | failing", "recent(4) | chunks(failing, 2)"])
+def test_a_declaration_that_fails_is_named_and_its_error_is_the_cause(policy):
+    def needs_queries(self):
+        return self.windw
+
+    failing(Ranked, score=reads_queries)
+    POOLS["failing"].needs_queries = property(needs_queries)
+    line = inspect.getsourcelines(needs_queries)[1] + 1
+    told = rf"failing failed in needs_queries \(test_failures\.py, line {line}\): AttributeError:"
+    with pytest.raises(WeirError, match=told) as error:
+        parse_policy(policy)
+    assert isinstance(error.value.__cause__, AttributeError)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("needs_queries", "8", r"must be a whole number of at least 0, got '8'\."),
+        ("needs_queries", -1, r"must be a whole number of at least 0, got -1\."),
+        ("needs_queries", True, r"must be a whole number of at least 0, got true\."),
+        ("needs_queries", None, r"must be a whole number of at least 0, got none\."),
+        ("needs_mass", "yes", r"must be True or False, got 'yes'\."),
+        ("in_order", 1, r"must be True or False, got 1\."),
+    ],
+)
+@pytest.mark.parametrize("policy", ["recent(4) | failing", "recent(4) | chunks(failing, 2)"])
+def test_a_declaration_of_the_wrong_type_is_refused(policy, name, value, told):
+    failing(Ranked, score=reads_queries)
+    setattr(POOLS["failing"], name, value)
+    with pytest.raises(WeirError, match=f"^{name} of the pool failing {told}"):
+        parse_policy(policy)

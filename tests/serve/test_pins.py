@@ -10,7 +10,7 @@ from test_reread import MORE, USER, ask, said
 
 import weir
 from weir.cli.pinning import read_pin
-from weir.errors import WeirError
+from weir.errors import WeirError, format_size
 from weir.policies import Pinned, with_pin
 from weir.serve import choose_pin, memory_estimate
 from weir.serve.memory_estimate import LEAST_KEPT, MOST_PINNED, STEP, estimate_memory
@@ -67,25 +67,28 @@ def test_where_pins_cannot_be_chosen_it_is_said(free):
 
 
 @pytest.mark.parametrize(
-    ("rows", "kept", "remedy"),
+    ("there", "rows", "kept", "remedy"),
     [
-        (8, None, "Use fewer --rows or a smaller budget."),
-        (8, 0, "Use fewer --rows or a smaller budget."),
-        (8, 9, "Use fewer --rows, a smaller --keep, or a smaller budget."),
-        (1, None, "Use a smaller budget."),
+        (5 * 10**16, 8, None, "Use fewer --rows or a smaller budget."),
+        (5 * 10**16, 8, 0, "Use fewer --rows or a smaller budget."),
+        (5 * 10**16, 8, 9, "Use fewer --rows, a smaller --keep, or a smaller budget."),
+        (10**9, 1, None, "Use a smaller budget."),
+        (10**9, 8, None, "Use a smaller budget."),
+        (10**9, 8, 9, "Use a smaller budget."),
     ],
 )
 def test_a_server_that_needs_too_much_memory_is_refused_with_the_options_that_matter(
-    free, rows, kept, remedy
+    free, there, rows, kept, remedy
 ):
-    free(1_000_000_000)
+    free(there)
     policy = f"streaming_llm({10**12})"
     with pytest.raises(WeirError) as error:
         estimate_memory("nano", policy, chunk=64, rows=rows, kept=kept)
     turns = {9: "the states of 9 turns 38,016.0 TB, ", 0: ""}.get(kept, "the states of 1 turn ")
     many = "8 rows take 33,792.0 TB" if rows == 8 else "1 row takes 4,224.0 TB"
     assert str(error.value).startswith(
-        f"not enough memory on cpu: 1.0 GB are free. nano takes 16.8 MB, {many}, {turns}"
+        f"not enough memory on cpu: {format_size(there)} are free. nano takes 16.8 MB, {many}, "
+        f"{turns}"
     )
     assert str(error.value).endswith(f"and 8 states of prompts 33,792.0 TB. {remedy}")
 

@@ -238,6 +238,7 @@ def _describe_misuse(error: object) -> str:
     if named and "unexpected extra argument" in problem:
         problem += "; use --model to name a model"
     if f"No such option: {IMPORT}" in problem:
-        problem += f"; put {IMPORT} before the command, as in weir {IMPORT} my_pools.py policies"
+        typed = context.command_path.partition(" ")[2] if context else "COMMAND"
+        problem += f"; put {IMPORT} before the command, as in weir {IMPORT} my_pools.py {typed}"
     see = " See" if problem.endswith("?") else "; see"
     return f"{problem}{see} {context.command_path if context else 'weir'} --help"

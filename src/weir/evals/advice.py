@@ -115,7 +115,7 @@ def advise(
             budget.
         policies: comma-separated policies and policy files; None for `CANDIDATES`. A policy that
             takes a budget and has none gets `budget`, or the largest that fits. A policy that does
-            not fit is left out.
+            not fit, or fails while it is tried, is left out.
         tokens: length of the sample; by default four times the largest budget, but at least 4,096,
             or the whole text if it is shorter than that.
         chunk, seed: tokens between two folds, and the seed of all random draws.
@@ -123,7 +123,7 @@ def advise(
 
     Raises:
         WeirError: neither or both of `memory` and `budget` are given, no policy fits, the text has
-            fewer tokens than `tokens`, or a perplexity is not finite.
+            fewer tokens than `tokens`, or all policies fail.
     """
     if (memory is None) == (budget is None):
         which = "neither" if memory is None else "both"
@@ -161,7 +161,16 @@ def advise(
             raise WeirError(next(iter(left_out.values())))
     length = max(LEAST, TIMES * max(fits.values())) if tokens is None else tokens
     sample = ids[:length]
-    tries = [attempt(*one, sample, n, len(fits)) for n, one in enumerate(fits.items())]
+    tries: list[Trial] = []
+    failures: list[WeirError] = []
+    for number, (policy, slots) in enumerate(fits.items()):
+        try:
+            tries.append(attempt(policy, slots, sample, number, len(fits)))
+        except WeirError as error:
+            left_out[policy] = f"{policy}: {error}"
+            failures.append(error)
+    if not tries:
+        raise failures[0]
     tries.sort(key=lambda one: one.ppl)
     return Advice(tuple(tries), len(sample), len(ids), window, everything=False, left_out=left_out)
 

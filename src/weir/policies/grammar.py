@@ -19,7 +19,7 @@ from weir.errors import PolicyError, WeirError, find_nearest, quote
 from weir.policies.file import is_file, read_policy_file
 from weir.policies.layered import ByHead, Layered
 from weir.policies.pipe import Origin, Pipe, Policy, check_format, check_place
-from weir.policies.registry import NAMED, PolicyCall, load_plugins
+from weir.policies.registry import NAMED, PolicyCall, check_not_a_pool, load_plugins
 from weir.pools import CONSTANTS, POOLS, WORD, Pool, argument_hints, convert_argument
 from weir.slab import FORMATS
 
@@ -314,7 +314,8 @@ class Parser:
         except PolicyError:
             raise
         except WeirError as error:
-            raise self.wrong(str(error), at) from None
+            # The cause is the error of a user's own code, if there is one.
+            raise self.wrong(str(error), at) from error.__cause__
 
     def _resolve(self, value: Any, hint: Any, at: int) -> Any:
         """Make the pool or policy that a parameter requires. Other values are returned
@@ -337,6 +338,9 @@ class Parser:
         name, at = self._word(self.kind)
         if name not in POOLS and name not in NAMED:
             load_plugins()
+        if name in POOLS and name in NAMED:  # a pool can be registered after the policy
+            with self._pointing(at):
+                check_not_a_pool(NAMED[name].make)
         call = CallSyntax(name, at, [])
         if self.take("("):
             start = stop = self.at

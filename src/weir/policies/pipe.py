@@ -24,7 +24,7 @@ from torch import Tensor
 
 from weir.errors import WeirError, format_value, in_words, quote
 from weir.policies.registry import NAMED, PolicyCall
-from weir.pools import Fold, Pool, Recent, fits, is_own, name_failure
+from weir.pools import Fold, Pool, Recent, check_declared, fits, is_own, name_failure
 from weir.slab import FORMATS, Format, QuantizedSlots, Slots, is_longer
 
 CHUNK = 64
@@ -330,6 +330,7 @@ def check_place(pool: Pool, before: tuple[Pool, ...]) -> None:
             f"slots() of the pool {pool.name} must be a whole number of at least 0, or None for "
             f"no limit, got {quote(slots)}"
         )
+    check_declared(pool)
     for earlier in before:
         if earlier.ends_pipe:
             raise WeirError(

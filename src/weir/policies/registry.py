@@ -20,7 +20,15 @@ from pathlib import Path
 from typing import Any, cast
 
 from weir.errors import WeirError, format_value, quote
-from weir.pools import POOLS, Make, check_arguments, check_free, check_name
+from weir.pools import (
+    POOLS,
+    Make,
+    check_arguments,
+    check_free,
+    check_name,
+    is_own,
+    name_failed_policy,
+)
 
 GROUP = "weir.pools"
 """The entry-point group whose modules are imported."""
@@ -132,10 +140,25 @@ def named(paper: str) -> Callable[[Make], Make]:
         name = make.__name__
         check_name(name, "a policy")
         check_free(name, make, {key: known.make for key, known in NAMED.items()}, "a policy")
-        _check_not_a_pool(make)
+        check_not_a_pool(make)
         _check_parameters(make)
-        checked = check_arguments(make, name)
         signature = inspect.signature(make)
+
+        @functools.wraps(make)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            try:
+                with name_failed_policy(make):
+                    return make(*args, **kwargs)
+            except WeirError as error:
+                # A list of policies is read before `--budgets` and `--memory` give them a budget.
+                given = signature.bind(*args, **kwargs).arguments
+                usual = signature.parameters.get("budget")
+                if usual is None or usual.default is None or {"budget", "rate"} & given.keys():
+                    raise
+                default = f"{name} with its default budget={usual.default}"
+                raise WeirError(f"{default}: {error}") from error.__cause__
+
+        checked = check_arguments(run, name)
 
         @functools.wraps(make)
         def makes(*args: Any, **kwargs: Any) -> Any:
@@ -155,8 +178,8 @@ def named(paper: str) -> Callable[[Make], Make]:
     return register
 
 
-def _check_not_a_pool(make: Callable[..., Any]) -> None:
-    """Refuse the name of a pool from another package.
+def check_not_a_pool(make: Callable[..., Any]) -> None:
+    """Refuse the name that a named policy shares with a pool from another package.
 
     A package may give a policy and a pool of its own the same name, as weir does. `name(64)` on its
     own is then the policy, and inside a pipe it is the pool.
@@ -165,9 +188,15 @@ def _check_not_a_pool(make: Callable[..., Any]) -> None:
     packages = {made.__module__.partition(".")[0] for made in (make, POOLS.get(name, make))}
     if len(packages) > 1:
         pool = POOLS[name]
+        pool_name = f"{pool.__module__}.{pool.__qualname__}"
+        if is_own(pool):
+            raise WeirError(
+                f"a pool called {name} already exists: {pool_name}. Use another name for the "
+                "policy."
+            )
         raise WeirError(
-            f"a pool called {name} already exists: {pool.__module__}.{pool.__qualname__}. Use "
-            "another name for the policy."
+            f"{name} is both a pool, {pool_name}, and a policy, {make.__module__}."
+            f"{make.__qualname__}. Use another name for the pool."
         )
 
 

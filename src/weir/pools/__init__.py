@@ -15,7 +15,13 @@ from weir.pools.base import (
 from weir.pools.beginning import Beginning
 from weir.pools.counter_rng import CounterRNG
 from weir.pools.defend import Defend
-from weir.pools.failures import is_own, make_state, name_failure
+from weir.pools.failures import (
+    check_declared,
+    is_own,
+    make_state,
+    name_failed_policy,
+    name_failure,
+)
 from weir.pools.gated import Gated
 from weir.pools.header import Header
 from weir.pools.heavy import Heavy

@@ -31,6 +31,10 @@ from weir.slab import (
 )
 
 
+class UndeclaredError(WeirError):
+    """A pool reads queries that it did not declare. The message begins with "it", the pool."""
+
+
 class Output(Protocol):
     """The output projection of a layer, as `weir.models` finds it."""
 
@@ -279,9 +283,9 @@ class ObservedAttention:
     @property
     def _last_queries(self) -> Tensor:
         if self.queries is None:
-            raise WeirError(
-                "no queries were kept for this fold. A pool that reads the last queries must set "
-                "needs_queries to their number."
+            raise UndeclaredError(
+                "it reads the last queries, but no pool of the pipe has needs_queries. Set "
+                "needs_queries = 16, or another number, in the pool's class."
             )
         return self.queries
 
@@ -290,10 +294,10 @@ class ObservedAttention:
         missing.
         """
         if self.asked is not None and window > self.asked:
-            raise WeirError(
-                f"a pool reads the attention of the last {window} queries, but no pool of its pipe "
-                f"has a needs_queries of more than {self.asked}. Set needs_queries = {window} in "
-                "the pool, or use a smaller window."
+            raise UndeclaredError(
+                f"it reads the attention of the last {window} queries, but no pool of the pipe has "
+                f"a needs_queries of more than {self.asked}. Set needs_queries = {window} in the "
+                "pool's class, or use a smaller window."
             )
 
     @cached_property

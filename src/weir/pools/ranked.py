@@ -188,7 +188,7 @@ def _find_wrong(score: object, slots: Slots, method: str) -> str | None:
             "fold.read.gate, set needs_mass or needs_gates in the class"
         )
     if not isinstance(score, Tensor):
-        return f"it must be a tensor, got a {type(score).__name__}"
+        return f"it must be a tensor, got a value of type {type(score).__name__}"
     if score.shape != slots.position.shape:
         return (
             f"its shape must be that of the slots, {list(slots.position.shape)}, got "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping
@@ -11,6 +12,7 @@ from typing import Any, TypeVar, cast
 
 from weir.errors import WeirError, quote, suggest
 from weir.pools.base import Pool, SizedPool
+from weir.pools.failures import name_failure
 from weir.pools.parameters import check_arguments, fits
 from weir.pools.ranked import Ranked
 
@@ -83,10 +85,23 @@ def pool(name: str) -> Callable[[PoolClass], PoolClass]:
         _check_declarations(name, kind)
         check_free(name, kind, POOLS, "a pool")
         kind.name = name
+        if (after := getattr(kind, "__post_init__", None)) is not None:
+            kind.__post_init__ = _naming_failures(after)
         POOLS[name] = check_arguments(kind, name)
         return kind
 
     return register
+
+
+def _naming_failures(after: Callable[..., None]) -> Callable[..., None]:
+    """Return `__post_init__` such that its errors name the pool."""
+
+    @functools.wraps(after)
+    def run(self: Pool, *args: Any) -> None:
+        with name_failure(self, "__post_init__"):
+            after(self, *args)
+
+    return run
 
 
 def _check_declarations(name: str, kind: type[Pool]) -> None:

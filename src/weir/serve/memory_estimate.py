@@ -84,6 +84,8 @@ def estimate_memory(
     if free is not None and estimate.total > free:
         if size.weights > free:
             remedies = ["a smaller model"]
+        elif size.weights + (1 + PREFIXES) * size.stream > free:  # not even one row fits
+            remedies = ["a smaller budget"]
         turns = f" the states of {in_words(kept, 'turn')} {format_size(kept * size.stream)},"
         raise WeirError(
             f"not enough memory on {device}: {format_size(free)} are free. {model_name} takes "

@@ -131,7 +131,7 @@ def test_files_are_reported_together_and_what_is_in_two_counts_once(tmp_path):
     assert [(r["policy"], r["seed"], r["value"]) for r in records] == [
         ("a", 0, 1.0), ("b", 0, 2.0), ("c", 0, 3.0), ("a", 1, 4.0),
     ]  # fmt: skip
-    with pytest.warns(UserWarning, match="no papers are cited for a, b, c, because"):
+    with pytest.warns(UserWarning, match="^weir: no papers are cited for a, b, c, because"):
         pages = write_report([first, second], tmp_path / "out", ["csv", "latex"])
     assert [page.name for page in pages] == ["tables.csv", "tables.tex"]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [p.name for p in pages]

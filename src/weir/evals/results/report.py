@@ -504,8 +504,8 @@ def write_report(
     )
     if missing := unread(unique(str(r.get("written") or r["policy"]) for r in done)):
         warnings.warn(
-            f"no papers are cited for {', '.join(missing)}, because these policies are not known "
-            "here. If a file of yours defines them, use weir --import FILE report.",
+            f"weir: no papers are cited for {', '.join(missing)}, because these policies are not "
+            "known here. If a file of yours defines them, use weir --import FILE report.",
             stacklevel=2,
         )
     references = [str(paper) for paper in papers]
