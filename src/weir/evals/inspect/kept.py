@@ -151,7 +151,10 @@ def section(asked: Inspection) -> Section:
         )
     ids = asked.ids(asked.tokens or USUAL)
     if len(ids) < FEWEST:
-        raise WeirError(f"{len(ids)} tokens are too few. Use a text of at least {FEWEST} tokens.")
+        raise WeirError(
+            f"{len(ids)} tokens are too few. Use a text of at least {FEWEST} tokens, and a "
+            "--tokens of at least as many."
+        )
     found = follow(asked, name, ids, moments_of(asked, len(ids)))
     strips = draw(found, len(ids), *chosen(asked))
     picture = Picture("kept", strips, f"Which tokens {name} holds in every layer and head.")
