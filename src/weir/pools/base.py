@@ -79,8 +79,8 @@ def wrong_ranges(kept: Any) -> str | None:
         whole = isinstance(one, tuple | list) and len(one) == 2 and all(fits(n, int) for n in one)
         if not whole or not last <= one[0] < one[1] <= 2**53:
             return (
-                "must be ranges of places in the stream, from 0 to 2^53, in order and without overlap, "
-                f"as in ((100, 150), (200, 230)), got {quote(one)}"
+                "must be ranges of places in the stream, from 0 to 2^53, in order and without "
+                f"overlap, as in ((100, 150), (200, 230)), got {quote(one)}"
             )
         last = one[1]
     return None

@@ -152,8 +152,8 @@ def section(asked: Inspection) -> Section:
     ids = asked.ids(asked.tokens or USUAL)
     if len(ids) < FEWEST:
         raise WeirError(
-            f"{len(ids)} tokens are too few. Use a text of at least {FEWEST} tokens, and a --tokens "
-            "of at least as many."
+            f"{len(ids)} tokens are too few. Use a text of at least {FEWEST} tokens, and a "
+            "--tokens of at least as many."
         )
     found = follow(asked, name, ids, moments_of(asked, len(ids)))
     strips = draw(found, len(ids), *chosen(asked))
