@@ -636,6 +636,17 @@ def test_a_deep_copy_goes_its_own_way(llama, ids):
     keeps = weir.StreamingCache(llama, "sink(3) | recent(8)", failures="keep")
     assert fresh.failures == "raise" and copy.deepcopy(keeps).failures == "keep"
     close_runs(fed(llama, fresh, tokens)[:, 27:], got, llama)
+    rows = copy.deepcopy(weir.StreamingCache(llama, "sink(3) | recent(8)", batch=2))
+    rows.reset()
+    assert rows.batch == 2
+
+
+@pytest.mark.parametrize("row", [7, -1, "a"])
+def test_a_report_of_a_row_that_does_not_exist_is_refused(llama, ids, row):
+    cache = weir.StreamingCache(llama, "sink(3) | recent(8)")
+    fed(llama, cache, ids(2, 5))
+    with pytest.raises(WeirError, match=r"does not exist\. The rows are 0 to 1"):
+        cache.report(row)
 
 
 def test_pickles_and_shallow_copies_are_refused(half_way):

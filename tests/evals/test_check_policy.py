@@ -265,7 +265,10 @@ FAULTY = {
     Weighs: (check.DECLARES, "the pool newest changed the log-weights of a token, but does not"),
     WeighsTwice: (check.DECLARES, "the pool newest gave a token log-weights a and b that differ"),
     DrawsUndeclared: (check.DECLARES, "the pool newest does not declare is_stochastic, but with"),
-    ReadsQueries: (check.READS, f"{ALONE} no queries were kept"),
+    ReadsQueries: (
+        check.READS,
+        f"{ALONE} the pool newest failed in score() (test_",
+    ),
     ReadsMass: (check.READS, f"{ALONE} the score of the pool newest cannot"),
     ReadsTooManyQueries: (
         check.READS,

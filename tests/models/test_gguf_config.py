@@ -23,6 +23,7 @@ from weir.errors import WeirError
 from weir.models.gguf import config as reading
 from weir.models.gguf import config_of, read_config, read_header
 from weir.models.gguf.families import DESCRIBING, FAMILIES, NEUTRAL, PLAIN, RMS, SAME
+from weir.models.gguf.header import GGUFHeader
 
 SIZES = {
     ".block_count": 4,
@@ -576,6 +577,14 @@ def test_what_no_model_can_be_is_refused(
     more: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(WeirError, match=message):
+        read(tmp_path, "llama", more)
+
+
+def test_an_empty_array_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The package gguf cannot write an empty array.
+    monkeypatch.setattr(GGUFHeader, "array", lambda header, key: [])
+    more = {".attention.head_count_kv": [2] * 4, ".block_count": 0}
+    with pytest.raises(WeirError, match=r"block_count = 0|an array of 0"):
         read(tmp_path, "llama", more)
 
 

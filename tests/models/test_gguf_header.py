@@ -25,7 +25,7 @@ def write_shard(path: Path, names: list[str], **fields: int | str) -> None:
     else:
         del out.kv_data[0]["general.architecture"]
     for key, value in fields.items():
-        add: Any = out.add_int32 if key.endswith("tensors.count") else out.add_uint16
+        add: Any = out.add_int32 if key.endswith("tensors.count") else out.add_int16
         (out.add_string if isinstance(value, str) else add)(key, value)
     for name in names:
         out.add_tensor(name, TENSORS[name])
@@ -135,6 +135,22 @@ def test_a_number_of_shards_that_is_a_text_is_refused(tmp_path: Path) -> None:
     write_shard(path, ["blk.0.attn_q.weight"], **{"split.count": "2"})
     with pytest.raises(WeirError, match=r"split\.count = '2', which is not a whole number"):
         read_header(path)
+
+
+def test_a_negative_number_of_shards_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_shard(path, ["blk.0.attn_q.weight"], **{"split.count": -5})
+    with pytest.raises(WeirError, match=r"split\.count = -5, which must be at least 0"):
+        read_header(path)
+
+
+def test_a_number_of_tensors_that_is_a_text_is_refused(tmp_path: Path) -> None:
+    paths = write_split(tmp_path)
+    for number, path in enumerate(paths):
+        fields = {"split.no": number, "split.count": 3, "split.tensors.count": "abc"}
+        write_shard(path, [list(TENSORS)[number]], **fields)
+    with pytest.raises(WeirError, match="hold 3 tensors, but the first one declares 'abc'"):
+        read_header(paths[0])
 
 
 def test_names_may_end_in_capital_letters(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ PREFLIGHT = {
 @pytest.fixture(scope="module")
 def server():
     client = make_client(aliases=["gpt-5", "claude-sonnet"])
-    with serving(client, hosts=["host.docker.internal"], origins=[PAGE]) as server:
+    with serving(client, hosts=["host.docker.internal", "[FE80::1]"], origins=[PAGE]) as server:
         yield server
 
 
@@ -42,7 +42,12 @@ def message(answer: httpx.Response) -> str:
 
 
 def test_a_further_host_is_answered_and_the_refusal_of_another_names_the_option(server, plain):
-    for host in ("host.docker.internal", "Host.Docker.Internal:8000", "localhost"):
+    for host in (
+        "host.docker.internal",
+        "Host.Docker.Internal:8000",
+        "[FE80::1]:8000",
+        "localhost",
+    ):
         assert server.post("/v1/chat/completions", BODY, host=host).status_code == 200
     for one, host in ((server, "evil.example"), (plain, "host.docker.internal")):
         answer = one.post("/v1/chat/completions", BODY, host=f"{host}:80")

@@ -219,7 +219,7 @@ class StreamingCache(Cache):
             **self.made_with,
         )
         made.put_rows(self.take_rows(), check=False)
-        made._pad = self._pad
+        made._batch, made._pad = self._batch, self._pad
         return made
 
     def reset(self) -> None:
@@ -490,6 +490,8 @@ class StreamingCache(Cache):
         and "heads" has the same figures for each pipe, with the heads that have it.
         """
         self._check_whole()
+        if self.rows.waiting:
+            self._check_row(row)
         waiting = self.rows.waiting[row] if self.rows.waiting else 0
         return {
             "policy": str(self.policy),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from pools.streams import places, tokens
 from reference.scores import ladder
 
 import weir
+from weir.errors import WeirError
 from weir.pools import CounterRNG, Fold, Ladder
 from weir.slab import AttentionParams
 
@@ -69,6 +71,11 @@ def test_two_layers_together_hold_all_that_was_thinned_once():
         held.append(set(places(kept)[0]))
     assert held[0] | held[1] == set(range(20))
     assert len(held[0] & held[1]) == 4
+
+
+def test_groups_of_one_are_refused():
+    with pytest.raises(WeirError, match="of of ladder must be at least 2, got 1"):
+        Ladder(8, 1, 1)
 
 
 def test_the_older_the_farther_apart(llama, ids):

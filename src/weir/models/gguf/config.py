@@ -221,7 +221,8 @@ class _Builder:
         value = self.fields.get(key, default)
         if isinstance(value, GGUFArray):
             items = self.header.array(key)
-            if len(items) != self.fields.get(f"{self.header.architecture}.block_count"):
+            layers = self.fields.get(f"{self.header.architecture}.block_count")
+            if not items or len(items) != layers:
                 raise WeirError(
                     f"{self.header.path} says {key} = an array of {len(items)}, where one number, "
                     "or one for each layer, is expected. Use another file of the model."

@@ -156,7 +156,12 @@ def read_header(path: Path) -> GGUFHeader:
                 f"{path} says split.count = {quote(count)}, which is not a whole number. Use "
                 "another file of the model."
             )
-        if count not in (0, 1):
+        if count < 0:
+            raise WeirError(
+                f"{path} says split.count = {count}, which must be at least 0. Use another file of "
+                "the model."
+            )
+        if count > 1:
             raise WeirError(
                 f"{path} is one of the {count} shards of a split file, but its name does not say "
                 f"which. Rename the shards to {path.stem}-00001-of-{count:05}.gguf and so on."
@@ -226,7 +231,7 @@ def _merge(shards: Sequence[GGUFHeader]) -> GGUFHeader:
     if total is not None and len(tensors) != total:
         raise WeirError(
             f"the {count} shards of {first.path} hold {len(tensors):,} tensors, but the first one "
-            f"declares {total:,}. Download all of them again."
+            f"declares {quote(total)}. Download all of them again."
         )
     holders: dict[str, Path] = {}
     for tensor in tensors:

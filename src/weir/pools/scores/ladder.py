@@ -44,6 +44,8 @@ class Ladder(SizedPool):
     of: int = 2
 
     def __post_init__(self) -> None:
+        if self.of < 2:
+            raise WeirError(f"of of ladder must be at least 2, got {self.of}")
         if not 1 <= self.keep < self.of:
             raise WeirError(
                 f"keep of ladder must be at least 1 and less than of={self.of}, so that only a "

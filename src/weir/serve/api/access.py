@@ -106,5 +106,5 @@ def host_of(scope: Scope) -> str:
     headers: Any = scope["headers"]
     host = next((value.decode("latin-1") for name, value in headers if name == b"host"), "")
     if host.startswith("["):
-        return host.partition("]")[0] + "]"
+        return host.partition("]")[0].lower() + "]"
     return host.partition(":")[0].lower()
