@@ -5,7 +5,7 @@ and often what the pool forgot to declare.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,14 +19,7 @@ from weir.policies import parse_policy
 from weir.pools import POOLS, Fold, Ranked, SizedPool, Tallied, pool
 from weir.slab import Slots
 
-
-@pytest.fixture(autouse=True)
-def pools_as_before() -> Iterator[None]:
-    """Remove the pools that a test registers."""
-    before = dict(POOLS)
-    yield
-    POOLS.clear()
-    POOLS.update(before)
+pytestmark = pytest.mark.usefixtures("pools_as_before")
 
 
 def failing(base: type, **methods: Callable[..., Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +13,7 @@ from weir.policies import policy
 from weir.pools import POOLS, Fold, Pool, Ranked, Recent, Sink, pool
 from weir.slab import Slots
 
-
-@pytest.fixture(autouse=True)
-def pools_as_before() -> Iterator[None]:
-    """Take away the pools that a test registers."""
-    before = dict(POOLS)
-    yield
-    POOLS.clear()
-    POOLS.update(before)
+pytestmark = pytest.mark.usefixtures("pools_as_before")
 
 
 def made(name: str = "Keep", module: str = "a_module", **more: Any) -> type[Pool]:

@@ -490,9 +490,10 @@ class StreamingCache(Cache):
         and "heads" has the same figures for each pipe, with the heads that have it.
         """
         self._check_whole()
+        waiting = 0
         if self.rows.waiting:
             self._check_row(row)
-        waiting = self.rows.waiting[row] if self.rows.waiting else 0
+            waiting = self.rows.waiting[row]
         return {
             "policy": str(self.policy),
             "positions": self.positions,

@@ -155,8 +155,8 @@ LONG_WAIT = 5.0
 
 
 KERNELS = "preparing kernels (each is compiled when first used, and kept for later runs)"
-"""What a command does before the model's first call. Commands use different kernels, so each can
-have some to compile.
+"""The line that a command prints if it has to wait for kernels before the model's first call. Each
+command can print it, because commands use different kernels.
 """
 
 

@@ -212,13 +212,9 @@ def _load_if_here(name: str, loading: Loading) -> tuple[PreTrainedModel | None, 
 
     if not has_weights(name):
         path = Path(name).expanduser()
-        return None, (
-            "are not in this folder"
-            if path.is_dir()
-            else "are not in this file"
-            if path.is_file()
-            else "are not in a local folder or file"
-        )
+        kinds = {"this folder": path.is_dir(), "this file": path.is_file()}
+        place = next((kind for kind, here in kinds.items() if here), "a local folder or file")
+        return None, f"are not in {place}"
     try:
         return load_model(name, loading)[0], ""
     except TooLargeError:

@@ -98,7 +98,7 @@ def check_policy(policy: str | Policy, model: PreTrainedModel | None = None) -> 
 
 @dataclass
 class _Watch:
-    """What the pools of a policy did in a run.
+    """A record of what the pools of a policy did in a run, and of the rules that they broke.
 
     Attributes:
         faults: the first fault that was found, by rule.
@@ -315,7 +315,11 @@ def _count_kinds(lists: list[list[int]]) -> int:
 
 def _positions(*parts: Slots) -> list[list[int]]:
     """Return the sorted positions of the tokens in slots, for each head of each row."""
-    position = torch.cat([slots.position for slots in parts], dim=2).flatten(0, 1)
+    return _places(torch.cat([slots.position for slots in parts], dim=2).flatten(0, 1))
+
+
+def _places(position: Tensor) -> list[list[int]]:
+    """Return the sorted positions [heads, slots] of the slots that hold a token, for each head."""
     return [[place for place in head if place >= 0] for head in position.sort().values.tolist()]
 
 
@@ -564,13 +568,9 @@ def _hold_otherwise(one: StreamingCache, other: StreamingCache, row: int = 0) ->
     """Return in which layer a row holds other tokens than row 0 of another cache; "" if none."""
     for layer in range(len(one)):
         mine, theirs = (cache.slots(layer).position for cache in (one, other))
-        if _held(mine[row]) != _held(theirs[0]):
+        if _places(mine[row]) != _places(theirs[0]):
             return f"other tokens are held in layer {layer}"
     return ""
-
-
-def _held(position: Tensor) -> list[list[int]]:
-    return [[place for place in head if place >= 0] for head in position.sort().values.tolist()]
 
 
 def _find_rounding(model: PreTrainedModel, ids: Tensor) -> float:

@@ -105,10 +105,9 @@ def _try_decoder(spec: ModelSpec, form: DecoderForm) -> list[tuple[tuple[Any, ..
     if not torch.equal(embeddings.calls[0][0][0], ids):
         raise NotNative("its decoder embeds other tokens than it is given")
     hidden = embeddings.answers[0] * form.factor
-    for index, layer in enumerate((*layers, last)):
+    places = ("the first layer", *(f"layer {n}" for n in range(1, len(layers))), "its last norm")
+    for layer, where in zip((*layers, last), places, strict=True):
         if not torch.equal(layer.given(), hidden):
-            where = "its last norm" if layer is last else f"layer {index}"
-            where = where if index else "the first layer"
             raise NotNative(f"its decoder changes hidden states before {where}")
         hidden = layer.answers[0]
     if not torch.equal(output.last_hidden_state, hidden):

@@ -22,7 +22,9 @@ from weir.serve.sessions.responses import StoredResponse
 from weir.serve.tools.formats import Tool, describe_tools
 
 NO_INPUT = "input is missing, or is a list without items that the model reads"
-"""What is wrong with a request without input. An empty text is an empty message, not no input."""
+"""The reason that errors about a request without input give. An empty text counts as input: it is
+an empty message.
+"""
 
 
 class PreviousNotFound(WeirError):
